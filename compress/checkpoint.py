@@ -1,0 +1,254 @@
+"""Reading and writing checkpoint directories, one tensor at a time.
+
+Reading parses the safetensors headers itself and reads each tensor's bytes with a plain read: nothing is mapped, so the
+resident memory is what the caller holds, and a truncated or unsafe file is found before work starts. Nothing is unpickled.
+Writing streams tensors into a temporary file beside the target, hashes them on the way, syncs and renames: a file that has
+its final name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+HEADER_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
+CHUNK = 8 << 20  # bytes copied at a time
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies on disk."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+    def read(self) -> Tensor:
+        """The tensor in memory of its own."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        if self.nbytes:
+            view = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+            with self.file.open("rb", buffering=0) as stream:
+                stream.seek(self.offset)
+                done = 0
+                while done < self.nbytes:
+                    count = stream.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(f"{self.file.name} ended within tensor {self.name!r}; copy the file again")
+                    done += count
+        return tensor
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A Hugging Face checkpoint directory; only headers have been read."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """List the tensors of a checkpoint directory.
+
+    Raises CheckpointError for a directory without config or safetensors, an index that points outside the directory, a
+    missing or truncated shard, or an index that promises tensors its shards do not have.
+    """
+    config = read_config(directory)
+    tensors: dict[str, StoredTensor] = {}
+    weight_map = _weight_map(directory)
+    for file in sorted(set(weight_map.values())) if weight_map else _single_file(directory):
+        tensors.update(read_header(directory / file))
+    if missing := sorted(set(weight_map) - set(tensors)):
+        raise CheckpointError(
+            f"{directory / INDEX} lists {len(missing)} tensors that no shard has, the first is {missing[0]!r}; "
+            "download the checkpoint again"
+        )
+    if weight_map:
+        tensors = {name: stored for name, stored in tensors.items() if name in weight_map}
+    return Checkpoint(directory, config, tensors)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json as a dict."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; give a Hugging Face checkpoint directory or a hub id")
+    path = directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no {CONFIG}; is it a Hugging Face checkpoint directory?")
+    config = read_json(path)
+    if not config.get("model_type"):
+        raise CheckpointError(f"{path} names no model_type; is it a Hugging Face model configuration?")
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; anything else is a CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """tensor name -> file name from the index, {} if there is no index; file names must stay inside the directory."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map; download it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{path} places tensor {name!r} in {file!r}, outside the directory; refused")
+    return weight_map
+
+
+def _single_file(directory: Path) -> list[str]:
+    if (directory / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    found = sorted(p.name for p in directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise CheckpointError(f"{directory} has {len(found)} safetensors files but no {INDEX}; add the index")
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+        raise CheckpointError(
+            f"{directory} has only pickled weights (.bin), which can run code when loaded and are not read; "
+            "convert the checkpoint to safetensors first"
+        )
+    raise CheckpointError(f"{directory} has no model.safetensors and no {INDEX}")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file; the header is checked against the file's size."""
+    if not path.is_file():
+        raise CheckpointError(f"shard {path} is missing; download the checkpoint again")
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
+        if not 0 < length <= min(HEADER_LIMIT, size - 8):
+            raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes); download it again")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(name, path, entry, 8 + length) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has a malformed safetensors header ({error}); download it again") from error
+    need = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
+    if size < need:
+        raise CheckpointError(f"{path} is truncated: {size} bytes of {need}; download it again")
+    return tensors
+
+
+def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    dtype, shape = DTYPES[entry["dtype"]], tuple(int(d) for d in entry["shape"])
+    if start < 0 or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"tensor {name!r} has {end - start} bytes for shape {shape}")
+    return StoredTensor(name, path, dtype, shape, base + start, end - start)
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> str:
+    """Write a safetensors file whole or not at all; returns the sha256 of its bytes.
+
+    Values are tensors in memory or tensors on disk, which are copied in chunks. Entries are ordered by element size, then
+    name, so that every tensor is aligned and equal input gives equal bytes.
+    """
+    entries = sorted(tensors.items(), key=lambda kv: (-kv[1].dtype.itemsize, kv[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, value in entries:
+        start, end = end, end + math.prod(value.shape) * value.dtype.itemsize
+        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    digest = hashlib.sha256()
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as stream:
+        for chunk in _chunks(raw, [value for _, value in entries]):
+            digest.update(chunk)
+            stream.write(chunk)
+        sync(stream)
+    os.replace(part, path)
+    return digest.hexdigest()
+
+
+def _chunks(header: bytes, values: Iterable[Tensor | StoredTensor]) -> Iterable[bytes | memoryview]:
+    yield len(header).to_bytes(8, "little") + header
+    for value in values:
+        if isinstance(value, StoredTensor):
+            with value.file.open("rb") as source:
+                source.seek(value.offset)
+                left = value.nbytes
+                while left:
+                    chunk = source.read(min(CHUNK, left))
+                    if not chunk:
+                        raise CheckpointError(f"{value.file} ended within tensor {value.name!r}; copy the file again")
+                    left -= len(chunk)
+                    yield chunk
+        elif value.numel():
+            yield memoryview(cast(Any, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as stream:
+        stream.write(text.encode())
+        sync(stream)
+    os.replace(part, path)
+
+
+def sync(stream: BinaryIO) -> None:
+    """Force a file to disk before it is renamed into place."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

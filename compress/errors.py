@@ -1,0 +1,45 @@
+"""Every error that the user's input can cause; `cli.py` prints one line for these and a traceback for anything else.
+
+CompressError
+├── RecipeError            unknown key, wrong type, impossible combination
+├── CheckpointError        missing, truncated or unsafe model files
+├── OutputError            existing, locked, read-only or full output directory
+├── UnsupportedModelError  no decoder blocks, no linears matched, unknown layout
+├── CalibrationError       too little, empty or undecodable text
+├── BudgetError            the memory budget cannot be met
+└── NumericalError         non-finite weights, activations or Hessians
+
+A message says what is wrong, where, and what to do next, in one line.
+"""
+
+
+class CompressError(Exception):
+    """Base of all errors that a user can cause and mend."""
+
+
+class RecipeError(CompressError):
+    """The recipe or a `--set` override cannot be used as written."""
+
+
+class CheckpointError(CompressError):
+    """The model directory cannot be read, or must not be."""
+
+
+class OutputError(CompressError):
+    """The output directory cannot be written."""
+
+
+class UnsupportedModelError(CompressError):
+    """The model's structure is not one that can be quantized."""
+
+
+class CalibrationError(CompressError):
+    """The calibration or evaluation text is unusable."""
+
+
+class BudgetError(CompressError):
+    """The run does not fit the memory that it was given."""
+
+
+class NumericalError(CompressError):
+    """Weights or statistics are not finite, or a factorization failed for good."""

@@ -1,0 +1,36 @@
+"""Unquantized weight, stored as it is.
+
+Used where a linear must travel through the packed path without being quantized, for example one expert that a rule keeps
+in a block whose other experts are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Params:
+    dtype: str = "bfloat16"  # of the stored values: float32, float16 or bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r} is not float32, float16 or bfloat16")
+
+
+def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {"values": (shape, getattr(torch, params.dtype))}
+
+
+def pack(weight: Tensor, params: Params) -> dict[str, Tensor]:
+    """weight [out_features, in_features] -> the stored tensor."""
+    return {"values": weight.to(getattr(torch, params.dtype)).contiguous()}
+
+
+def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`."""
+    return tensors["values"].to(dtype)

@@ -1,0 +1,174 @@
+"""Uniform integers with a scale, and optionally a zero point, for each group of columns of each row.
+
+    w[i, j] = scale[g(j), i] * (code[i, j] - zero[g(j), i])
+
+Codes are unsigned, 2 to 8 bits. Symmetric weights use the whole range: zero = 2**(bits-1) is implied, not stored, and the
+scale may be negative, so that the one level that is not mirrored falls on the side that needs it. Asymmetric weights store
+the zero point in `bits` bits.
+
+Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole tiles, G groups):
+- `words<w>` int16, the planar words of compress/packing.py, one tensor for each plane of w bits (`PLANES`);
+- `scales` float16 or bfloat16 [G, N];
+- `zeros` uint8 [G, N * bits / 8], a little-endian bit stream, asymmetric only.
+The layout is what a matmul kernel reads: N and K are padded here, so that no kernel masks them. Rows can be cut anywhere
+at a multiple of 16, columns at a multiple of both the group and the tile.
+
+Not supported: column orders stored with the weight (activation order is resolved by the methods, groups stay contiguous).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.packing import FIELDS, pack_planar, pack_stream, planar_shape, unpack_planar, unpack_stream
+
+PLANES = {2: (2,), 3: (3,), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}  # widths, high bits first
+ROW_MULTIPLE = 16
+TILE_WORDS = (128, 64, 32, 16)
+DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
+FP16_TINY = 2.0**-14  # smallest normal float16
+
+
+@dataclass(frozen=True)
+class Params:
+    bits: int  # of one code, 2..8
+    group_size: int  # columns that share a scale; -1: the whole row
+    symmetric: bool
+    tile_words: int  # words of a tile along K, from `tile_words()`
+    scale_dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if self.bits not in PLANES:
+            raise ValueError(f"bits {self.bits} is not one of {sorted(PLANES)}")
+        if self.group_size != -1 and self.group_size < 1:
+            raise ValueError(f"group_size {self.group_size} is neither positive nor -1 (the whole row)")
+        if self.tile_words not in TILE_WORDS:
+            raise ValueError(f"tile_words {self.tile_words} is not one of {TILE_WORDS}")
+        if self.scale_dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"scale_dtype {self.scale_dtype!r} is not float16 or bfloat16")
+
+
+def tile_words(bits: int, group_size: int, in_features: int) -> int:
+    """The tile that pads least; among those one that lies within a group, so that a field meets one scale; then the widest."""
+    fields = max(FIELDS[w] for w in PLANES[bits])
+
+    def cost(words: int) -> tuple[int, bool, int]:
+        padded = _round_up(in_features, words * fields)
+        return padded, group_size != -1 and group_size % words != 0, -words
+
+    return min(TILE_WORDS, key=cost)
+
+
+def scale_dtype(amax: Tensor, bits: int) -> str:
+    """Storage type for the scales of groups with these absolute maxima: float16 unless they leave its normal range."""
+    step = amax[amax > 0].float() / 2 ** (bits - 1)
+    if step.numel() and (step.max() > 65504 or step.median() < 4 * FP16_TINY):
+        return "bfloat16"
+    return "float16"
+
+
+def groups(params: Params, shape: tuple[int, int]) -> int:
+    """Number of scale groups of a row, those of padded columns included."""
+    _, columns = padded_shape(params, shape)
+    return 1 if params.group_size == -1 else -(-columns // params.group_size)
+
+
+def padded_shape(params: Params, shape: tuple[int, int]) -> tuple[int, int]:
+    fields = max(FIELDS[w] for w in PLANES[params.bits])
+    return _round_up(shape[0], ROW_MULTIPLE), _round_up(shape[1], params.tile_words * fields)
+
+
+def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    rows, columns = padded_shape(params, shape)
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        f"words{w}": (planar_shape(rows, columns, w), torch.int16) for w in PLANES[params.bits]
+    }
+    count = groups(params, shape)
+    stored["scales"] = ((count, rows), getattr(torch, params.scale_dtype))
+    if not params.symmetric:
+        stored["zeros"] = ((count, rows * params.bits // 8), torch.uint8)
+    return stored
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, params: Params) -> dict[str, Tensor]:
+    """codes [out, in] uint8, scales [out, groups], zeros [out, groups] uint8 (None if symmetric) -> stored tensors.
+
+    Scales must already be representable in `scale_dtype`: codes that were chosen for other scales would be wrong.
+    """
+    shape = (codes.shape[0], codes.shape[1])
+    rows, columns = padded_shape(params, shape)
+    count = groups(params, shape)
+    padded = torch.nn.functional.pad(codes, (0, columns - shape[1], 0, rows - shape[0]))
+    tensors: dict[str, Tensor] = {}
+    low = params.bits
+    for width in PLANES[params.bits]:
+        low -= width
+        tensors[f"words{width}"] = pack_planar((padded >> low) & ((1 << width) - 1), width, params.tile_words)
+    stored_scales = scales.to(getattr(torch, params.scale_dtype))
+    assert torch.equal(stored_scales.to(scales.dtype), scales), "scales were not rounded to their storage type"
+    tensors["scales"] = _pad_groups(stored_scales, rows, count)
+    if not params.symmetric:
+        assert zeros is not None
+        tensors["zeros"] = pack_stream(_pad_groups(zeros, rows, count), params.bits)
+    return tensors
+
+
+def unpack(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inverse of `pack` without the padding: codes [out, in] uint8, scales [out, groups], zeros or None."""
+    out_features, in_features = shape
+    count = 1 if params.group_size == -1 else -(-in_features // params.group_size)
+    codes = _codes(tensors, params, slice(None))[:out_features, :in_features]
+    scales = tensors["scales"].T[:out_features, :count]
+    if params.symmetric:
+        return codes, scales, None
+    return codes, scales, unpack_stream(tensors["zeros"], params.bits).T[:out_features, :count]
+
+
+def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
+    out_features, in_features = shape
+    rows, columns = padded_shape(params, shape)
+    group = columns if params.group_size == -1 else params.group_size
+    scales = tensors["scales"].T.float()  # [N, G]
+    if params.symmetric:
+        zeros = torch.full_like(scales, 2 ** (params.bits - 1))
+    else:
+        zeros = unpack_stream(tensors["zeros"], params.bits).T.float()
+    weight = torch.empty(out_features, in_features, dtype=dtype, device=scales.device)
+    step = max(1, DECODE_CHUNK // columns)
+    for start in range(0, out_features, step):
+        part = slice(start, min(start + step, out_features))
+        codes = _codes(tensors, params, part)[:, :in_features].float()
+        if in_features % group == 0:
+            grouped = codes.view(codes.shape[0], -1, group)  # row, group, column
+            count = grouped.shape[1]
+            grouped.sub_(zeros[part, :count, None]).mul_(scales[part, :count, None])
+        else:
+            index = torch.arange(in_features, device=codes.device) // group
+            codes.sub_(zeros[part][:, index]).mul_(scales[part][:, index])
+        weight[part] = codes
+    return weight
+
+
+def _codes(tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Tensor:
+    """Codes [rows, padded columns] uint8, the planes put together."""
+    first, *rest = PLANES[params.bits]
+    codes = unpack_planar(tensors[f"words{first}"][rows], first, params.tile_words)
+    for width in rest:
+        codes = codes << width | unpack_planar(tensors[f"words{width}"][rows], width, params.tile_words)
+    return codes
+
+
+def _pad_groups(values: Tensor, rows: int, count: int) -> Tensor:
+    """[out, groups] -> [count, rows], zero filled."""
+    return torch.nn.functional.pad(values.T, (0, rows - values.shape[0], 0, count - values.shape[1])).contiguous()
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

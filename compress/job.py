@@ -1,0 +1,158 @@
+"""A job: what the user asked for, and everything that is decided about it before a weight is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+import compress
+from compress import memory, recipe
+from compress.calib import data as calib_data
+from compress.checkpoint import Checkpoint, open_checkpoint
+from compress.errors import CheckpointError
+from compress.memory import Arrangement
+from compress.model import Skeleton
+from compress.plan import make
+from compress.progress import Progress
+from compress.recipe import Recipe
+from compress.types import Plan
+
+SAMPLED = 1 << 20  # bytes hashed at the start, middle and end of each shard to tell models apart
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asked for."""
+
+    model: str  # directory or hub id
+    recipe: Recipe
+    out: Path
+    calib: str | None = None  # None: text that the model generates itself
+    max_memory: int | None = None  # bytes
+    device: str = "cpu"
+    seed: int = 0
+    overwrite: bool = False
+    restart: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The model's skeleton, the plan for it, and how the run fits into memory."""
+
+    skeleton: Skeleton
+    plan: Plan
+    arrangement: Arrangement
+    samples: int  # calibration samples asked for; 0: the recipe needs no data
+    seq_len: int  # tokens of each
+
+
+def prepare(job: Job) -> Prepared:
+    """Open the model, apply the recipe, arrange the memory. Reads headers only."""
+    checkpoint = open_checkpoint(resolve(job.model))
+    if "quantization_config" in checkpoint.config:
+        method = checkpoint.config["quantization_config"].get("quant_method")
+        raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
+    skeleton = Skeleton(checkpoint)
+    plan = make(job.recipe, skeleton)
+    settings = job.recipe.calibration
+    seq_len = samples = 0
+    if memory.statistics(list(plan.layers)):
+        longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+        seq_len, samples = min(settings.seq_len, longest or settings.seq_len), settings.num_samples
+    arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory)
+    return Prepared(skeleton, plan, arrangement, samples, seq_len)
+
+
+def resolve(model: str) -> Path:
+    """A checkpoint directory: the given one, or the hub's snapshot of a model id."""
+    path = Path(model)
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{model} is no directory here and could not be fetched from the hub ({reason[:150]}); give the path of a "
+            "downloaded checkpoint"
+        ) from error
+
+
+def calibration(job: Job, prepared: Prepared, progress: Progress) -> calib_data.Calibration | None:
+    """The calibration tokens; None if the recipe needs none."""
+    if not prepared.samples:
+        return None
+    directory = prepared.skeleton.checkpoint.directory
+    if job.calib is None:
+        return calib_data.self_generated(
+            directory,
+            prepared.samples,
+            prepared.seq_len,
+            job.seed,
+            job.max_memory,
+            lambda done, total: progress("generating calibration text", done, total),
+        )
+    progress("reading calibration text", 0, 0)
+    vocabulary = prepared.skeleton.config.get_text_config().vocab_size
+    tokenizer = load_tokenizer(directory)
+    return calib_data.calibration(job.calib, tokenizer, prepared.samples, prepared.seq_len, job.seed, vocabulary)
+
+
+def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint directory."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{directory} has no tokenizer that can be loaded ({line[:150]}); add its files") from error
+
+
+def identity(job: Job, checkpoint: Checkpoint, calibrated: calib_data.Calibration | None) -> dict[str, Any]:
+    """What decides the bytes of the result; a run may be resumed only if all of it is the same."""
+    return {
+        "model": fingerprint(checkpoint),
+        "recipe": recipe.fingerprint(job.recipe),
+        "calibration text": calibrated.sha256 if calibrated is not None else None,
+        "seed": job.seed,
+        "device": torch.device(job.device).type,
+        "software versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "compress": compress.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+    }
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """sha256 over the configuration, all headers, and samples of each shard's bytes; not over whole terabytes."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for name, stored in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {stored.dtype} {stored.shape} {stored.offset}".encode())
+    for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED)}):
+                stream.seek(start)
+                digest.update(stream.read(SAMPLED))
+    return digest.hexdigest()
+
+

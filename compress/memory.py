@@ -1,0 +1,226 @@
+"""The memory budget: what a run needs, how it adapts to a limit, and what it really used.
+
+A run's peak is predicted from shapes before it starts, as the process's memory at that point plus the largest of its
+phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches shrink,
+the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with what it would
+need. While it runs, the peak that the operating system recorded is checked against the limit, and the run stops, resumable,
+before it goes on past it. The arrangement never changes results beyond the order of floating-point sums in the model's
+own batched products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress import plugins
+from compress.errors import BudgetError
+from compress.model import Skeleton
+from compress.types import LayerPlan, LinearSpec, Plan
+
+GIB = 1 << 30
+BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
+MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
+MMAP_THRESHOLD = 1 << 20  # bytes; under a limit, larger blocks go back to the system when freed
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a run is fitted into memory."""
+
+    batch: int  # samples in a forward pass
+    spill: bool  # hidden states in a file instead of in memory
+    passes: int  # most calibration passes over one block
+    statistics_nbytes: int  # what the statistics of one pass may take
+    peak_nbytes: int  # predicted peak of the process
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "8GiB", "1.5 GB", "800MiB" or a plain number; raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
+        raise ValueError(f"{text!r} is not a size such as 8GiB or 1.5GB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def show(nbytes: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def resident() -> int:
+    """Memory of this process that is resident now, in bytes."""
+    return _status("VmRSS") or peak()
+
+
+def peak() -> int:
+    """Largest resident memory of this process so far (since `reset_peak`, where the system can), in bytes."""
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak() -> None:
+    """Start a new measurement of `peak`; without the kernel's help the peak is that of the whole process."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def available() -> int:
+    """Memory that the system can still give, in bytes."""
+    return _meminfo("MemAvailable") or 1 << 40
+
+
+def return_freed_memory() -> None:
+    """Make the C library hand freed tensors back to the system instead of keeping them for later."""
+    try:
+        ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError):
+        return
+
+
+def check(limit: int | None) -> None:
+    """Raise BudgetError if the peak so far is over the limit."""
+    if limit is not None and (used := peak()) > limit:
+        raise BudgetError(
+            f"the run used {show(used)}, more than --max-memory {show(limit)}; finished blocks are kept: run the same "
+            "command with a larger limit"
+        )
+
+
+def arrange(plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None) -> Arrangement:
+    """The fastest arrangement whose predicted peak is within the limit (without one: 80% of the available memory).
+
+    samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
+    """
+    needs = _Needs(plan, skeleton, samples, seq_len)
+    allowed = limit if limit is not None else resident() + int(0.8 * available())
+    best: Arrangement | None = None
+    for candidate in _candidates(needs):
+        if candidate.peak_nbytes <= allowed:
+            return candidate
+        if best is None or candidate.peak_nbytes < best.peak_nbytes:
+            best = candidate
+    assert best is not None
+    raise BudgetError(
+        f"this run needs at least {show(best.peak_nbytes)} ({show(needs.base)} of it for the program itself), more than "
+        f"{'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
+        "raise it, or use fewer or shorter calibration samples"
+    )
+
+
+def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
+    """Input keys (with the bytes of their statistics) in passes of at most `allowed` bytes, in order; at least one a pass."""
+    passes: list[list[str]] = []
+    used = 0
+    for key, nbytes in keys.items():
+        if not passes or used + nbytes > allowed:
+            passes.append([])
+            used = 0
+        passes[-1].append(key)
+        used += nbytes
+    return passes
+
+
+def statistics(layers: list[LayerPlan]) -> dict[str, int]:
+    """Input key -> bytes of its Hessian, for the layers whose method needs one."""
+    return {
+        layer.spec.input_key: 4 * layer.spec.shape[1] ** 2
+        for layer in layers
+        if layer.scheme.config is not None and plugins.load("quant", layer.scheme.method).NEEDS
+    }
+
+
+class _Needs:
+    """Bytes of the parts that a run holds at a time."""
+
+    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int) -> None:
+        self.base = resident()
+        self.samples, self.seq_len = samples, seq_len
+        self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
+        for layer in plan.layers:
+            self.by_block[layer.spec.block].append(layer)
+        item = skeleton.dtype.itemsize
+        self.weights = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
+        self.expert_weights = [
+            sum(layer.spec.numel for layer in layers if layer.spec.is_expert) * item for layers in self.by_block
+        ]
+        blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
+        rest = {id(p): p.numel() * item for p in skeleton.model.parameters() if id(p) not in blocks}
+        self.rest = sum(rest.values())
+        self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
+        self.stream = samples * seq_len * self.hidden
+        self.work = [max((_workspace(layer) for layer in layers), default=0) for layers in self.by_block]
+        self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
+        self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
+
+    def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
+        """Beside the program and the resident stream."""
+        layers = self.by_block[index]
+        sizes = statistics(layers)
+        held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
+        widest = max((x.spec.shape[1] for x in layers), default=0)
+        forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * widest
+        loading = self.expert_weights[index]
+        quantizing = held + self.work[index] + self.packed[index]
+        return self.weights[index] + max(loading, held + forward, quantizing)
+
+    def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
+        totals = [sum(statistics(layers).values()) for layers in self.by_block]
+        allowed = math.ceil(max(totals, default=0) / passes)
+        stream = 0 if spill else self.stream
+        blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
+        first = self.rest + batch * self.seq_len * 12 * self.hidden if self.samples else 0
+        total = self.base + int(MARGIN * (stream + max(blocks, first)))
+        most = max(len(split(statistics(layers), allowed)) for layers in self.by_block)
+        return Arrangement(batch, spill, most, allowed, total)
+
+
+def _candidates(needs: _Needs) -> Iterator[Arrangement]:
+    """Fastest first: everything in memory, then the stream on disk, then smaller batches, then more passes."""
+    largest = max(1, min(needs.samples, BATCH_TOKENS // max(1, needs.seq_len)))
+    batches = [max(1, largest >> k) for k in range(largest.bit_length())]
+    for passes in (1, 2, 4, 8, 16, 64, 256):
+        for spill in (False, True) if needs.samples else (False,):
+            for batch in batches:
+                yield needs.arrangement(batch, spill, passes)
+
+
+def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
+    """Bytes of the activations that one token keeps alive in a block: inputs and outputs of its linears, as an upper bound."""
+    dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
+    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
+    return (dense + 3 * expert) * item
+
+
+def _workspace(layer: LayerPlan) -> int:
+    if layer.scheme.config is None:
+        return 0
+    method = plugins.load("quant", layer.scheme.method)
+    return int(method.workspace(layer.scheme.config, layer.spec.shape))
+
+
+def _status(field: str) -> int:
+    return _proc("/proc/self/status", field)
+
+
+def _meminfo(field: str) -> int:
+    return _proc("/proc/meminfo", field)
+
+
+def _proc(path: str, field: str) -> int:
+    """A "Field:   123 kB" line of a proc file in bytes; 0 where there is none."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0

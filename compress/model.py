@@ -1,0 +1,260 @@
+"""The model's structure, found from the model itself: decoder blocks, their linears, and which linears share an input.
+
+A `Skeleton` is the transformers model on the meta device, with real buffers. Blocks are filled from the checkpoint one at a
+time through transformers' own key conversion (renamed keys, merged experts) and emptied again. The decoder blocks are the
+longest list of modules that is not inside another list; the linears are their `nn.Linear` modules and the experts, which
+transformers stores as three-dimensional parameters and which are unfused here into one linear each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from compress.checkpoint import Checkpoint, StoredTensor
+from compress.errors import CheckpointError, UnsupportedModelError
+from compress.runtime import hf
+from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.types import LinearSpec
+
+MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
+PROBE_TOKENS = 8
+
+
+class Skeleton:
+    """A causal language model without weights, to be filled block by block."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.config = _config(checkpoint)
+        self.dtype = _dtype(self.config, checkpoint)
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        with init_empty_weights(include_buffers=False):
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        self.model.eval()
+        self.model.tie_weights()
+        if packed := checkpoint.config.get("quantization_config"):
+            hf.swap(self.model, hf.CompressConfig(**packed))
+        self.blocks_name, self.blocks = _find_blocks(self.model)
+        self.sources = self._sources()
+        self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
+
+    def _sources(self) -> dict[str, list[StoredTensor]]:
+        """Parameter name -> the stored tensors that it is made of."""
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
+        converters = [w for w in mapping if isinstance(w, WeightConverter)]
+        state = self.model.state_dict()
+        sources: dict[str, list[StoredTensor]] = {}
+        for key, stored in self.checkpoint.tensors.items():
+            name, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
+            sources.setdefault(name, []).append(stored)
+        return sources
+
+    def block_prefix(self, index: int) -> str:
+        return f"{self.blocks_name}.{index}."
+
+    def load_block(self, index: int, device: torch.device) -> nn.Module:
+        """Fill one block with its weights and unfuse its experts."""
+        prefix = self.block_prefix(index)
+        self._load((name for name in self.sources if name.startswith(prefix)), device)
+        block = self.blocks[index]
+        missing = [n for n, p in block.named_parameters() if p.is_meta]
+        if missing:
+            raise CheckpointError(f"the checkpoint has no weights for {prefix}{missing[0]}; download it again")
+        for name, module in list(block.named_modules()):
+            if is_fused_experts(module) and is_supported(module):
+                self._fused[prefix + name] = module
+                block.set_submodule(name, Experts.from_fused(module))
+        return block
+
+    def load_rest(self, device: torch.device) -> None:
+        """Fill everything outside the blocks except the output head (embeddings, positions, final norm)."""
+        head = {id(p) for p in _parameters(self.model.get_output_embeddings())}
+        head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
+        outside = {n for n, p in self.model.named_parameters() if not n.startswith(self.blocks_name + ".")}
+        wanted = [n for n, p in self.model.named_parameters() if n in outside and id(p) not in head]
+        self._load((n for n in wanted if n in self.sources), device)
+        self.model.tie_weights()
+
+    def free(self) -> None:
+        """Give back all weights; buffers stay."""
+        for name, module in self._fused.items():
+            self.model.set_submodule(name, module)
+        self._fused.clear()
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.is_meta:
+                    empty = torch.empty_like(parameter, device="meta")
+                    module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.model.tie_weights()
+
+    def _load(self, names: Iterable[str], device: torch.device) -> None:
+        tensors = {stored.name: stored.read() for name in names for stored in self.sources[name]}
+        options = LoadStateDictConfig(
+            dtype=self.dtype,
+            device_map={"": str(device)},
+            weight_mapping=get_model_conversion_mapping(self.model),
+        )
+        info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
+        if info.conversion_errors or info.mismatched_keys or info.error_msgs:
+            found = [*info.conversion_errors, *info.mismatched_keys, *info.error_msgs]
+            raise CheckpointError(f"the checkpoint does not fit its configuration: {str(found[0])[:200]}")
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+
+    def linears(self) -> tuple[list[LinearSpec], dict[str, str]]:
+        """The linears of all blocks in model order, and those that cannot be quantized with the reason."""
+        keys = shared_inputs(self)
+        specs: list[LinearSpec] = []
+        kept: dict[str, str] = {}
+        for index, block in enumerate(self.blocks):
+            prefix = self.block_prefix(index)
+            for name, module in block.named_modules():
+                full = prefix + name
+                if isinstance(module, nn.Linear):
+                    shape = (module.out_features, module.in_features)
+                    bias = module.bias is not None
+                    self._add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full), bias), specs, kept)
+                elif is_fused_experts(module) and is_supported(module):
+                    for spec in _expert_specs(full, module, self.dtype, index):
+                        self._add(spec, specs, kept)
+                elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                    kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
+        if not specs:
+            raise UnsupportedModelError(f"{self.blocks_name} has no linear layers that can be quantized")
+        return specs, kept
+
+    def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
+        """Bytes of unchanged tensors (stored name -> bytes) by kind: embeddings, output head, norms and the rest."""
+        embeddings = self._stored_names(self.model.get_input_embeddings())
+        head = self._stored_names(self.model.get_output_embeddings())
+        sizes = {"embeddings": 0, "output head": 0, "norms and the rest": 0}
+        for name, nbytes in kept.items():
+            kind = "embeddings" if name in embeddings else "output head" if name in head else "norms and the rest"
+            sizes[kind] += nbytes
+        return sizes
+
+    def _stored_names(self, module: nn.Module | None) -> set[str]:
+        """Names on disk of a module's parameters."""
+        own = {id(p) for p in _parameters(module)}
+        names = [name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in own]
+        return {stored.name for name in names for stored in self.sources.get(name, [])}
+
+    def _add(self, spec: LinearSpec, specs: list[LinearSpec], kept: dict[str, str]) -> None:
+        if min(spec.shape) < MIN_FEATURES:
+            kept[spec.name] = f"narrower than {MIN_FEATURES} features"
+        elif not self.weight_sources(spec):
+            kept[spec.name] = "its weight is not stored under a name of its own"
+        else:
+            specs.append(spec)
+
+    def weight_sources(self, spec: LinearSpec) -> list[StoredTensor]:
+        """The stored tensors that a linear's weight comes from (of an expert: those of all experts of the module)."""
+        if not spec.is_expert:
+            return self.sources.get(f"{spec.name}.weight", [])
+        module, _, projection = spec.name.rpartition(".")
+        fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        return self.sources.get(f"{module.rpartition('.')[0]}.{fused}", [])
+
+
+def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
+    """Linear name -> name of the first linear that reads the same tensor, found by a forward pass on the meta device.
+
+    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory and
+    time but changes no result.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()
+    first: dict[int, str] = {}
+    keys: dict[str, str] = {}
+    alive: list[Tensor] = []  # ids of freed tensors would be used again
+
+    def record(name: str, inputs: tuple[Tensor, ...]) -> None:
+        alive.append(inputs[0])
+        keys[name] = first.setdefault(id(inputs[0]), name)
+
+    for name, module in list(model.named_modules()):
+        if is_fused_experts(module):
+            model.set_submodule(name, _Pass())
+        elif isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
+    try:
+        # with a cache, transformers does not look into the (absent) position values for packed sequences
+        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        return {}
+    return keys
+
+
+class _Pass(nn.Module):
+    """Stands for an experts module, whose routing depends on data."""
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+
+def _expert_specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec]:
+    experts, hidden, inner = _fused_shape(module)
+    for e in range(experts):
+        key = f"{name}.{e}.gate_proj"
+        yield LinearSpec(key, (inner, hidden), dtype, block, key, is_expert=True)
+        yield LinearSpec(f"{name}.{e}.up_proj", (inner, hidden), dtype, block, key, is_expert=True)
+        down = f"{name}.{e}.down_proj"
+        yield LinearSpec(down, (hidden, inner), dtype, block, down, is_expert=True)
+
+
+def _fused_shape(module: nn.Module) -> tuple[int, int, int]:
+    experts, hidden, inner = module.get_parameter("down_proj").shape
+    return experts, hidden, inner
+
+
+def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"{checkpoint.directory}: {line}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # packed linears are put in place here, not by transformers
+    return config
+
+
+def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The configured dtype, else that of most stored values."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    sizes: dict[torch.dtype, int] = {}
+    for stored in checkpoint.tensors.values():
+        if stored.dtype.is_floating_point:
+            sizes[stored.dtype] = sizes.get(stored.dtype, 0) + stored.nbytes
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.directory} stores no floating-point tensors")
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [
+        (name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)
+    ]
+    if not outer:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
+    return max(outer, key=lambda pair: len(pair[1]))
+
+
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())

@@ -1,0 +1,77 @@
+"""n-bit fields <-> words, nothing else.
+
+Two layouts, both exact for every width:
+- `pack_planar` / `unpack_planar`: the weight codes, in the order a matmul kernel reads them.
+- `pack_stream` / `unpack_stream`: a little-endian bit stream for small side information (zero points).
+
+Planar layout. The unit is an int16 word with F = 16 // width fields. A tile is TW words along K, that is TW * F
+consecutive columns; field f of word j in tile t holds column t*TW*F + f*TW + j, so that each field of a row-tile meets a
+contiguous slice of the activations. Widths 1, 2, 4 and 8 fill a word exactly. Width 3 keeps three words for sixteen
+codes: each word has five 3-bit fields (bits 0-14), and the three spare top bits form the sixteenth code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FIELDS = {1: 16, 2: 8, 3: 16, 4: 4, 8: 2}  # codes that one word (three words for width 3) holds
+WORDS = {1: 1, 2: 1, 3: 3, 4: 1, 8: 1}  # words that belong together
+
+
+def planar_shape(rows: int, columns: int, width: int) -> tuple[int, ...]:
+    """Shape of the int16 words for codes [rows, columns]; columns must be a multiple of FIELDS[width]."""
+    words = columns // FIELDS[width]
+    return (rows, words) if WORDS[width] == 1 else (rows, WORDS[width], words)
+
+
+def pack_planar(codes: Tensor, width: int, tile_words: int) -> Tensor:
+    """codes [rows, columns] uint8 < 2**width -> int16 words of `planar_shape`.
+
+    columns must be a multiple of tile_words * FIELDS[width].
+    """
+    rows, columns = codes.shape
+    tiles = codes.reshape(rows, columns // (tile_words * FIELDS[width]), FIELDS[width], tile_words)  # row, tile, f, j
+    if width != 3:
+        words = torch.zeros(rows, tiles.shape[1], tile_words, dtype=torch.int16, device=codes.device)
+        for f in range(FIELDS[width]):
+            words |= tiles[:, :, f].to(torch.int16) << (f * width)
+        return words.reshape(rows, -1)
+    words = torch.zeros(rows, 3, tiles.shape[1], tile_words, dtype=torch.int16, device=codes.device)
+    for plane in range(3):
+        for i in range(5):
+            words[:, plane] |= tiles[:, :, 5 * plane + i].to(torch.int16) << (3 * i)
+        words[:, plane] |= ((tiles[:, :, 15].to(torch.int16) >> plane) & 1) << 15
+    return words.reshape(rows, 3, -1)
+
+
+def unpack_planar(words: Tensor, width: int, tile_words: int) -> Tensor:
+    """Inverse of `pack_planar`: codes [rows, columns] uint8."""
+    rows, fields = words.shape[0], FIELDS[width]
+    tiles = words.reshape(*words.shape[:-1], -1, tile_words)  # row, (plane,) tile, j
+    out = torch.empty(rows, tiles.shape[-2], fields, tile_words, dtype=torch.uint8, device=words.device)
+    mask = (1 << width) - 1
+    if width != 3:
+        for f in range(fields):
+            out[:, :, f] = (tiles >> (f * width)) & mask
+        return out.reshape(rows, -1)
+    for plane in range(3):
+        for i in range(5):
+            out[:, :, 5 * plane + i] = (tiles[:, plane] >> (3 * i)) & mask
+    spare = (tiles >> 15) & 1  # row, plane, tile, j
+    out[:, :, 15] = spare[:, 0] | spare[:, 1] << 1 | spare[:, 2] << 2
+    return out.reshape(rows, -1)
+
+
+def pack_stream(codes: Tensor, width: int) -> Tensor:
+    """codes [..., n] uint8 < 2**width, n * width a multiple of 8 -> uint8 [..., n * width / 8], lowest bit first."""
+    bits = (codes.unsqueeze(-1) >> torch.arange(width, dtype=torch.uint8, device=codes.device)) & 1
+    octets = bits.reshape(*codes.shape[:-1], -1, 8)
+    return (octets << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_stream(stream: Tensor, width: int) -> Tensor:
+    """Inverse of `pack_stream`: codes [..., n] uint8."""
+    bits = (stream.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=stream.device)) & 1
+    fields = bits.reshape(*stream.shape[:-1], -1, width)
+    return (fields << torch.arange(width, dtype=torch.uint8, device=stream.device)).sum(-1, dtype=torch.uint8)

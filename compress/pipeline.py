@@ -1,0 +1,227 @@
+"""The loop: block by block, load, calibrate on what the quantized prefix produces, quantize, write, propagate, free.
+
+This is the only module that sees everything. It knows no method and no model by name. Memory holds one block, the
+statistics of one pass over it and the stream of hidden states (which spills to disk past the budget); everything that is
+finished is on disk, recorded, and never computed again: a resumed run replays the finished blocks' forward passes from
+their stored weights and goes on, with the same bytes as a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress import assemble, formats, job, memory, plugins, propagate, report, verify
+from compress.calib import stats as calib_stats
+from compress.calib.data import Calibration
+from compress.checkpoint import read_header, sha256, write_shard
+from compress.errors import CheckpointError, NumericalError
+from compress.formats import dense
+from compress.job import Job, Prepared
+from compress.memory import Arrangement
+from compress.output import Output, check_space, writing
+from compress.progress import Meter, Progress, silent
+from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
+
+
+def quantize(asked: Job, progress: Progress = silent, on_plan: Callable[[Prepared], None] | None = None) -> dict[str, Any]:
+    """Run a job to its end and return the report; `on_plan` sees what was decided before the work starts.
+
+    Raises CompressError; what is finished stays on disk for the next run.
+    """
+    started = time.monotonic()
+    memory.reset_peak()
+    if asked.max_memory is not None:
+        memory.return_freed_memory()
+    prepared = job.prepare(asked)
+    if on_plan is not None:
+        on_plan(prepared)
+    with Output(asked.out, asked.overwrite, asked.restart) as output, writing(output.work):
+        check_space(output.work, _disk_need(prepared))
+        calibration = job.calibration(asked, prepared, progress)
+        if calibration is not None:
+            prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
+        arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
+        arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
+        torch.set_num_threads(arrangement.pop("threads"))  # the first run's, so that sums are taken in the same order
+        prepared = dataclasses.replace(prepared, arrangement=Arrangement(**arrangement))
+        run = _Run(asked, prepared, output, calibration, progress)
+        run.blocks()
+        facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
+        return assemble.finish(output, facts, run.probes, started, progress)
+
+
+def _disk_need(prepared: Prepared) -> int:
+    """Bytes that a run writes: the checkpoint, and the stream if it spills."""
+    item = prepared.skeleton.dtype.itemsize
+    hidden = prepared.skeleton.config.get_text_config().hidden_size
+    stream = prepared.samples * prepared.seq_len * hidden * item if prepared.arrangement.spill else 0
+    return prepared.plan.nbytes + stream
+
+
+class _Run:
+    """The state of the loop."""
+
+    def __init__(
+        self, asked: Job, prepared: Prepared, output: Output, calibration: Calibration | None, progress: Progress
+    ) -> None:
+        self.asked, self.prepared, self.output = asked, prepared, output
+        self.skeleton = prepared.skeleton
+        self.meter = Meter(progress, len(self.skeleton.blocks))
+        self.device = torch.device(asked.device)
+        self.tokens = calibration.tokens if calibration is not None else None
+        self.reports: list[LayerReport] = []
+        self.probes: list[str] = []  # hash of each quantized block's output on the probe tokens
+        self.seconds: list[float] = []  # of each block computed in this run
+        self.replayed = 0  # blocks taken over from an interrupted run
+        self.stream = propagate.Stream(prepared.samples, output.work / "stream" if prepared.arrangement.spill else None)
+        self.calls: propagate.Calls = []
+
+    def blocks(self) -> None:
+        """All blocks, those of an interrupted run replayed."""
+        records = self.output.finished_blocks()
+        self.replayed = len(records)
+        if self.tokens is not None:
+            self.meter.say("embedding the calibration text")
+            batch = self.prepared.arrangement.batch
+            self.calls = propagate.record(self.skeleton, self.tokens, batch, self.stream, self.device)
+        probe = verify.Probe(self.skeleton, self.device)
+        try:
+            for index in range(len(self.skeleton.blocks)):
+                self._block(index, records[index] if index < len(records) else None, probe)
+        finally:
+            self.stream.close()
+
+    @torch.no_grad()
+    def _block(self, index: int, record: dict[str, Any] | None, probe: verify.Probe) -> None:
+        started = time.monotonic()
+        layers = [layer for layer in self.prepared.plan.layers if layer.spec.block == index]
+        self.meter.begin(index, self._steps(layers, record is not None))
+        block = self.skeleton.load_block(index, self.device)
+        if record is None:
+            packed, reports = self._quantize(index, block, layers)
+            record = {**self._write(index, packed), "layers": [dataclasses.asdict(row) for row in reports]}
+            fresh = True
+        else:
+            packed, reports = self._restore(record, layers)
+            fresh = False
+        for layer in layers:
+            weight = self._linear(block, layer.spec.name).weight
+            weight.copy_(formats.decode(packed.pop(layer.spec.name), weight.dtype))
+        self.probes.append(probe.advance(index, block))
+        if fresh:
+            self.output.finish_block(index, {**record, "probe": self.probes[-1]})
+        elif record["probe"] != self.probes[-1]:
+            raise CheckpointError(f"block {index} in {self.output.work} does not give its result any more; use --restart")
+        self.reports += reports
+        if self.tokens is not None and index + 1 < len(self.skeleton.blocks):
+            self._forward(index, block, "propagating", keep=True)
+        self.skeleton.free()
+        memory.check(self.asked.max_memory)
+        self.meter.end()
+        if fresh:
+            self.seconds.append(time.monotonic() - started)
+
+    def _steps(self, layers: list[LayerPlan], replay: bool) -> int:
+        """Steps of the meter for a block: its batches in every pass, and its linears."""
+        batches = -(-self.stream.samples // self.prepared.arrangement.batch) if self.tokens is not None else 0
+        passes = len(memory.split(memory.statistics(layers), self.prepared.arrangement.statistics_nbytes))
+        return batches if replay else batches * (passes + 1) + len(layers)
+
+    def _linear(self, block: nn.Module, name: str) -> nn.Linear:
+        """The linear of this full name in a loaded block."""
+        relative = name.removeprefix(self.skeleton.blocks_name + ".").partition(".")[2]
+        linear = block.get_submodule(relative)
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+    def _quantize(
+        self, index: int, block: nn.Module, layers: list[LayerPlan]
+    ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
+        """Quantize all linears of a block on its full-precision outputs; the block itself stays unchanged."""
+        packed: dict[str, PackedWeight] = {}
+        reports: dict[str, LayerReport] = {}
+
+        def add(layer: LayerPlan, stats: Stats | None, note: str | None) -> None:
+            packed[layer.spec.name], row = self._layer(layer, self._linear(block, layer.spec.name), stats, note)
+            reports[layer.spec.name] = row
+
+        sizes = memory.statistics(layers)
+        for keys in memory.split(sizes, self.prepared.arrangement.statistics_nbytes):
+            linears = {key: self._linear(block, key) for key in keys}
+            sums = {k: calib_stats.HessianSum(linear.in_features, self.device) for k, linear in linears.items()}
+            with calib_stats.collect(linears, sums, self.prepared.seq_len):
+                self._forward(index, block, "calibrating", keep=False)
+            for key in keys:
+                stats, note = calib_stats.shrink(sums.pop(key).finish(key))
+                for layer in layers:
+                    if layer.spec.input_key == key and memory.statistics([layer]):
+                        add(layer, stats, note)
+                del stats
+        for layer in layers:
+            if layer.spec.name not in packed:
+                add(layer, None, None)
+        return packed, [reports[layer.spec.name] for layer in layers]
+
+    def _layer(
+        self, layer: LayerPlan, linear: nn.Linear, stats: Stats | None, note: str | None
+    ) -> tuple[PackedWeight, LayerReport]:
+        name, weight = layer.spec.name, linear.weight.detach()
+        self.meter.say(f"quantizing {name}")
+        if not torch.isfinite(weight).all():
+            raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint, or ignore it")
+        started = time.monotonic()
+        notes = () if note is None else (note,)
+        if layer.scheme.config is None:
+            packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
+        else:
+            result = plugins.load("quant", layer.scheme.method).quantize(weight, stats, layer.scheme.config)
+            packed, notes = result.weight, (*notes, *result.notes)
+        assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+        row = report.measure(layer, weight, packed, stats, notes, time.monotonic() - started)
+        memory.check(self.asked.max_memory)
+        self.meter.step()
+        return packed, row
+
+    def _forward(self, index: int, block: nn.Module, what: str, keep: bool) -> None:
+        """Run the block over the whole stream; keep: its outputs become the stream."""
+        self.meter.say(what)
+        name, size = self.skeleton.block_prefix(index).rstrip("."), self.prepared.arrangement.batch
+        for start in range(0, self.stream.samples, size):
+            hidden = self.stream.read(start, min(size, self.stream.samples - start))
+            out = propagate.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
+            if keep:
+                self.stream.write(start, out)
+            memory.check(self.asked.max_memory)
+            self.meter.step()
+
+    def _write(self, index: int, packed: dict[str, PackedWeight]) -> dict[str, Any]:
+        """Write a block's shard: packed tensors, and what is copied from the source; returns its file and hash."""
+        self.meter.say("writing")
+        kept = self.prepared.plan.kept_nbytes
+        contents = dict(assemble.copied(self.skeleton, kept, index))
+        tensors = {f"{name}.{key}": tensor for name, w in packed.items() for key, tensor in w.tensors.items()}
+        file = assemble.shard_name(index, len(self.skeleton.blocks))
+        return {"file": file, "sha256": write_shard(self.output.model / file, {**contents, **tensors})}
+
+    def _restore(
+        self, record: dict[str, Any], layers: list[LayerPlan]
+    ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
+        """A finished block's packed weights from its shard, which must be the file that was recorded."""
+        path = self.output.model / record["file"]
+        if not path.is_file() or sha256(path) != record["sha256"]:
+            raise CheckpointError(f"{path} is damaged; use --restart to start over")
+        on_disk = read_header(path)
+        reports = [LayerReport(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in record["layers"]]
+        packed = {}
+        for layer, row in zip(layers, reports, strict=True):
+            format, params = assemble.stored(row)
+            names = formats.get(format).specs(params, row.shape)
+            tensors = {key: on_disk[f"{row.name}.{key}"].read() for key in names}
+            packed[layer.spec.name] = PackedWeight(format, params, tensors, row.shape)
+        return packed, reports

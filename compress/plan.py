@@ -1,0 +1,98 @@
+"""From a recipe and a skeleton to a plan: what happens to every linear, with its exact stored bytes. No weight is read."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from compress import formats, plugins
+from compress.errors import RecipeError
+from compress.formats import dense
+from compress.model import Skeleton
+from compress.recipe import Recipe
+from compress.types import LayerPlan, LinearSpec, Plan, Scheme
+
+
+class Group(NamedTuple):
+    """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
+
+    pattern: str  # model.layers.*.self_attn.q_proj
+    count: int
+    shape: tuple[int, int]
+    method: str
+    format: str
+    bpw: float
+    nbytes: int  # of all members
+
+
+def make(recipe: Recipe, skeleton: Skeleton) -> Plan:
+    """Apply the recipe's rules to every linear of the decoder blocks.
+
+    Raises RecipeError if no linear is left to quantize or a rule matches none.
+    """
+    specs, kept = skeleton.linears()
+    schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
+    _check_rules(recipe, specs)
+    layers: list[LayerPlan] = []
+    packed_experts = {_owner(spec) for spec in specs if spec.is_expert and schemes[spec.name] is not None}
+    for spec in specs:
+        scheme = schemes[spec.name]
+        if scheme is not None:
+            layers.append(_layer(spec, scheme))
+        elif spec.is_expert and _owner(spec) in packed_experts:
+            layers.append(_dense(spec))
+        else:
+            kept[spec.name] = "kept by the recipe"
+    if all(layer.format == "dense" for layer in layers):
+        raise RecipeError(f"recipe {recipe.name!r} leaves no linear to quantize; look at its rules and ignore")
+    replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
+    kept_nbytes = {n: stored.nbytes for n, stored in skeleton.checkpoint.tensors.items() if n not in replaced}
+    return Plan(tuple(layers), kept, kept_nbytes)
+
+
+def groups(plan: Plan) -> list[Group]:
+    """The plan's layers, gathered."""
+    found: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
+    for layer in plan.layers:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
+        key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
+        found[key] = found.get(key, 0) + 1
+    return [
+        Group(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
+        for (pattern, shape, method, text, nbytes), count in found.items()
+    ]
+
+
+def describe(layer: LayerPlan) -> str:
+    """The format and its main numbers in a few words, from the parameters that config.json stores."""
+    shown = [
+        f"{key}={value}"
+        for key, value in vars(layer.params).items()
+        if key not in ("tile_words", "scale_dtype") and value is not None
+    ]
+    return " ".join([layer.format, *shown])
+
+
+def _layer(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
+    method = plugins.load("quant", scheme.method)
+    params = method.plan_params(scheme.config, spec.shape)
+    return LayerPlan(spec, scheme, method.FORMAT, params, formats.nbytes(method.FORMAT, params, spec.shape))
+
+
+def _dense(spec: LinearSpec) -> LayerPlan:
+    params = dense.Params(str(spec.dtype).removeprefix("torch."))
+    return LayerPlan(spec, Scheme("keep", None), "dense", params, formats.nbytes("dense", params, spec.shape))
+
+
+def _owner(spec: LinearSpec) -> str:
+    """The experts module that an expert's linear belongs to."""
+    return spec.name.rsplit(".", 2)[0]
+
+
+def _check_rules(recipe: Recipe, specs: list[LinearSpec]) -> None:
+    for rule in recipe.rules:
+        if not any(fnmatchcase(spec.name, rule.match) for spec in specs):
+            raise RecipeError(
+                f"rule {rule.match!r} matches no linear of the decoder blocks; names look like {specs[0].name!r}"
+            )

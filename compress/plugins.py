@@ -1,0 +1,78 @@
+"""Finds methods and formats by their file names; there is no registry to edit.
+
+A plugin is one file `compress/<kind>/<name>.py` with the names that `KINDS` lists for its kind. Listing reads the
+sources and runs nothing, so that it is instant and imports no torch; `load` imports one file and checks its contract.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from compress.errors import RecipeError
+
+# kind (a sub-package of compress) -> what each of its plugins defines. The first two names tell a plugin from a file
+# that plugins share, such as quant/feedback.py.
+KINDS = {
+    "quant": ("Config", "quantize", "FORMAT", "NEEDS", "plan_params", "workspace"),
+    "formats": ("Params", "decode", "specs", "pack"),
+}
+
+
+def names(kind: str) -> list[str]:
+    """The plugins of a kind, sorted."""
+    return sorted(name for name, path in _files(kind).items() if _is_plugin(kind, _parse(path)))
+
+
+def describe(kind: str, name: str) -> str:
+    """First line of the plugin's docstring, "" if it has none; RecipeError if there is no such plugin."""
+    return (ast.get_docstring(_find(kind, name)) or "").partition("\n")[0]
+
+
+def load(kind: str, name: str) -> ModuleType:
+    """The plugin's module; RecipeError for an unknown name, TypeError if the file does not keep the contract."""
+    _find(kind, name)
+    module = importlib.import_module(f"compress.{kind}.{name}")
+    if missing := [attribute for attribute in KINDS[kind] if not hasattr(module, attribute)]:
+        raise TypeError(f"{module.__file__} does not define {', '.join(missing)}, which every {kind} plugin must")
+    return module
+
+
+def unknown(what: str, word: str, known: Iterable[str]) -> str:
+    """The sentence for a word that is not among the known ones, with the closest of them (case is ignored)."""
+    known = list(known)
+    by_lower = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    guess = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    return f"unknown {what} {word!r}; known: {', '.join(known) or 'none'}{guess}"
+
+
+def _find(kind: str, name: str) -> ast.Module:
+    """The syntax tree of a plugin."""
+    path = _files(kind).get(name)
+    tree = _parse(path) if path else None
+    if tree is None or not _is_plugin(kind, tree):
+        raise RecipeError(unknown(f"{kind} plugin", name, names(kind)))
+    return tree
+
+
+def _files(kind: str) -> dict[str, Path]:
+    """Files that may be plugins, by name."""
+    spec = importlib.util.find_spec(f"compress.{kind}")  # imports compress, but not the sub-package
+    folders = spec.submodule_search_locations if spec else None
+    return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _is_plugin(kind: str, tree: ast.Module) -> bool:
+    """Whether the file itself defines what tells a plugin; imported names do not count."""
+    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return defined.issuperset(KINDS[kind][:2])

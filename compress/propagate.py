@@ -1,0 +1,158 @@
+"""Runs a model one block at a time: what the blocks receive, and the stream of hidden states between them.
+
+Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states that
+reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ between blocks)
+are kept for each batch size. They must not depend on the tokens, which is checked.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import NumericalError, UnsupportedModelError
+from compress.model import Skeleton
+
+
+class Call(NamedTuple):
+    """What a block gets beside its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Calls = list[dict[int, Call]]  # for each block, by batch size
+
+
+class Stream:
+    """Hidden states [samples, tokens, hidden], in memory or in a file that is read and written in slices."""
+
+    def __init__(self, samples: int, file: Path | None) -> None:
+        self.samples, self.file = samples, file
+        self.tensor: Tensor | None = None
+        self.slice_shape: tuple[int, ...] = ()
+        self.dtype = torch.float32
+        self.descriptor = -1
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Put states [batch, tokens, hidden] at sample `start`."""
+        if not self.slice_shape:
+            self.slice_shape, self.dtype = tuple(states.shape[1:]), states.dtype
+            if self.file is None:
+                self.tensor = torch.empty(self.samples, *self.slice_shape, dtype=self.dtype, device=states.device)
+            else:
+                self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        if self.tensor is not None:
+            self.tensor[start : start + states.shape[0]] = states
+            return
+        raw = memoryview(cast(Any, states.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        offset = start * self._nbytes()
+        while raw:
+            written = os.pwrite(self.descriptor, raw, offset)
+            raw, offset = raw[written:], offset + written
+
+    def read(self, start: int, count: int) -> Tensor:
+        """States [count, tokens, hidden] from sample `start`; a view when in memory."""
+        if self.tensor is not None:
+            return self.tensor[start : start + count]
+        states = torch.empty(count, *self.slice_shape, dtype=self.dtype)
+        raw = memoryview(cast(Any, states.reshape(-1).view(torch.uint8).numpy()))
+        offset = start * self._nbytes()
+        while raw:
+            got = os.preadv(self.descriptor, [raw], offset)
+            if got == 0:
+                raise OSError(f"{self.file} is shorter than the hidden states written to it")
+            raw, offset = raw[got:], offset + got
+        return states
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        self.tensor = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+    def _nbytes(self) -> int:
+        return int(torch.Size(self.slice_shape).numel()) * self.dtype.itemsize
+
+
+@torch.no_grad()
+def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
+    """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the blocks' calls."""
+    real = list(skeleton.blocks)
+    calls: Calls = [{} for _ in real]
+    skeleton.load_rest(device)
+    try:
+        for start in range(0, tokens.shape[0], batch):
+            part = tokens[start : start + batch].to(device)
+            recorders = [_Recorder(block) for block in real]
+            for i, recorder in enumerate(recorders):
+                skeleton.blocks[i] = recorder
+            skeleton.model.base_model(input_ids=part, use_cache=False)
+            hidden = recorders[0].hidden
+            if hidden is None:
+                raise UnsupportedModelError("the first decoder block was not called with hidden states")
+            stream.write(start, hidden)
+            for recorder, known in zip(recorders, calls, strict=True):
+                call = recorder.call
+                if call is None:
+                    raise UnsupportedModelError("some decoder blocks are not called in a plain forward pass")
+                if not _equal(known.setdefault(part.shape[0], call), call):
+                    raise UnsupportedModelError(
+                        "the decoder blocks take arguments that differ between samples; such a model cannot be "
+                        "calibrated block by block"
+                    )
+    finally:
+        for i, block in enumerate(real):
+            skeleton.blocks[i] = block
+        skeleton.free()
+    return calls
+
+
+@torch.no_grad()
+def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor:
+    """One block on hidden states [batch, tokens, hidden]; raises NumericalError if its output is not finite."""
+    out = block(hidden, *call.args, **call.kwargs)
+    states = cast(Tensor, out[0] if isinstance(out, tuple) else out)
+    if not torch.isfinite(states).all():
+        raise NumericalError(f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype")
+    return states
+
+
+class _Recorder(nn.Module):
+    """Takes a block's place: keeps what it is called with and passes the hidden states on."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["real"] = real  # not registered as a child
+        self.hidden: Tensor | None = None
+        self.call: Call | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.hidden, self.call = hidden_states, Call(args, kwargs)
+        return hidden_states
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two argument trees are the same, tensors by value."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    return bool(a == b)

@@ -1,0 +1,94 @@
+"""The column loop that every method with Hessian feedback shares.
+
+Minimizes tr(R H R^T), R = W - Q, over codes, one block of columns after the other, each block with the best target given
+the errors already made. With H = C C^T, C upper triangular, the loss is ||R C||^2; column block B of R C is
+R_B C_BB + P_B, where P_B = sum over earlier columns of R_j C_jB is fixed, so the target of block B is
+W_B + P_B C_BB^-1 and its exact contribution to the loss ||(target - Q_B) C_BB||^2. The sum of the contributions equals
+tr(R H R^T). This is GPTQ (arXiv 2210.17323) and LDLQ in one left-looking form: W stays intact, nothing is inverted.
+
+Matrices are transposed ([in_features, out_features]) so that a column of the weight is contiguous. The range of columns is
+halved recursively, at group boundaries as long as there are several groups: errors of the left half reach the right half in
+one matrix product, and when a node is entered all errors from its left are in place, so that a group's scales can be fitted
+on exact targets whatever the group size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+LEAF = 32  # columns below which errors are propagated one block at a time
+
+
+class Rounder(Protocol):
+    """What a method supplies: how a target becomes codes. It keeps its codes and state itself."""
+
+    width: int  # columns rounded together
+    group: int  # columns that share fitted state; 0: nothing is fitted inside the loop
+
+    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
+        """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg."""
+
+    def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
+        """Quantized values [width, rows] for target [width, rows]; metric = C_BB [width, width]."""
+
+
+class Result(NamedTuple):
+    residual: Tensor  # R = W - Q, [in_features, out_features] float32
+    loss: float  # tr(R H R^T), H the damped Hessian
+
+
+def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF) -> Result:
+    """Quantize weight [in_features, out_features] float32, given the upper factor [in, in] of the Hessian.
+
+    The result does not depend on `leaf` beyond rounding of float sums. in_features must be a multiple of rounder.width.
+    """
+    loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
+    loop.node(0, weight.shape[0])
+    return Result(loop.residual, loop.loss)
+
+
+class _Loop:
+    def __init__(self, weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int) -> None:
+        assert weight.shape[0] % rounder.width == 0, "columns are not a multiple of the block width"
+        self.weight, self.factor, self.rounder, self.leaf = weight, factor, rounder, leaf
+        self.residual = torch.zeros_like(weight)  # R = W - Q of the columns done
+        self.pending = torch.zeros_like(weight)  # P, complete for a node's columns when the node is entered
+        self.loss = 0.0
+
+    def node(self, start: int, end: int) -> None:
+        group, width = self.rounder.group, self.rounder.width
+        if group and start % group == 0 and end == min(start + group, len(self.weight)):
+            self._fit(start, end)
+        several = group > 0 and end - start > group
+        if end - start <= self.leaf and not several:
+            self._leaf(start, end)
+            return
+        unit = group if several else width
+        middle = start + (-(-(end - start) // unit) + 1) // 2 * unit
+        self.node(start, middle)
+        cross = self.factor[start:middle, middle:end]
+        self.pending[middle:end].addmm_(cross.T, self.residual[start:middle])
+        self.node(middle, end)
+
+    def _fit(self, start: int, end: int) -> None:
+        metric = self.factor[start:end, start:end]
+        shift = torch.linalg.solve_triangular(metric.T, self.pending[start:end], upper=False)
+        self.rounder.fit_group(self.weight[start:end] + shift, metric, start)
+
+    def _leaf(self, start: int, end: int) -> None:
+        width, factor, residual = self.rounder.width, self.factor, self.residual
+        for b in range(start, end, width):
+            block = slice(b, b + width)
+            metric = factor[block, block]
+            pending = torch.addmm(self.pending[block], factor[start:b, block].T, residual[start:b])
+            if width == 1:
+                target = pending.div_(metric).add_(self.weight[block])
+            else:
+                target = torch.linalg.solve_triangular(metric.T, pending, upper=False).add_(self.weight[block])
+            quantized = self.rounder.round_block(target, metric, b)
+            torch.sub(self.weight[block], quantized, out=residual[block])
+            self.pending[block] = metric.T @ (target - quantized)  # this block's row of (R C)^T
+        self.loss += self.pending[start:end].double().square().sum().item()

@@ -1,0 +1,143 @@
+"""Scales and zero points for the `int` format, shared by the methods that write it.
+
+A group of weights t is stored as s * (code - z), code in 0 .. 2^bits - 1. Asymmetric grids have an integer zero point z;
+symmetric ones use the full range: z = 2^(bits-1) and a signed scale, so that the level without a mirror image falls on the
+side of the largest weight (reference: SignRound, arXiv 2309.05516). The clip search shrinks the min-max range, tries both
+signs or the neighbouring zero points, and keeps the grid with the least weighted squared error; it never returns a grid that
+is worse than min-max. Scales are rounded to their storage type before they are judged, so that codes always belong to the
+stored scales.
+
+Arrays are transposed, [columns of the group, rows], as in the column loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.formats import int as int_format
+from compress.types import PackedWeight
+
+CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
+SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))  # of the min-max scale; > 1 uses the mirrored levels only
+ASYMMETRIC_RATIOS = tuple(1.0 - 0.09 * i for i in range(8))
+REFINEMENTS = 2  # halvings of the step between ratios, around the best
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """Recipe keys that every method with an integer grid has."""
+
+    bits: int = 4  # of one code, 2..8
+    group_size: int = 128  # columns that share a scale; -1: the whole row
+    symmetric: bool = True  # full-range signed scale; false: integer zero points, stored
+    clip_search: bool = True  # search the scale instead of taking min-max
+
+    def __post_init__(self) -> None:
+        if self.bits not in int_format.PLANES:
+            raise ValueError(f"bits {self.bits} is not one of 2..8")
+        if self.group_size != -1 and self.group_size < 1:
+            raise ValueError(f"group_size {self.group_size} is neither positive nor -1 (one scale for the whole row)")
+
+
+class Grid(NamedTuple):
+    scale: Tensor  # float32, values representable in the storage type, never 0
+    zero: Tensor  # float32, integers
+
+
+def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float16") -> int_format.Params:
+    """The format's parameters for a weight [out, in]; a group longer than the row is the whole row."""
+    group = -1 if config.group_size >= shape[1] else config.group_size
+    tile = int_format.tile_words(config.bits, group, shape[1])
+    return int_format.Params(config.bits, group, config.symmetric, tile, scale_dtype)
+
+
+def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
+    """Grid of one group: target [columns, rows] float32, importance [columns] >= 0 or None; scale and zero are [rows]."""
+    step = max(16, CHUNK // target.shape[0])
+    parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
+    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
+
+
+def fit_all(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype, group: int) -> Grid:
+    """Grids of all groups of `group` columns: target [columns, rows]; scale and zero are [groups, rows]."""
+    grids = [
+        fit(target[start : start + group], None if importance is None else importance[start : start + group], config, dtype)
+        for start in range(0, target.shape[0], group)
+    ]
+    return Grid(torch.stack([g.scale for g in grids]), torch.stack([g.zero for g in grids]))
+
+
+def pack(codes: Tensor, grid: Grid, format_params: int_format.Params, shape: tuple[int, int]) -> PackedWeight:
+    """codes [columns, rows] uint8 and grid [groups, rows] -> packed weight."""
+    zeros = None if format_params.symmetric else grid.zero.T.to(torch.uint8)
+    tensors = int_format.pack(codes.T.contiguous(), grid.scale.T, zeros, format_params)
+    return PackedWeight("int", format_params, tensors, shape)
+
+
+def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales rounded to their storage type; 0 (an all-zero group, or underflow) becomes 1, which decodes codes = zero to 0."""
+    rounded = scale.to(dtype).float()
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+
+
+def _fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
+    low = target.amin(0).clamp_(max=0)
+    high = target.amax(0).clamp_(min=0)
+    search = _Search(target, importance, config, dtype, low, high)
+    ratios = SYMMETRIC_RATIOS if config.symmetric else ASYMMETRIC_RATIOS
+    search.offer(torch.ones_like(low), 1 if config.symmetric else 0)
+    if not config.clip_search:
+        return search.best
+    for ratio in ratios:
+        for variant in (1, -1) if config.symmetric else (0, 1, -1):
+            search.offer(torch.full_like(low, ratio), variant)
+    step = ratios[0] - ratios[1]
+    for _ in range(REFINEMENTS):
+        step /= 2
+        centre = search.best_ratio
+        for ratio in (centre - step, centre + step):
+            search.offer(ratio, search.best_variant)
+    return search.best
+
+
+class _Search:
+    """The best grid among the offered ones, row by row."""
+
+    def __init__(
+        self,
+        target: Tensor,
+        importance: Tensor | None,
+        config: GridConfig,
+        dtype: torch.dtype,
+        low: Tensor,
+        high: Tensor,
+    ) -> None:
+        self.target, self.importance, self.dtype = target, importance, dtype
+        self.symmetric, self.half, self.top = config.symmetric, 2 ** (config.bits - 1), 2**config.bits - 1
+        self.low, self.high = low, high
+        self.largest = torch.where(-low > high, low, high)  # signed weight of largest magnitude
+        self.loss = torch.full_like(low, float("inf"))
+        self.best = Grid(torch.ones_like(low), torch.zeros_like(low))
+        self.best_ratio: Tensor = torch.ones_like(low)
+        self.best_variant: Tensor | int = torch.zeros_like(low)
+
+    def offer(self, ratio: Tensor, variant: Tensor | int) -> None:
+        """Try ratio [rows] of the min-max scale; variant is the sign (symmetric) or the shift of the zero point."""
+        if self.symmetric:
+            scale = storable(self.largest / -self.half * ratio * variant, self.dtype)
+            zero = torch.full_like(scale, self.half)
+        else:
+            scale = storable((self.high - self.low) / self.top * ratio, self.dtype)
+            zero = ((-self.low * ratio / scale).round_() + variant).clamp_(0, self.top)
+        units = self.target / scale
+        error = units.round().clamp_(-zero, self.top - zero).sub_(units).square_()
+        loss = (error.sum(0) if self.importance is None else self.importance @ error) * scale.square()
+        better = loss < self.loss
+        self.loss = torch.where(better, loss, self.loss)
+        self.best = Grid(torch.where(better, scale, self.best.scale), torch.where(better, zero, self.best.zero))
+        self.best_ratio = torch.where(better, ratio, self.best_ratio)
+        self.best_variant = torch.where(better, variant, self.best_variant)

@@ -1,0 +1,108 @@
+"""report.json: everything that happened in a run, from measured values only."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from compress import formats, job, memory, plan
+from compress.calib.data import Calibration
+from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
+
+WORST = 5  # layers listed as the worst ones
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the loop hands over when all blocks are done."""
+
+    job: job.Job
+    prepared: job.Prepared
+    calibration: Calibration | None
+    layers: list[LayerReport]
+    block_seconds: list[float]  # of the blocks computed in this run
+    replayed: int  # blocks taken over from an interrupted run
+
+
+def measure(
+    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...], seconds: float
+) -> LayerReport:
+    """Errors of one quantized weight [out, in] against the original, in float32.
+
+    output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped.
+    """
+    original = weight.float()
+    residual = original - formats.decode(packed, original.dtype)
+    output_error = None
+    if stats is not None and stats.count:
+        whole = _quadratic(original, stats.hessian)
+        output_error = _quadratic(residual, stats.hessian) / whole if whole > 0 else 0.0
+    norm = original.square().sum().item()
+    return LayerReport(
+        name=layer.spec.name,
+        shape=layer.spec.shape,
+        method=layer.scheme.method,
+        format=packed.format,
+        params=dataclasses.asdict(packed.params),
+        bpw=packed.bpw,
+        nbytes=packed.nbytes,
+        weight_error=residual.square().sum().item() / norm if norm > 0 else 0.0,
+        output_error=output_error,
+        tokens=stats.count if stats is not None else 0,
+        seconds=round(seconds, 4),
+        notes=notes,
+    )
+
+
+def build(facts: Facts, total_seconds: float) -> dict[str, Any]:
+    """The report as JSON values."""
+    asked, prepared = facts.job, facts.prepared
+    blocks = len(prepared.skeleton.blocks)
+    sizes = prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
+    computed = facts.block_seconds
+    return {
+        "model": asked.model.rstrip("/").rsplit("/", 1)[-1],
+        "recipe": asked.recipe.name,
+        "bpw": prepared.plan.bpw,
+        "nbytes": {"quantized linears": prepared.plan.quantized_nbytes, **sizes, "total": prepared.plan.nbytes},
+        "source_nbytes": prepared.skeleton.checkpoint.nbytes,
+        "calibration": facts.calibration.facts() if facts.calibration is not None else None,
+        "seconds": {
+            "total": round(total_seconds, 2),
+            "quantize": round(sum(computed), 2),
+            "predicted_quantize": round(computed[0] * len(computed), 2) if computed else None,
+        },
+        "memory": {
+            "limit": asked.max_memory,
+            "predicted_peak": prepared.arrangement.peak_nbytes,
+            "measured_peak": memory.peak(),
+        },
+        "arrangement": dataclasses.asdict(prepared.arrangement),
+        "blocks": blocks,
+        "resumed_blocks": facts.replayed,
+        "seed": asked.seed,
+        "device": asked.device,
+        "versions": job.versions(),
+        "plan": [group._asdict() for group in plan.groups(prepared.plan)],
+        "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
+        "kept": prepared.plan.kept,
+        "layers": [dataclasses.asdict(row) for row in facts.layers],
+        "self_check": "passed",
+    }
+
+
+def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The layers of a report with the largest error: of the output where it was measured, else of the weight."""
+
+    def error(row: dict[str, Any]) -> float:
+        return float(row["weight_error"] if row["output_error"] is None else row["output_error"])
+
+    return sorted(layers, key=error, reverse=True)[:WORST]
+
+
+def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
+    """tr(M H M^T)."""
+    return (matrix @ hessian).mul_(matrix).double().sum().item()

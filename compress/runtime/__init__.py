@@ -1,0 +1,1 @@
+"""How packed weights run: modules, CPU fast paths, and loading through transformers. Knows formats, no method."""

@@ -1,0 +1,210 @@
+"""Loading and saving packed models through transformers: the quantization method "compress".
+
+config.json holds
+
+    "quantization_config": {
+        "quant_method": "compress", "version": 1,
+        "default": {"format": "int", "params": {...}},
+        "modules": {"model.layers.0.self_attn.q_proj": {}, "model.layers.0.mlp.up_proj": {"params": {...}}, ...}
+    }
+
+Every packed linear is listed; its entry is laid over `default`, "format" and "params" each as a whole. What is not
+listed is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from compress import formats
+from compress.errors import CheckpointError
+from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.runtime.linear import PackedLinear
+
+if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
+    from transformers import PreTrainedModel
+
+METHOD = "compress"
+VERSION = 1  # of the layout described above
+
+
+class Packed(Protocol):
+    """Anything that says how a weight is stored: PackedWeight, PackedLinear, LayerPlan."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def params(self) -> Any: ...
+
+
+class CompressConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json; `modules` maps every packed linear to what differs from `default`."""
+
+    def __init__(
+        self,
+        version: int = VERSION,
+        default: dict[str, Any] | None = None,
+        modules: dict[str, dict[str, Any]] | None = None,
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ) -> None:
+        if version != VERSION:
+            raise CheckpointError(
+                f"quantization_config has version {version!r}, this compress reads {VERSION}; upgrade compress"
+            )
+        if unknown:
+            raise CheckpointError(f"quantization_config has unknown keys {sorted(unknown)}; upgrade compress")
+        self.quant_method = quant_method  # type: ignore[assignment]  # the annotation lists the built-in methods
+        self.version = version
+        self.default = default or {}
+        self.modules = modules or {}
+
+
+def build_config(modules: Mapping[str, Packed]) -> CompressConfig:
+    """The configuration that lists these linears, with the most common scheme as default."""
+    schemes = {name: (m.format, dataclasses.asdict(m.params)) for name, m in modules.items()}
+    if not schemes:
+        return CompressConfig()
+    counts = Counter(repr(scheme) for scheme in schemes.values())
+    default = max(schemes.values(), key=lambda scheme: counts[repr(scheme)])  # the first of the most common
+    entries: dict[str, dict[str, Any]] = {}
+    for name, (format, params) in schemes.items():
+        if format != default[0]:
+            entries[name] = {"format": format, "params": params}
+        else:
+            entries[name] = {} if params == default[1] else {"params": params}
+    return CompressConfig(default={"format": default[0], "params": default[1]}, modules=entries)
+
+
+def scheme(config: CompressConfig, name: str) -> tuple[str, Any]:
+    """(format, its Params) of a listed linear."""
+    try:
+        entry = {**config.default, **config.modules[name]}
+    except TypeError as error:
+        raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
+    if set(entry) != {"format", "params"}:
+        raise CheckpointError(f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params'")
+    return entry["format"], formats.params_from_dict(entry["format"], entry["params"])
+
+
+def swap(model: nn.Module, config: CompressConfig) -> None:
+    """Replace every listed linear of the model, in place, by an uninitialized PackedLinear on the same device.
+
+    A fused-experts module with listed experts becomes `Experts`, all of whose linears must be listed.
+    """
+    listed = _names_in(model, config)
+    opened = _open_experts(model, {name.rsplit(".", 2)[0] for name in listed})
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, listed_name in listed.items():
+        linear = _linear(model, name)
+        if f"{name}.weight" in tied:
+            raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
+        format, params = scheme(config, listed_name)
+        bias, weight = linear.bias, linear.weight
+        dtype = weight.dtype if bias is None else bias.dtype
+        shape = (linear.out_features, linear.in_features)
+        model.set_submodule(name, PackedLinear(format, params, shape, bias is not None, dtype, weight.device))
+    for name in opened:
+        for part, module in model.get_submodule(name).named_modules(prefix=name):
+            if isinstance(module, nn.Linear):
+                raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
+
+
+class CompressQuantizer(HfQuantizer):
+    """What from_pretrained and save_pretrained call."""
+
+    quantization_config: CompressConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise CheckpointError("this checkpoint is not packed; write a packed one with `compress quantize` first")
+        swap(model, self.quantization_config)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                _check_loaded(name, module)
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Experts):
+                model.set_submodule(name, module.fuse(dtype))
+        for name, module in list(model.named_modules()):
+            if isinstance(module, PackedLinear):
+                linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+                linear.weight = nn.Parameter(module.dequantize(dtype))
+                if module.bias is not None:
+                    linear.bias = nn.Parameter(module.bias.detach().to(dtype))
+                model.set_submodule(name, linear.train(module.training))
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def register() -> None:
+    """Make from_pretrained know the method; again and again does no harm."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = CompressQuantizer
+
+
+def _names_in(model: nn.Module, config: CompressConfig) -> dict[str, str]:
+    """Listed linears as this model names them -> as the list does.
+
+    The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    bare = getattr(model, "base_model", None) is model
+    if not bare or not any(name.startswith(prefix) for name in config.modules):
+        return {name: name for name in config.modules}
+    return {name.removeprefix(prefix): name for name in config.modules if name.startswith(prefix)}
+
+
+def _open_experts(model: nn.Module, wanted: set[str]) -> list[str]:
+    """Names of the fused-experts modules among `wanted`, each replaced by `Experts`."""
+    found = [name for name, module in model.named_modules() if name in wanted and is_fused_experts(module)]
+    for name in found:
+        fused = model.get_submodule(name)
+        if not is_supported(fused):
+            raise CheckpointError(f"{name} ({type(fused).__name__}) has a layout of experts that compress cannot load")
+        model.set_submodule(name, Experts.from_fused(fused))
+    return found
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError as error:
+        raise CheckpointError(f"{name} is listed as packed, but {type(model).__name__} has no such module") from error
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise CheckpointError(f"{name} is listed as packed, but is a {type(module).__name__}, not a linear")
+    return module
+
+
+def _check_loaded(name: str, module: PackedLinear) -> None:
+    """Every tensor came from the checkpoint in its stored type; loading marks floating tensors as trainable."""
+    for key, tensor in module.named_parameters(recurse=False):
+        if tensor.is_meta:  # offloaded, read when it is needed
+            continue
+        if not getattr(tensor, "_is_hf_initialized", False):
+            raise CheckpointError(f"{name}.{key} is not in the checkpoint; download or write it again")
+        if key in module.specs:
+            size, dtype = module.specs[key]
+            if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
+                raise CheckpointError(f"{name}.{key} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}")
+            tensor.requires_grad_(False)

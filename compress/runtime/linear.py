@@ -1,0 +1,161 @@
+"""A linear layer whose weight stays packed in memory.
+
+`forward` takes a fast path (compress/runtime/fastpath.py) where one exists for the format, the type and device of the
+activations and the number of rows; otherwise it decodes the weight to the type of the activations and calls F.linear.
+What was derived from the stored tensors is kept in a cache with a limit in bytes. The cache saves time only: which path
+runs, and so every number, does not depend on what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress import formats
+from compress.runtime import fastpath
+from compress.types import PackedWeight
+
+CACHE_LIMIT = 1 << 30  # bytes; a model of two billion 4-bit weights keeps its fast-path operands
+
+Derived = tuple[Tensor, ...]
+
+
+class WeightCache:
+    """Tensors derived from the stored tensors of modules, at most `limit` bytes together.
+
+    Admits until it is full and never evicts: every forward pass reads the weights in the same cycle, so that dropping
+    the oldest entry would drop the one needed next. An entry dies with its module and is rebuilt when the stored
+    tensors have moved or changed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._entries: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Derived]]] = WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for entries in self._entries.values() for _, derived in entries.values() for t in derived)
+
+    def get(self, module: nn.Module, key: Hashable, build: Callable[[], Derived]) -> Derived:
+        """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
+        state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in module.parameters(recurse=False))
+        entries = self._entries.get(module, {})
+        if key in entries:
+            built_from, derived = entries[key]
+            if built_from == state:
+                return derived
+            del entries[key]
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be trained through
+            derived = build()
+        if self.nbytes + sum(t.nbytes for t in derived) <= self.limit:
+            self._entries.setdefault(module, {})[key] = (state, derived)
+        return derived
+
+    def drop(self, module: nn.Module) -> None:
+        self._entries.pop(module, None)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+CACHE = WeightCache(CACHE_LIMIT)
+
+
+def set_cache_limit(nbytes: int) -> None:
+    """Bytes that all packed layers of the process may keep decoded; 0 keeps nothing. Empties the cache."""
+    if nbytes < 0:
+        raise ValueError(f"cache limit {nbytes} is negative; give bytes, 0 to keep nothing")
+    CACHE.clear()
+    CACHE.limit = nbytes
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
+
+    The stored tensors are parameters under their names on disk and keep their types: `to(dtype)`, `half()` and
+    `float()` convert the bias only.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        format: str,
+        params: Any,
+        shape: tuple[int, int],
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Uninitialized storage for a weight of `shape`; `params` is the format's `Params`, `dtype` the bias's."""
+        super().__init__()
+        self.format, self.params, self.shape = format, params, shape
+        self.out_features, self.in_features = shape
+        self.specs = formats.get(format).specs(params, shape)
+        for name, (size, stored) in self.specs.items():
+            tensor = torch.empty(size, dtype=stored, device=device)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        empty = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", empty)
+
+    @classmethod
+    def from_packed(
+        cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        """A layer that shares the tensors of `weight`; `dtype` (default: as it is) is that of the bias."""
+        layer = cls(weight.format, weight.params, weight.shape, device="meta")
+        for name, tensor in weight.tensors.items():
+            size, stored = layer.specs[name]
+            assert (tuple(tensor.shape), tensor.dtype) == (size, stored), f"{weight.format}: {name} is not as specified"
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+        assert weight.tensors.keys() == layer.specs.keys(), f"{weight.format}: tensors are missing"
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().to(dtype or bias.dtype), requires_grad=bias.requires_grad)
+        return layer
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors that go to disk, by name."""
+        return {name: getattr(self, name).detach() for name in self.specs}
+
+    def packed(self) -> PackedWeight:
+        return PackedWeight(self.format, self.params, self.stored, self.shape)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out_features, in_features], decoded anew."""
+        return formats.decode(self.packed(), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] of any floating type -> [..., out_features] of the same type."""
+        kernel = fastpath.find(self.format, self.params, self.shape, x)
+        if kernel is None:
+            (weight,) = CACHE.get(self, x.dtype, lambda: (self.dequantize(x.dtype),))
+            return F.linear(x, weight, self.bias)
+        if not fastpath.suits(x, self.in_features):
+            # many rows repay decoding; the cache is left to the operands, which every single-token step needs
+            return F.linear(x, self.dequantize(x.dtype), self.bias)
+        operand = CACHE.get(self, kernel.name, lambda: kernel.prepare(self.stored, self.params, self.shape))
+        y = kernel.matmul(x.reshape(-1, self.in_features), operand, self.params)
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Applied to the stored tensors for their device only: their types are part of the format."""
+        stored = {id(getattr(self, name)) for name in self.specs}
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
+
+        CACHE.drop(self)
+        super()._apply(move, recurse)
+        return self

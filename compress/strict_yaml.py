@@ -1,0 +1,177 @@
+"""YAML as typed values, where every error names the file, the line, the key and what would be right.
+
+Works on the tree of YAML nodes, because a node knows where it was written. Types are those of dataclass fields: bool,
+int, float, str, None, Literal, unions of them, and tuple[type, ...] for lists. Nothing is converted silently: "4" is no
+integer, true is no integer, a null is no text; an integer is a float. Keys that occur twice are errors, so are tags.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import yaml
+from yaml import MappingNode, Mark, Node, ScalarNode, SequenceNode
+
+from compress.errors import RecipeError
+from compress.plugins import unknown
+
+Entries = dict[str, tuple[Node, Node]]  # key -> the node of the key, the node of its value
+
+OVERRIDE = "--set "  # begins the source of what was not written in a file
+TAG = "tag:yaml.org,2002:"
+MISMATCH = object()  # "this node is not of that type"; None is a value
+
+
+def compose(content: str, source: str) -> Node:
+    """The root of the one document in `content`, a null node if it is empty. `source` names it in messages."""
+    try:
+        loader = yaml.SafeLoader(content)
+        loader.name = source  # goes into the marks of all nodes
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        found = " ".join(filter(None, (error.context, error.problem)))
+        hint = "; put a pattern that begins with * in quotes" if "alias" in found else ""
+        mark = error.problem_mark or start(source)
+        raise RecipeError(f"{_where(mark)}: not valid YAML: {found}{hint}") from error
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise RecipeError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    return root or ScalarNode(f"{TAG}null", "", start(source), start(source))
+
+
+def start(source: str) -> Mark:
+    """The place of the first character of `source`."""
+    return Mark(source, 0, 0, 0, None, 0)
+
+
+def error_at(node: Node, message: str) -> RecipeError:
+    return RecipeError(f"{_where(node.start_mark)}: {message}")
+
+
+def is_override(node: Node) -> bool:
+    return node.start_mark.name.startswith(OVERRIDE)
+
+
+def mapping(node: Node, where: str) -> Entries:
+    """The keys and values of a block; `where` names it in messages."""
+    if not isinstance(node, MappingNode) or node.tag != f"{TAG}map":
+        raise error_at(node, f"{where} must be keys with values, found {found(node)}")
+    entries: Entries = {}
+    for key, content in node.value:
+        if not isinstance(key, ScalarNode):
+            raise error_at(key, f"a key of {where} must be a word, found {found(key)}")
+        if key.value in entries:
+            first = _where(entries[key.value][0].start_mark)
+            raise error_at(key, f"{where} has {key.value!r} twice, first at {first}")
+        entries[key.value] = (key, content)
+    return entries
+
+
+def check_keys(entries: Entries, known: Sequence[str], where: str) -> None:
+    for key, (at, _) in entries.items():
+        if key not in known:
+            raise error_at(at, f"{where}: {unknown('key', key, known)}")
+
+
+def sequence(entries: Entries, key: str) -> list[Node]:
+    """The nodes of a list; none if the key is absent."""
+    if key not in entries:
+        return []
+    at, node = entries[key]
+    if not isinstance(node, SequenceNode) or node.tag != f"{TAG}seq":
+        raise error_at(at, f"{key} must be a list, found {found(node)}")
+    return node.value
+
+
+def value(entries: Entries, key: str, hint: Any, default: Any = None) -> Any:
+    """The value of a key as the type `hint`; `default` if the key is absent."""
+    if key not in entries:
+        return default
+    if typing.get_origin(hint) is tuple:
+        item, _ = typing.get_args(hint)
+        return tuple(value({key: (node, node)}, key, item) for node in sequence(entries, key))
+    at, node = entries[key]
+    result = _typed(node, hint)
+    if result is MISMATCH:
+        raise error_at(at, f"{key} must be {_expected(hint)}, found {found(node)}")
+    return result
+
+
+def found(node: Node) -> str:
+    """What a node is, in words."""
+    tag = node.tag.removeprefix(TAG)
+    if tag == "str":
+        return f"the text {node.value!r}"
+    words = {"map": "keys with values", "seq": "a list", "null": "nothing"}
+    return words.get(tag) or f"{node.value if isinstance(node, ScalarNode) else 'values'} ({tag})"
+
+
+def changed(node: Node | None, path: Sequence[str], change: Callable[[Any], Node], source: str) -> Node:
+    """A copy of the tree with `change(old node or None)` at `path`; blocks that are missing on the way are added."""
+    if not path:
+        return change(node)
+    head, rest = path[0], path[1:]
+    if isinstance(node, SequenceNode) and head.isdecimal() and int(head) < len(node.value):
+        items = list(node.value)
+        items[int(head)] = changed(items[int(head)], rest, change, source)
+        return SequenceNode(node.tag, items, node.start_mark, node.end_mark)
+    if node is not None and not isinstance(node, MappingNode):
+        size = f" of {len(node.value)}, counted from 0" if isinstance(node, SequenceNode) else ""
+        raise RecipeError(f"{source}: there is no {head!r} in {found(node)}{size}")
+    mark = start(source)
+    node = node or MappingNode(f"{TAG}map", [], mark, mark)
+    old = next((content for key, content in node.value if key.value == head), None)
+    pairs = [(key, content) for key, content in node.value if key.value != head]
+    pairs.append((ScalarNode(f"{TAG}str", head, mark, mark), changed(old, rest, change, source)))
+    return MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+
+
+def _where(mark: Mark) -> str:
+    return mark.name if mark.name.startswith(OVERRIDE) else f"{mark.name}, line {mark.line + 1}"
+
+
+def _typed(node: Node, hint: Any) -> Any:
+    """A scalar as `hint`, or MISMATCH."""
+    options = typing.get_args(hint)
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return next((v for option in options if (v := _typed(node, option)) is not MISMATCH), MISMATCH)
+    if hint is float:
+        return _number(node)
+    result = _scalar(node)
+    if typing.get_origin(hint) is typing.Literal:
+        return result if any(result == option and type(result) is type(option) for option in options) else MISMATCH
+    return result if type(result) is hint else MISMATCH
+
+
+def _scalar(node: Node) -> Any:
+    """What YAML takes a scalar for; MISMATCH for lists, blocks, dates, tags and ambiguous integers (017, 1:30)."""
+    readers: dict[str, Callable[[str], Any]] = {
+        f"{TAG}int": lambda word: int(word),
+        f"{TAG}bool": lambda word: yaml.SafeLoader.bool_values[word.lower()],
+        f"{TAG}null": lambda word: None,
+        f"{TAG}str": str,
+    }
+    try:
+        return readers[node.tag](node.value)
+    except (KeyError, ValueError):
+        return MISMATCH
+
+
+def _number(node: Node) -> Any:
+    """A finite float, or MISMATCH. Not left to the rules of YAML 1.1, in which 1e-3 is text."""
+    try:
+        number = float(node.value) if isinstance(node, ScalarNode) and node.style is None else math.nan
+    except ValueError:
+        return MISMATCH
+    return number if math.isfinite(number) else MISMATCH
+
+
+def _expected(hint: Any) -> str:
+    plain = {bool: "true or false", int: "an integer", float: "a finite number", str: "text", type(None): "null"}
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(json.dumps, typing.get_args(hint)))
+    return plain.get(hint) or " or ".join(_expected(option) for option in typing.get_args(hint))

@@ -1,0 +1,139 @@
+"""The data that modules pass to each other. Frozen, no behaviour beyond derived sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear of a decoder block, as the skeleton shows it (no weight is read).
+
+    `input_key` names the shared input: linears with equal keys read the same tensor and share their statistics.
+    """
+
+    name: str  # module path with experts unfused: model.layers.0.mlp.experts.3.up_proj
+    shape: tuple[int, int]  # (out_features, in_features)
+    dtype: torch.dtype  # of the stored weight
+    block: int  # index of the decoder block
+    input_key: str
+    has_bias: bool = False
+    is_expert: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Streamed statistics of one shared input: hessian = sum over tokens of x x^T [in, in], float32."""
+
+    hessian: Tensor
+    count: int  # tokens summed
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight [out_features, in_features] in the form that goes to disk.
+
+    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors.
+    """
+
+    format: str
+    params: Any
+    tensors: dict[str, Tensor]
+    shape: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @property
+    def bpw(self) -> float:
+        """Stored bits per weight, all overhead included."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a rule decides for one linear: the method that chooses the codes and its settings (`Config`)."""
+
+    method: str
+    config: Any
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a weight method returns: the packed weight and what the report should say about how it went."""
+
+    weight: PackedWeight
+    notes: tuple[str, ...] = ()  # fallbacks, retries; each one sentence
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The decision for one linear, with its exact stored bytes."""
+
+    spec: LinearSpec
+    scheme: Scheme
+    format: str
+    params: Any
+    nbytes: int
+
+    @property
+    def bpw(self) -> float:
+        return 8 * self.nbytes / self.spec.numel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before a weight is touched."""
+
+    layers: tuple[LayerPlan, ...]
+    kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
+    kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes copied unchanged
+
+    @property
+    def quantized_nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors, exact."""
+        return self.quantized_nbytes + sum(self.kept_nbytes.values())
+
+    @property
+    def bpw(self) -> float:
+        """Stored bits per quantized weight."""
+        numel = sum(layer.spec.numel for layer in self.layers)
+        return 8 * self.quantized_nbytes / numel if numel else 0.0
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened to one linear."""
+
+    name: str
+    shape: tuple[int, int]
+    method: str
+    format: str
+    params: dict[str, Any]  # of the format, as config.json stores them
+    bpw: float
+    nbytes: int
+    weight_error: float  # ||W - Q||^2 / ||W||^2
+    output_error: float | None  # tr(R H R^T) / tr(W H W^T); None for data-free methods
+    tokens: int  # calibration tokens that reached it
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+class Stored(NamedTuple):
+    """How a weight is stored: a format and its `Params`."""
+
+    format: str
+    params: Any

@@ -1,0 +1,111 @@
+"""Checks that what was written is what was computed, and that it loads.
+
+During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded weights in
+plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger would: a fresh
+module tree with packed linears is filled from the files block by block, and the same probe must give the same hashes, bit
+for bit. `verify` repeats on any finished checkpoint what does not need the original: file hashes, names, shapes and types
+against the configuration, and that every block decodes to finite outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress import memory, propagate
+from compress.checkpoint import open_checkpoint, read_json, sha256
+from compress.errors import CheckpointError
+from compress.model import Skeleton
+from compress.progress import Progress, silent
+from compress.runtime.linear import CACHE, set_cache_limit
+
+MANIFEST = "compress_manifest.json"
+PROBE_TOKENS = 64
+
+
+class Probe:
+    """A few fixed tokens on their way through the model."""
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self.skeleton = skeleton
+        config = skeleton.config.get_text_config()
+        length = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
+        tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
+        self.stream = propagate.Stream(1, None)
+        self.calls = propagate.record(skeleton, tokens[None], 1, self.stream, device)
+
+    def advance(self, index: int, block: nn.Module) -> str:
+        """Pass through one block; returns the sha256 of its output."""
+        name = self.skeleton.block_prefix(index).rstrip(".")
+        out = propagate.run_block(block, self.calls[index][1], self.stream.read(0, 1), name)
+        self.stream.write(0, out)
+        return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> None:
+    """Reload a checkpoint just written and compare each block with what was computed; CheckpointError if any differs."""
+    for index, found in enumerate(_replay(directory, device, progress)):
+        if found != expected[index]:
+            raise CheckpointError(
+                f"self-check failed: block {index} read back from {directory} gives another result than the one computed; "
+                "the disk or the memory of this machine may be faulty, run again with --restart"
+            )
+
+
+def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
+    """Check a finished checkpoint; returns counts. Raises CheckpointError at the first thing that is wrong."""
+    if not (directory / MANIFEST).is_file():
+        raise CheckpointError(f"{directory} has no {MANIFEST}; only checkpoints that compress wrote can be verified")
+    files = read_json(directory / MANIFEST).get("files", {})
+    for number, (name, expected) in enumerate(files.items()):
+        progress("hashing files", number, len(files))
+        path = directory / name
+        if Path(name).name != name or not path.is_file():
+            raise CheckpointError(f"{path} is missing; download or write the checkpoint again")
+        if sha256(path) != expected:
+            raise CheckpointError(f"{path} is not the file that was written; download or write the checkpoint again")
+    blocks = _replay(directory, torch.device("cpu"), progress)
+    return {"files": len(files), "tensors": len(open_checkpoint(directory).tensors), "blocks": len(blocks)}
+
+
+def _replay(directory: Path, device: torch.device, progress: Progress) -> list[str]:
+    """Fill a fresh module tree from disk, block by block, and run the probe; one hash for each block."""
+    skeleton = Skeleton(open_checkpoint(directory))
+    _check_tensors(skeleton)
+    limit = CACHE.limit
+    set_cache_limit(0)  # each block runs once
+    try:
+        probe = Probe(skeleton, device)
+        hashes = []
+        for index in range(len(skeleton.blocks)):
+            progress("checking what was written", index, len(skeleton.blocks))
+            hashes.append(probe.advance(index, skeleton.load_block(index, device)))
+            skeleton.free()
+        return hashes
+    finally:
+        set_cache_limit(limit)
+
+
+def _check_tensors(skeleton: Skeleton) -> None:
+    """Every parameter has its tensor in the checkpoint, packed ones with the shape and type that the format says."""
+    tied = set(skeleton.model.all_tied_weights_keys)
+    for name, parameter in skeleton.model.named_parameters():
+        found = skeleton.sources.get(name)
+        if not found:
+            if name not in tied:
+                raise CheckpointError(f"{skeleton.checkpoint.directory} has no tensor for {name}")
+            continue
+        if len(found) == 1 and found[0].name == name and found[0].shape != tuple(parameter.shape):
+            raise CheckpointError(f"{name} has shape {found[0].shape} on disk, the model needs {tuple(parameter.shape)}")
+
+
+def report_line(counts: dict[str, int], directory: Path) -> str:
+    """One line for the screen."""
+    size = sum(stored.nbytes for stored in open_checkpoint(directory).tensors.values())
+    return (
+        f"{directory}: {counts['files']} files, {counts['tensors']} tensors ({memory.show(size)}) and "
+        f"{counts['blocks']} blocks are as written"
+    )

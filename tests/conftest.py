@@ -1,0 +1,30 @@
+"""What all tests share: no network, one thread, pico checkpoints that are written once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pico_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """pico_dir(name, shards=False, dtype=torch.float32) -> a checkpoint, written once: do not write into it."""
+    from pico import save_pico
+
+    written: dict[tuple[str, bool, torch.dtype], Path] = {}
+
+    def directory(name: str, shards: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+        key = (name, shards, dtype)
+        if key not in written:
+            written[key] = save_pico(name, tmp_path_factory.mktemp(name), shards, dtype)
+        return written[key]
+
+    return directory

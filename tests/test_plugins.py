@@ -1,0 +1,121 @@
+"""Finding plugins by file name, and the contract that every real one keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_methods import BETA, install
+
+from compress import plugins
+from compress.errors import RecipeError
+from compress.recipe import RULE_KEYS
+
+ALL = [(kind, name) for kind in plugins.KINDS for name in plugins.names(kind)]
+Add = Callable[[str, str], None]
+METHODS = plugins.names("quant")
+
+
+@pytest.fixture
+def add(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Add:
+    """add(name, source): a file that compress/quant appears to contain."""
+    return lambda name, source: install(monkeypatch, tmp_path, **{name: source})
+
+
+def test_names_are_the_files_that_define_the_contract(add: Add) -> None:
+    before = plugins.names("quant")
+    add("zz_method", BETA)
+    add("zz_shared", "class Config: pass\n")
+    add("zz_reexport", "from compress.quant.zz_method import Config, quantize\n")
+    add("_zz_private", BETA)
+    add("zz_nested", "def f():\n    class Config: pass\n    def quantize(): pass\n")
+    assert plugins.names("quant") == [*before, "zz_method"]
+
+
+def test_listing_runs_nothing(add: Add) -> None:
+    add("zz_method", BETA + "raise RuntimeError\n")
+    assert plugins.describe("quant", "zz_method") == "A method for tests."
+    with pytest.raises(RuntimeError):
+        plugins.load("quant", "zz_method")
+
+
+def test_describe_without_a_docstring(add: Add) -> None:
+    add("zz_method", "class Config: pass\ndef quantize(): pass\n")
+    assert plugins.describe("quant", "zz_method") == ""
+
+
+def test_load_returns_the_module(add: Add) -> None:
+    add("zz_method", BETA)
+    assert plugins.load("quant", "zz_method") is sys.modules["compress.quant.zz_method"]
+
+
+def test_load_names_what_is_missing(add: Add) -> None:
+    add("zz_method", BETA.replace("FORMAT, NEEDS =", "FORMAT, other =").replace("plan_params", "plan"))
+    with pytest.raises(TypeError, match=r"zz_method\.py does not define NEEDS, plan_params, which every quant"):
+        plugins.load("quant", "zz_method")
+
+
+@pytest.mark.parametrize("name", ["zz_methods", "ZZ_Method", "zzmethod"])
+def test_unknown_name_lists_the_known_and_the_closest(add: Add, name: str) -> None:
+    add("zz_method", BETA)
+    for call in (plugins.load, plugins.describe):
+        with pytest.raises(RecipeError, match=f"unknown quant plugin '{name}'; known: .*; did you mean 'zz_method'"):
+            call("quant", name)
+
+
+@pytest.mark.parametrize("name", ["feedback", "__init__", "", "../errors", "os.path"])
+def test_other_files_are_no_plugins(name: str) -> None:
+    with pytest.raises(RecipeError, match="unknown quant plugin"):
+        plugins.load("quant", name)
+
+
+def test_unknown_without_a_close_match() -> None:
+    assert plugins.unknown("key", "x", ["method", "bits"]) == "unknown key 'x'; known: method, bits"
+    assert plugins.unknown("key", "x", []) == "unknown key 'x'; known: none"
+
+
+def test_listing_imports_no_torch() -> None:
+    code = """if True:
+        import sys
+        sys.modules["torch"] = None  # an import would fail
+        from compress import plugins
+        listed = [plugins.describe(kind, name) for kind in plugins.KINDS for name in plugins.names(kind)]
+        print(len(listed))
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, str(len(ALL))), run.stderr
+
+
+def test_the_first_plugins_are_found() -> None:
+    assert {"gptq", "rtn"} <= set(METHODS)
+    assert {"dense", "int"} <= set(plugins.names("formats"))
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_every_plugin_loads_and_says_what_it_is(kind: str, name: str) -> None:
+    plugins.load(kind, name)
+    line = plugins.describe(kind, name)
+    assert 10 < len(line) <= 120, "the first line of the docstring is the plugin's entry in lists"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_keeps_the_contract(name: str) -> None:
+    module = plugins.load("quant", name)
+    config = module.Config()  # every setting has a default
+    assert module.Config.__dataclass_params__.frozen
+    assert isinstance(module.NEEDS, frozenset)
+    assert module.FORMAT in plugins.names("formats")
+    assert not {f.name for f in dataclasses.fields(config)} & set(RULE_KEYS), "keys of a recipe's rules"
+    params = module.plan_params(config, (32, 256))
+    assert isinstance(params, plugins.load("formats", module.FORMAT).Params)
+    assert module.workspace(config, (32, 256)) > 0
+
+
+@pytest.mark.parametrize("name", plugins.names("formats"))
+def test_every_format_has_frozen_params(name: str) -> None:
+    params = plugins.load("formats", name).Params
+    assert params.__dataclass_params__.frozen

@@ -1,0 +1,251 @@
+"""Recipes: what loads, which scheme a linear gets, built-in recipes, and the way back to YAML."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_methods import Make, maker, settings
+
+from compress import plugins, recipe
+from compress.errors import RecipeError
+from compress.recipe import CalibrationConfig, Recipe, Rule
+from compress.types import Scheme
+
+
+@pytest.fixture(name="make")
+def _make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    return maker(monkeypatch, tmp_path)
+
+
+FULL = """# goal: a test
+name: full
+description: every key
+calibration:
+  num_samples: 16
+  seq_len: 64
+quantize:
+  method: alpha
+  bits: 5
+  damp: 1e-3
+  act_order: true
+  order: 3
+  limit: 2
+  dims: [1, 2]
+rules:
+  - match: "*.down_proj"
+    bits: 8
+  - match: "*.experts.*"
+    method: beta
+    rounds: 2
+  - match: "*.0.*"
+    keep: true
+  - match: "*.up_proj"
+    damp: 0.5
+ignore: ["*.shared_head", "a?"]
+"""
+
+
+def test_a_full_recipe(make: Make) -> None:
+    loaded = make(FULL)
+    assert (loaded.name, loaded.description) == ("full", "every key")
+    assert loaded.calibration == CalibrationConfig(16, 64)
+    above = {"bits": 5, "damp": 0.001, "act_order": True, "order": 3, "limit": 2.0, "dims": (1, 2)}
+    assert settings(loaded.quantize) == ("alpha", above)
+    assert isinstance(loaded.quantize.config.limit, float)
+    refined, other, kept, last = loaded.rules
+    assert refined.scheme and settings(refined.scheme) == ("alpha", {**above, "bits": 8})
+    assert other.scheme and settings(other.scheme) == ("beta", {"rounds": 2})
+    assert kept == Rule("*.0.*", None)
+    assert last.scheme and settings(last.scheme) == ("alpha", {**above, "damp": 0.5})
+    assert loaded.ignore == ("*.shared_head", "a?")
+
+
+def test_the_smallest_recipe_has_all_defaults(make: Make) -> None:
+    loaded = make("quantize: {method: alpha}")
+    assert (loaded.name, loaded.description, loaded.rules, loaded.ignore) == ("my", "", (), ())
+    assert loaded.calibration == CalibrationConfig(num_samples=128, seq_len=2048)
+    assert settings(loaded.quantize) == ("alpha", {})
+
+
+def test_a_rule_that_names_a_method_starts_from_its_defaults(make: Make) -> None:
+    loaded = make("quantize: {method: alpha, bits: 2}\nrules: [{match: a, method: alpha, damp: 0.5}]")
+    assert loaded.rules[0].scheme and settings(loaded.rules[0].scheme) == ("alpha", {"damp": 0.5})
+
+
+def test_scheme_for_takes_ignore_then_the_first_rule_then_the_default(make: Make) -> None:
+    loaded = make(FULL)
+    cases = {
+        "model.layers.1.mlp.down_proj": loaded.rules[0].scheme,
+        "model.layers.0.mlp.down_proj": loaded.rules[0].scheme,  # before the rule that keeps *.0.*
+        "model.layers.0.mlp.experts.3.up_proj": loaded.rules[1].scheme,
+        "model.layers.0.mlp.up_proj": None,
+        "model.layers.1.mlp.up_proj": loaded.rules[3].scheme,
+        "model.layers.1.mlp.Up_proj": loaded.quantize,  # case counts
+        "model.layers.1.mlp.up_proj_2": loaded.quantize,  # the whole name must match
+        "model.experts.1.shared_head": None,
+        "a1": None,
+    }
+    assert {name: loaded.scheme_for(name) for name in cases} == cases
+
+
+def random_recipe(seed: int) -> Recipe:
+    """Values of every type, awkward text included."""
+    rng = random.Random(seed)
+    words = [
+        "",
+        "x",
+        "null",
+        "4",
+        "1e-3",
+        "on",
+        "*.a",
+        "a: b # c",
+        "- d",
+        "'\"",
+        "two\nlines",
+        "é☃",
+        " padded ",
+        "y" * 200,
+    ]
+
+    def scheme() -> Any:
+        if rng.random() < 0.3:
+            return Scheme(
+                "beta", plugins.load("quant", "beta").Config(bits=rng.randint(2, 8), rounds=rng.randint(-3, 99))
+            )
+        config = plugins.load("quant", "alpha").Config(
+            bits=rng.randint(2, 8),
+            damp=rng.choice([0.0, 1.0, -2.5, 1e-7, 1e22, rng.random(), rng.random() * 1e-12]),
+            act_order=rng.random() < 0.5,
+            order=rng.choice(["auto", "off", 3]),
+            seed=rng.choice([None, 0, -7, 10**20]),
+            limit=rng.choice([None, 3.0, 1e-5]),
+            label=rng.choice(words),
+            dims=tuple(range(rng.randint(0, 3))),
+        )
+        return Scheme("alpha", config)
+
+    return Recipe(
+        name=rng.choice(words),
+        description=rng.choice(words),
+        calibration=CalibrationConfig(rng.randint(1, 9999), rng.randint(1, 9999)),
+        quantize=scheme(),
+        rules=tuple(Rule(rng.choice(words), rng.choice([None, scheme()])) for _ in range(rng.randint(0, 4))),
+        ignore=tuple(rng.choice(words) for _ in range(rng.randint(0, 3))),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_dump_loads_back_equal(make: Make, seed: int) -> None:
+    original = random_recipe(seed)
+    again = make(recipe.dump(original))
+    assert again == original
+    assert recipe.dump(again) == recipe.dump(original)
+    assert recipe.fingerprint(again) == recipe.fingerprint(original)
+
+
+def test_dump_writes_every_default(make: Make) -> None:
+    content = recipe.dump(make("quantize: {method: beta}\nrules: [{match: a, bits: 8}]"))
+    assert content == (
+        "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n"
+        "quantize:\n  method: beta\n  bits: 3\n  group_size: 64\n  rounds: 1\n"
+        "rules:\n- match: a\n  method: beta\n  bits: 8\n  group_size: 64\n  rounds: 1\nignore: []\n"
+    )
+
+
+def test_fingerprint_depends_on_everything_but_name_and_description(make: Make) -> None:
+    base = recipe.fingerprint(make(FULL))
+    same = [make(FULL, "name=x"), make(FULL, "description=x"), make(FULL, "quantize.group_size=128")]
+    assert {recipe.fingerprint(r) for r in same} == {base}
+    others = ["bits=3", "method=beta", "calibration.seq_len=32", "ignore=[a]", "rules=[]", "rules.0.match=z"]
+    prints = {recipe.fingerprint(make(FULL, o)) for o in others}
+    swapped = make("quantize: {method: beta}\nrules: [{match: a, bits: 8}, {match: b, keep: true}]")
+    other = make("quantize: {method: beta}\nrules: [{match: b, keep: true}, {match: a, bits: 8}]")
+    assert len(prints | {base}) == len(others) + 1
+    assert recipe.fingerprint(swapped) != recipe.fingerprint(other)
+    assert len(base) == 64
+
+
+@pytest.fixture
+def built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of the built-in recipes."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "alpha4.yaml").write_text("# goal\ndescription: four bits\nquantize: {method: alpha}\n")
+    (folder / "beta3.yaml").write_text("quantize: {method: beta}\n")
+    monkeypatch.setattr(recipe, "files", {"compress.recipes": folder}.__getitem__)
+    maker(monkeypatch, tmp_path)
+    return folder
+
+
+def test_built_in_recipes(built_in: Path) -> None:
+    assert recipe.names() == ["alpha4", "beta3"]
+    assert recipe.text("alpha4").startswith("# goal\n")
+    assert [recipe.describe(name) for name in recipe.names()] == ["four bits", ""]
+    assert recipe.load("beta3", ["bits=2"]).quantize.config.bits == 2
+    assert recipe.load("alpha4").name == "alpha4"
+
+
+def test_a_file_comes_before_a_built_in_recipe(built_in: Path, tmp_path: Path) -> None:
+    (tmp_path / "beta3").mkdir()  # a folder of that name is not in the way
+    assert recipe.load("beta3").quantize.method == "beta"
+    (tmp_path / "alpha4").write_text("quantize: {method: beta}")
+    assert recipe.load("alpha4").quantize.method == "beta"
+
+
+@pytest.mark.parametrize("name", ["alpha", "alpha4.yaml", "ALPHA4"])
+def test_an_unknown_recipe_lists_the_built_in_ones(built_in: Path, name: str) -> None:
+    known = f"unknown recipe '{name}'; known: alpha4, beta3; did you mean 'alpha4'?"
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(name)
+    assert str(caught.value) == f"there is no such file, and {known}"
+    for call in (recipe.text, recipe.describe):
+        with pytest.raises(RecipeError) as caught:
+            call(name)
+        assert str(caught.value) == known
+
+
+@pytest.mark.parametrize("name", ["../alpha4", "__init__", ""])
+def test_names_do_not_leave_the_folder(built_in: Path, name: str) -> None:
+    with pytest.raises(RecipeError, match="unknown recipe"):
+        recipe.text(name)
+
+
+def test_an_error_in_a_built_in_recipe_names_its_file(built_in: Path) -> None:
+    (built_in / "beta3.yaml").write_text("quantize: {method: beta, bits: 9}\n")
+    with pytest.raises(RecipeError, match=r"^beta3\.yaml, line 1: quantize \(beta\): bits 9"):
+        recipe.load("beta3")
+
+
+def test_every_built_in_recipe_loads_and_round_trips(make: Make) -> None:
+    for name in recipe.names():
+        loaded = recipe.load(name)
+        assert loaded.name == name
+        assert recipe.describe(name) == loaded.description != ""
+        assert make(recipe.dump(loaded)) == loaded
+
+
+@pytest.mark.parametrize("name", plugins.names("quant"))
+def test_every_method_round_trips(make: Make, name: str) -> None:
+    loaded = make(f"quantize: {{method: {name}}}")
+    assert loaded.quantize.config == plugins.load("quant", name).Config()
+    assert make(recipe.dump(loaded)) == loaded
+
+
+def test_listing_recipes_imports_neither_torch_nor_transformers() -> None:
+    code = """if True:
+        import sys
+        sys.modules.update(torch=None, transformers=None)  # an import would fail
+        from compress import recipe
+        for name in recipe.names():
+            recipe.text(name), recipe.describe(name)
+        print("done")
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "done\n", run.stderr

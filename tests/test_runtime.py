@@ -1,0 +1,421 @@
+"""PackedLinear, its cache, the CPU fast paths, and experts taken apart."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pico import PICO, round_to_nearest
+from torch import Tensor, nn
+
+from compress import formats
+from compress.formats import dense
+from compress.formats import int as int_format
+from compress.runtime import fastpath
+from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts, is_supported
+from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
+from compress.types import PackedWeight
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> Iterator[None]:
+    set_cache_limit(CACHE_LIMIT)
+    yield
+    set_cache_limit(CACHE_LIMIT)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed_linear(
+    shape: tuple[int, int] = (48, 96), bits: int = 3, group: int = 32, symmetric: bool = True, bias: bool = False
+) -> PackedLinear:
+    weight = round_to_nearest(random(*shape) * 0.1, bits, group, symmetric)
+    return PackedLinear.from_packed(weight, random(shape[0], seed=1) if bias else None)
+
+
+# ---------------------------------------------------------------- the module
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "bias"), [(3, True, False), (5, False, True), (4, True, True)])
+def test_the_state_is_what_the_format_stores(bits: int, symmetric: bool, bias: bool) -> None:
+    layer = packed_linear(bits=bits, symmetric=symmetric, bias=bias)
+    expected = formats.get("int").specs(layer.params, layer.shape)
+    state = layer.state_dict()
+    assert set(state) == set(expected) | ({"bias"} if bias else set())
+    assert {name: (tuple(state[name].shape), state[name].dtype) for name in expected} == expected
+    assert not any(layer.get_parameter(name).requires_grad for name in expected)
+
+
+def test_packed_gives_back_what_it_was_made_from() -> None:
+    weight = round_to_nearest(random(48, 96), 4, 32)
+    back = PackedLinear.from_packed(weight).packed()
+    assert (back.format, back.params, back.shape) == (weight.format, weight.params, weight.shape)
+    assert back.tensors.keys() == weight.tensors.keys()
+    assert all(torch.equal(back.tensors[name], tensor) for name, tensor in weight.tensors.items())
+    assert all(back.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in weight.tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3)])
+def test_forward_is_linear_with_the_decoded_weight(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    layer = packed_linear(bias=True).to(dtype)
+    x = random(*leading, 96, dtype=dtype, seed=2)
+    expected = F.linear(x, formats.decode(layer.packed(), dtype), layer.bias)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x), expected)  # from the cache
+
+
+def test_the_dense_format_runs_too() -> None:
+    values = random(40, 24, dtype=BF16)
+    params = dense.Params("bfloat16")
+    layer = PackedLinear.from_packed(PackedWeight("dense", params, dense.pack(values, params), (40, 24)))
+    x = random(3, 24, dtype=BF16, seed=1)
+    assert torch.equal(layer(x), F.linear(x, values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32, torch.float64])
+def test_casting_the_model_casts_the_bias_only(dtype: torch.dtype) -> None:
+    layer = packed_linear(bias=True, symmetric=False)
+    before = {name: tensor.clone() for name, tensor in layer.stored.items()}
+    layer = nn.Sequential(layer).to(dtype)[0]
+    assert layer.bias.dtype == dtype
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.stored.items())
+    assert all(tensor.dtype == before[name].dtype for name, tensor in layer.stored.items())
+
+
+def test_moving_to_a_device_moves_everything_and_keeps_types() -> None:
+    layer = packed_linear(bias=True).to("meta", BF16)
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    assert layer.get_parameter("scales").dtype == torch.float16
+    assert layer.bias is not None and layer.bias.dtype == BF16
+
+
+def test_wrong_width_is_an_error_and_not_another_shape() -> None:
+    layer = packed_linear((64, 64), bits=4, group=32)
+    with pytest.raises(RuntimeError, match="shape"):
+        layer(random(2, 128, dtype=BF16))
+
+
+def test_repr_names_the_format_parameters() -> None:
+    assert "bits=3" in repr(packed_linear()) and "in_features=96" in repr(packed_linear())
+
+
+def test_a_copy_is_independent() -> None:
+    layer = packed_linear()
+    x = random(2, 96)
+    before = layer(x)
+    other = copy.deepcopy(layer)
+    assert torch.equal(other(x), before)
+    with torch.no_grad():
+        other.get_parameter("scales").mul_(2)
+    torch.testing.assert_close(other(x), 2 * before)
+    assert torch.equal(layer(x), before)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class Counter:
+    """Counts the decodes of all layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        decode = formats.decode
+        monkeypatch.setattr(formats, "decode", lambda *a: (self._tick(), decode(*a))[1])
+
+    def _tick(self) -> None:
+        self.count += 1
+
+
+def test_a_decoded_weight_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, decodes = packed_linear(), Counter(monkeypatch)
+    for _ in range(3):
+        layer(random(2, 96))
+    assert decodes.count == 1
+    assert CACHE.nbytes == 48 * 96 * 4
+    layer(random(2, 96, dtype=torch.float16))  # another type is another weight
+    assert decodes.count == 2
+
+
+def test_the_limit_holds_and_what_came_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cache_limit(2 * 48 * 96 * 4)
+    layers, decodes = [packed_linear() for _ in range(4)], Counter(monkeypatch)
+    for _ in range(3):
+        for layer in layers:
+            layer(random(2, 96))
+            assert CACHE.nbytes <= CACHE.limit
+    assert CACHE.nbytes == CACHE.limit
+    assert decodes.count == 4 + 2 + 2  # two are kept; recency would have missed all twelve times
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(3, torch.float32), (4, BF16), (4, torch.float32)])
+def test_numbers_do_not_depend_on_the_cache(bits: int, dtype: torch.dtype) -> None:
+    layer = packed_linear(bits=bits, group=32)
+    for rows in (1, 2, fastpath.MAX_ROWS, fastpath.MAX_ROWS + 1):
+        x = random(rows, 96, dtype=dtype)
+        set_cache_limit(CACHE_LIMIT)
+        cold, warm = layer(x), layer(x)
+        set_cache_limit(0)
+        without = layer(x)
+        assert CACHE.nbytes == 0
+        assert torch.equal(cold, warm) and torch.equal(cold, without)
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        set_cache_limit(-1)
+
+
+def test_entries_die_with_their_layer() -> None:
+    layer = packed_linear()
+    layer(random(2, 96))
+    assert CACHE.nbytes > 0
+    del layer
+    gc.collect()
+    assert CACHE.nbytes == 0
+
+
+def test_moving_a_layer_frees_its_entries() -> None:
+    layer = packed_linear()
+    layer(random(2, 96))
+    layer.to("meta")
+    assert CACHE.nbytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_loading_other_tensors_is_seen(dtype: torch.dtype) -> None:
+    layer = packed_linear((64, 64), bits=4)
+    other = PackedLinear.from_packed(round_to_nearest(random(64, 64, seed=9), 4, 32))
+    x = random(2, 64, dtype=dtype)
+    layer(x)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), other(x))
+
+
+def test_first_used_in_inference_mode_then_trained_through() -> None:
+    layer = packed_linear()
+    with torch.inference_mode():
+        layer(random(2, 96))
+    x = random(2, 96).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, layer.dequantize(torch.float32).sum(0).expand(2, -1))
+
+
+# ---------------------------------------------------------------- fast paths
+
+needs_operators = pytest.mark.skipif(
+    not (fastpath._VECTORIZED and fastpath._HAS_INT4 and fastpath._HAS_INT8), reason="no vectorized CPU operators here"
+)
+
+TAKES = [  # shape, bits, group, symmetric
+    ((64, 128), 4, 32, True),
+    ((48, 192), 4, 64, False),
+    ((80, 384), 4, 128, True),
+    ((1104, 512), 4, 256, False),  # more rows than are repacked at a time
+    ((16, 32), 4, 32, False),
+    ((50, 96), 8, -1, True),
+    ((33, 32), 8, -1, True),
+]
+DOES_NOT = [
+    ((50, 128), 4, 32, True),  # rows not a multiple of 16
+    ((64, 100), 4, 32, True),  # a ragged last group
+    ((64, 128), 4, 16, True),  # a group the operator does not know
+    ((64, 512), 4, 512, True),
+    ((64, 128), 4, -1, True),
+    ((64, 128), 3, 32, True),
+    ((64, 128), 5, 32, True),
+    ((64, 128), 8, 32, True),  # 8 bits need one scale for a row
+    ((64, 128), 8, -1, False),
+    ((64, 50), 8, -1, True),  # these widths would read out of bounds
+    ((64, 56), 8, -1, True),
+    ((64, 72), 8, -1, True),
+    ((64, 48), 8, -1, True),
+]
+
+
+@needs_operators
+@pytest.mark.parametrize("rows", [1, 7, fastpath.MAX_ROWS])
+@pytest.mark.parametrize(("shape", "bits", "group", "symmetric"), TAKES)
+def test_fast_path_is_as_close_as_bfloat16_allows(
+    shape: tuple[int, int], bits: int, group: int, symmetric: bool, rows: int
+) -> None:
+    layer = packed_linear(shape, bits, group, symmetric, bias=True).to(BF16)
+    x = (random(rows, shape[1], seed=3) + 0.5).to(BF16)  # not centred: an error in the zero points would add up
+    kernel = fastpath.find("int", layer.params, shape, x)
+    assert kernel is not None and fastpath.suits(x, shape[1])
+    with torch.no_grad():
+        y = layer(x)
+    operand = kernel.prepare(layer.stored, layer.params, shape)
+    assert torch.equal(y, kernel.matmul(x, operand, layer.params) + layer.bias)  # it is the path that forward takes
+    assert layer.bias is not None
+    exact = x.double() @ layer.dequantize(torch.float64).T + layer.bias.double()
+    error = (y.double() - exact).norm() / exact.norm()
+    assert error < 0.005, f"relative error {error:.5f}"  # bfloat16 keeps 8 bits: 0.002-0.003 either way
+
+
+@pytest.mark.parametrize(("shape", "bits", "group", "symmetric"), DOES_NOT)
+def test_other_shapes_decode(shape: tuple[int, int], bits: int, group: int, symmetric: bool) -> None:
+    layer = packed_linear(shape, bits, group, symmetric)
+    x = random(3, shape[1], dtype=BF16)
+    assert fastpath.find("int", layer.params, shape, x) is None
+    assert torch.equal(layer(x), F.linear(x, layer.dequantize(BF16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_activations_decode(dtype: torch.dtype) -> None:
+    layer = packed_linear((64, 128), 4, 32)
+    x = random(3, 128, dtype=dtype)
+    assert fastpath.find("int", layer.params, layer.shape, x) is None
+    assert torch.equal(layer(x), F.linear(x, layer.dequantize(dtype)))
+
+
+@needs_operators
+def test_many_rows_decode_and_leave_the_cache_to_the_operands() -> None:
+    layer = packed_linear((64, 128), 4, 32)
+    many = random(fastpath.MAX_ROWS + 1, 128, dtype=BF16)
+    assert torch.equal(layer(many), F.linear(many, layer.dequantize(BF16)))
+    assert CACHE.nbytes == 0
+    layer(many[:1])
+    assert CACHE.nbytes == 64 * 128 // 2 + 2 * 2 * 64 * 4  # codes, scales and zeros
+
+
+@needs_operators
+def test_gradients_pass_where_the_operator_has_none() -> None:
+    layer = packed_linear((64, 128), 4, 32)
+    x = random(2, 128, dtype=BF16).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all() and x.grad.abs().sum() > 0
+
+
+@needs_operators
+def test_no_rows() -> None:
+    layer = packed_linear((64, 128), 4, 32)
+    assert layer(torch.empty(0, 128, dtype=BF16)).shape == (0, 64)
+
+
+@needs_operators
+@pytest.mark.parametrize("missing", ["_HAS_INT4", "_VECTORIZED"])
+def test_without_the_operators_everything_decodes(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = packed_linear((64, 128), 4, 32)
+    x = random(1, 128, dtype=BF16)
+    assert fastpath.find("int", layer.params, layer.shape, x) is fastpath.INT4
+    monkeypatch.setattr(fastpath, missing, False)
+    assert torch.equal(layer(x), F.linear(x, layer.dequantize(BF16)))
+
+
+# ---------------------------------------------------------------- experts
+
+
+def fused_experts(name: str) -> nn.Module:
+    model = PICO[name]()
+    model.set_experts_implementation("eager")
+    return model.get_submodule("model.layers.0.mlp.experts")
+
+
+def routed(fused: nn.Module, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    weights, index = torch.rand(tokens, fused.num_experts, generator=torch.Generator().manual_seed(4)).topk(2)
+    return random(tokens, 64, seed=5), index, weights
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+@pytest.mark.parametrize(("name", "tolerance"), [("mixtral", 0.0), ("qwen3_moe", 1e-6)])
+def test_experts_compute_what_the_fused_module_does(name: str, tolerance: float, tokens: int) -> None:
+    fused = fused_experts(name)
+    inputs = routed(fused, tokens)
+    expected, got = fused(*inputs), Experts.from_fused(fused)(*inputs)
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@torch.no_grad()
+def test_a_token_of_another_process_is_skipped() -> None:
+    fused = fused_experts("mixtral")
+    x, index, weights = routed(fused, 5)
+    index[2] = fused.num_experts
+    got = Experts.from_fused(fused)(x, index, weights)
+    assert torch.equal(got, fused(x, index, weights)) and not got[2].any()
+
+
+def test_experts_are_views_under_the_names_on_disk() -> None:
+    fused = fused_experts("mixtral")
+    experts = Experts.from_fused(fused)
+    assert list(experts) == ["0", "1", "2", "3"]
+    assert {name for name, _ in experts.named_parameters()} == {
+        f"{i}.{projection}.weight" for i in range(4) for projection in PROJECTIONS
+    }
+    storages = {fused.gate_up_proj.untyped_storage().data_ptr(), fused.down_proj.untyped_storage().data_ptr()}
+    assert {p.untyped_storage().data_ptr() for p in experts.parameters()} == storages
+    assert torch.equal(experts.get_parameter("3.up_proj.weight"), fused.gate_up_proj[3, 96:])
+
+
+def test_experts_on_meta() -> None:
+    experts = Experts.from_fused(fused_experts("qwen3_moe").to("meta"))
+    assert len(experts) == 8 and all(parameter.is_meta for parameter in experts.parameters())
+    assert experts.get_submodule("7.down_proj").out_features == 64
+
+
+def test_fusing_again_gives_the_same_module() -> None:
+    fused = fused_experts("mixtral")
+    again = Experts.from_fused(fused).fuse(torch.float32)
+    assert type(again) is type(fused) and is_supported(again)
+    assert all(torch.equal(again.get_parameter(name), p) for name, p in fused.named_parameters())
+    assert not any(parameter.is_meta for parameter in again.parameters())
+
+
+@torch.no_grad()
+def test_packed_experts_run_and_fuse_to_their_decoded_weights() -> None:
+    fused = fused_experts("mixtral")
+    experts = Experts.from_fused(fused)
+    for name, linear in list(experts.named_modules()):
+        if isinstance(linear, nn.Linear):
+            experts.set_submodule(name, PackedLinear.from_packed(round_to_nearest(linear.weight, 4, 32)))
+    again = experts.fuse(torch.float32)
+    inputs = routed(fused, 9)
+    assert torch.equal(experts(*inputs), again(*inputs))
+    assert not torch.equal(again(*inputs), fused(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("is_transposed", True),
+        ("is_concatenated", False),
+        ("has_bias", True),
+        ("has_gate", False),
+        ("has_post_expert_norm", True),
+    ],
+)
+def test_other_layouts_are_not_supported(attribute: str, value: bool) -> None:
+    fused = fused_experts("mixtral")
+    assert is_supported(fused)
+    setattr(fused, attribute, value)
+    assert is_fused_experts(fused) and not is_supported(fused)
+
+
+def test_another_gate_or_another_parameter_is_not_supported() -> None:
+    fused = fused_experts("mixtral")
+    other = copy.deepcopy(fused)
+    other.__class__ = type("Other", (type(fused),), {"_apply_gate": lambda self, x: x})
+    assert is_fused_experts(other) and not is_supported(other)
+    fused.gate_up_proj_bias = nn.Parameter(torch.zeros(1))
+    assert not is_supported(fused)
+
+
+def test_a_linear_is_no_experts_module() -> None:
+    assert not is_fused_experts(nn.Linear(4, 4)) and not is_supported(nn.Linear(4, 4))
+
+
+def test_the_width_of_a_padded_weight_is_the_real_one() -> None:
+    layer = packed_linear((33, 40), bits=4, group=32)
+    assert int_format.padded_shape(layer.params, layer.shape) != (33, 40)
+    assert layer(random(2, 40)).shape == (2, 33)

@@ -1,0 +1,99 @@
+"""Limits of size: what does not fit is split, not squeezed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILE_LINES, FUNCTION_LINES, ARGUMENTS, BRANCHES = 400, 60, 7, 4
+
+SOURCES = sorted([*(ROOT / "compress").rglob("*.py"), *(ROOT / "calib").rglob("*.py"), *ROOT.glob("*.py")])
+OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+COMMANDS = {ROOT / "cli.py", ROOT / "compress" / "cli.py"}  # an option of a command is an argument of its function
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def long_functions(tree: ast.Module) -> dict[str, int]:
+    """Name -> lines, decorators not counted."""
+    lines = {f"{f.name} (line {f.lineno})": (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions(tree)}
+    return {name: count for name, count in lines.items() if count > FUNCTION_LINES}
+
+
+def many_arguments(tree: ast.Module) -> dict[str, int]:
+    """Name -> arguments, without self and cls."""
+    found = {}
+    for f in functions(tree):
+        names = [a.arg for a in (*f.args.posonlyargs, *f.args.args)]
+        names = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        count = len(names) + len(f.args.kwonlyargs) + (f.args.vararg is not None) + (f.args.kwarg is not None)
+        found[f"{f.name} (line {f.lineno})"] = count
+    return {name: count for name, count in found.items() if count > ARGUMENTS}
+
+
+def long_chains(tree: ast.Module) -> dict[str, int]:
+    """Line -> branches (if and elif) of each chain."""
+    chains = {}
+    elifs: set[int] = set()
+    for node in ast.walk(tree):  # parents come before their children
+        if not isinstance(node, ast.If) or id(node) in elifs:
+            continue
+        branches, last = 1, node
+        while (
+            len(last.orelse) == 1
+            and isinstance(last.orelse[0], ast.If)
+            and last.orelse[0].col_offset == node.col_offset
+        ):
+            last = last.orelse[0]
+            elifs.add(id(last))
+            branches += 1
+        chains[f"line {node.lineno}"] = branches
+    return {line: count for line, count in chains.items() if count > BRANCHES}
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *OTHERS], ids=relative)
+def test_lengths(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= FILE_LINES
+    assert long_functions(ast.parse(text)) == {}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_arguments_and_branches(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert long_chains(tree) == {}
+    assert path in COMMANDS or many_arguments(tree) == {}
+
+
+def test_the_sources_are_found() -> None:
+    assert {"compress/packing.py", "compress/formats/int.py", "calib/__init__.py"} <= {
+        relative(path) for path in SOURCES
+    }
+    assert {"tests/test_size.py", "tests/conftest.py"} <= {relative(path) for path in OTHERS}
+
+
+def test_check_of_functions() -> None:
+    body = "\n    x = 1"
+    assert long_functions(ast.parse("def f():" + body * 59)) == {}
+    assert long_functions(ast.parse("class A:\n  async def f():" + body * 60)) == {"f (line 2)": 61}
+
+
+def test_check_of_arguments() -> None:
+    assert many_arguments(ast.parse("class A:\n def f(self, a, b, c, d, e, f, g): pass")) == {}
+    assert many_arguments(ast.parse("def f(a, b, /, c, d, *e, f, g, **h): pass")) == {"f (line 1)": 8}
+
+
+def test_check_of_chains() -> None:
+    chain = "if a: pass\n" + "elif b: pass\n" * 3
+    assert long_chains(ast.parse(chain + "else:\n  if c: pass\n")) == {}
+    assert long_chains(ast.parse("\n" + chain + "elif c: pass\nelse: pass\n")) == {"line 2": 5}
+    assert long_chains(ast.parse("if a: pass\n" * 9)) == {}
