@@ -62,13 +62,14 @@ def shrink(stats: Stats) -> tuple[Stats, str | None]:
     share = 1 - stats.count / columns
     diagonal = stats.hessian.diagonal()
     diagonal += share * diagonal.mean()
-    return stats, f"only {stats.count} calibration tokens for {columns} inputs: Hessian shrunk by {share:.2f} of its mean"
+    return (
+        stats,
+        f"only {stats.count} calibration tokens for {columns} inputs: Hessian shrunk by {share:.2f} of its mean",
+    )
 
 
 @contextmanager
-def collect(
-    linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum], chunk: int
-) -> Iterator[None]:
+def collect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum], chunk: int) -> Iterator[None]:
     """While active, each forward pass of `linears[key]` adds its input to `sums[key]`; hooks are removed at the end."""
 
     def hook(key: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -54,7 +54,9 @@ def copied(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[
     return found
 
 
-def finish(output: Output, facts: report.Facts, probes: list[str], started: float, progress: Progress) -> dict[str, Any]:
+def finish(
+    output: Output, facts: report.Facts, probes: list[str], started: float, progress: Progress
+) -> dict[str, Any]:
     """Complete the checkpoint in output.model, check it, write the report and the manifest, put it in place."""
     prepared, directory = facts.prepared, output.model
     skeleton, blocks = prepared.skeleton, len(prepared.skeleton.blocks)

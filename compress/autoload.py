@@ -11,6 +11,7 @@ Switched off by COMPRESS_AUTOLOAD=0, or for all of torch's extensions by TORCH_D
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -77,8 +78,6 @@ def _ready() -> bool:
 def _register_now() -> None:
     """Runs inside an import of the program's: whatever is wrong with ours must not break that."""
     try:
-        from compress.runtime import hf
+        importlib.import_module("compress.runtime.hf")  # registers when it has loaded
     except (ImportError, AttributeError) as error:
         warnings.warn(f"compress cannot register with this version of transformers: {error}", stacklevel=2)
-    else:
-        hf.register()

@@ -65,7 +65,9 @@ class StoredTensor(NamedTuple):
                 while done < self.nbytes:
                     count = stream.readinto(view[done:])
                     if not count:
-                        raise CheckpointError(f"{self.file.name} ended within tensor {self.name!r}; copy the file again")
+                        raise CheckpointError(
+                            f"{self.file.name} ended within tensor {self.name!r}; copy the file again"
+                        )
                     done += count
         return tensor
 
@@ -166,7 +168,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
         if not 0 < length <= min(HEADER_LIMIT, size - 8):
-            raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes); download it again")
+            raise CheckpointError(
+                f"{path} is not a safetensors file, or is truncated ({size} bytes); download it again"
+            )
         raw = stream.read(length)
     try:
         header = json.loads(raw)

@@ -16,6 +16,7 @@ import transformers
 import compress
 from compress import memory, recipe
 from compress.calib import data as calib_data
+from compress.calib import lm
 from compress.checkpoint import Checkpoint, open_checkpoint
 from compress.errors import CheckpointError
 from compress.memory import Arrangement
@@ -103,22 +104,14 @@ def calibration(job: Job, prepared: Prepared, progress: Progress) -> calib_data.
             prepared.samples,
             prepared.seq_len,
             job.seed,
-            job.max_memory,
+            job.max_memory and max(0, job.max_memory - memory.resident()),
             lambda done, total: progress("generating calibration text", done, total),
         )
     progress("reading calibration text", 0, 0)
     vocabulary = prepared.skeleton.config.get_text_config().vocab_size
-    tokenizer = load_tokenizer(directory)
-    return calib_data.calibration(job.calib, tokenizer, prepared.samples, prepared.seq_len, job.seed, vocabulary)
-
-
-def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint directory."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{directory} has no tokenizer that can be loaded ({line[:150]}); add its files") from error
+    return calib_data.calibration(
+        job.calib, lm.load_tokenizer(directory), prepared.samples, prepared.seq_len, job.seed, vocabulary
+    )
 
 
 def identity(job: Job, checkpoint: Checkpoint, calibrated: calib_data.Calibration | None) -> dict[str, Any]:
@@ -154,5 +147,3 @@ def fingerprint(checkpoint: Checkpoint) -> str:
                 stream.seek(start)
                 digest.update(stream.read(SAMPLED))
     return digest.hexdigest()
-
-

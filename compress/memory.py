@@ -25,6 +25,7 @@ from compress.types import LayerPlan, LinearSpec, Plan
 
 GIB = 1 << 30
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
+TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 1 << 20  # bytes; under a limit, larger blocks go back to the system when freed
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
@@ -180,7 +181,7 @@ class _Needs:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.rest + batch * self.seq_len * 12 * self.hidden if self.samples else 0
-        total = self.base + int(MARGIN * (stream + max(blocks, first)))
+        total = self.base + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first))))
         most = max(len(split(statistics(layers), allowed)) for layers in self.by_block)
         return Arrangement(batch, spill, most, allowed, total)
 

@@ -248,9 +248,7 @@ def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> tor
 
 def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [
-        (name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)
-    ]
+    outer = [(name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)]
     if not outer:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
     return max(outer, key=lambda pair: len(pair[1]))

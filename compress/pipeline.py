@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress import assemble, formats, job, memory, plugins, propagate, report, verify
 from compress.calib import stats as calib_stats
-from compress.calib.data import Calibration
 from compress.checkpoint import read_header, sha256, write_shard
 from compress.errors import CheckpointError, NumericalError
 from compress.formats import dense
@@ -29,7 +28,9 @@ from compress.progress import Meter, Progress, silent
 from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
 
 
-def quantize(asked: Job, progress: Progress = silent, on_plan: Callable[[Prepared], None] | None = None) -> dict[str, Any]:
+def quantize(
+    asked: Job, progress: Progress = silent, on_plan: Callable[[Prepared], None] | None = None
+) -> dict[str, Any]:
     """Run a job to its end and return the report; `on_plan` sees what was decided before the work starts.
 
     Raises CompressError; what is finished stays on disk for the next run.
@@ -50,10 +51,23 @@ def quantize(asked: Job, progress: Progress = silent, on_plan: Callable[[Prepare
         arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
         torch.set_num_threads(arrangement.pop("threads"))  # the first run's, so that sums are taken in the same order
         prepared = dataclasses.replace(prepared, arrangement=Arrangement(**arrangement))
-        run = _Run(asked, prepared, output, calibration, progress)
+        run = _Run(asked, prepared, output, calibration.tokens if calibration is not None else None, progress)
         run.blocks()
         facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
         return assemble.finish(output, facts, run.probes, started, progress)
+
+
+def predict_seconds(asked: Job, prepared: Prepared) -> float:
+    """Time of the whole loop, from one batch and all linears of one real block (the one with the most to write)."""
+    batch = min(prepared.arrangement.batch, prepared.samples)
+    trial = dataclasses.replace(
+        prepared, samples=batch, arrangement=dataclasses.replace(prepared.arrangement, spill=False)
+    )
+    vocabulary = prepared.skeleton.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(asked.seed)
+    tokens = torch.randint(vocabulary, (batch, prepared.seq_len), generator=generator) if batch else None
+    run = _Run(asked, trial, Output(asked.out), tokens, silent)
+    return run.trial_seconds(-(-prepared.samples // batch) if batch else 0)
 
 
 def _disk_need(prepared: Prepared) -> int:
@@ -68,13 +82,13 @@ class _Run:
     """The state of the loop."""
 
     def __init__(
-        self, asked: Job, prepared: Prepared, output: Output, calibration: Calibration | None, progress: Progress
+        self, asked: Job, prepared: Prepared, output: Output, tokens: Tensor | None, progress: Progress
     ) -> None:
         self.asked, self.prepared, self.output = asked, prepared, output
         self.skeleton = prepared.skeleton
         self.meter = Meter(progress, len(self.skeleton.blocks))
         self.device = torch.device(asked.device)
-        self.tokens = calibration.tokens if calibration is not None else None
+        self.tokens = tokens  # calibration samples [samples, seq_len]
         self.reports: list[LayerReport] = []
         self.probes: list[str] = []  # hash of each quantized block's output on the probe tokens
         self.seconds: list[float] = []  # of each block computed in this run
@@ -86,16 +100,41 @@ class _Run:
         """All blocks, those of an interrupted run replayed."""
         records = self.output.finished_blocks()
         self.replayed = len(records)
-        if self.tokens is not None:
-            self.meter.say("embedding the calibration text")
-            batch = self.prepared.arrangement.batch
-            self.calls = propagate.record(self.skeleton, self.tokens, batch, self.stream, self.device)
+        self._embed()
         probe = verify.Probe(self.skeleton, self.device)
         try:
             for index in range(len(self.skeleton.blocks)):
                 self._block(index, records[index] if index < len(records) else None, probe)
         finally:
             self.stream.close()
+
+    @torch.no_grad()
+    def trial_seconds(self, batches: int) -> float:
+        """Seconds for all blocks if each takes as long as the largest, with `batches` batches instead of one."""
+        layers_of = [
+            [x for x in self.prepared.plan.layers if x.spec.block == i] for i in range(len(self.skeleton.blocks))
+        ]
+        index = max(range(len(layers_of)), key=lambda i: sum(layer.nbytes for layer in layers_of[i]))
+        self._embed()
+        started = time.monotonic()
+        block = self.skeleton.load_block(index, self.device)
+        loaded = time.monotonic()
+        _, reports = self._quantize(index, block, layers_of[index])
+        quantized = time.monotonic()
+        rounding = sum(row.seconds for row in reports)
+        if self.tokens is not None:
+            self._forward(index, block, "propagating", keep=False)
+        forward = time.monotonic() - quantized
+        self.skeleton.free()
+        once = loaded - started + rounding
+        return len(layers_of) * (once + batches * (quantized - loaded - rounding + forward))
+
+    def _embed(self) -> None:
+        """Fill the stream with what reaches the first block."""
+        if self.tokens is not None:
+            self.meter.say("embedding the calibration text")
+            batch = self.prepared.arrangement.batch
+            self.calls = propagate.record(self.skeleton, self.tokens, batch, self.stream, self.device)
 
     @torch.no_grad()
     def _block(self, index: int, record: dict[str, Any] | None, probe: verify.Probe) -> None:
@@ -117,7 +156,9 @@ class _Run:
         if fresh:
             self.output.finish_block(index, {**record, "probe": self.probes[-1]})
         elif record["probe"] != self.probes[-1]:
-            raise CheckpointError(f"block {index} in {self.output.work} does not give its result any more; use --restart")
+            raise CheckpointError(
+                f"block {index} in {self.output.work} does not give its result any more; use --restart"
+            )
         self.reports += reports
         if self.tokens is not None and index + 1 < len(self.skeleton.blocks):
             self._forward(index, block, "propagating", keep=True)
@@ -174,7 +215,9 @@ class _Run:
         name, weight = layer.spec.name, linear.weight.detach()
         self.meter.say(f"quantizing {name}")
         if not torch.isfinite(weight).all():
-            raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint, or ignore it")
+            raise NumericalError(
+                f"the weight of {name} has NaN or infinite values; repair the checkpoint, or ignore it"
+            )
         started = time.monotonic()
         notes = () if note is None else (note,)
         if layer.scheme.config is None:
@@ -183,10 +226,10 @@ class _Run:
             result = plugins.load("quant", layer.scheme.method).quantize(weight, stats, layer.scheme.config)
             packed, notes = result.weight, (*notes, *result.notes)
         assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
-        row = report.measure(layer, weight, packed, stats, notes, time.monotonic() - started)
+        row = report.measure(layer, weight, packed, stats, notes)
         memory.check(self.asked.max_memory)
         self.meter.step()
-        return packed, row
+        return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
 
     def _forward(self, index: int, block: nn.Module, what: str, keep: bool) -> None:
         """Run the block over the whole stream; keep: its outputs become the stream."""
@@ -217,7 +260,9 @@ class _Run:
         if not path.is_file() or sha256(path) != record["sha256"]:
             raise CheckpointError(f"{path} is damaged; use --restart to start over")
         on_disk = read_header(path)
-        reports = [LayerReport(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in record["layers"]]
+        reports = [
+            LayerReport(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in record["layers"]
+        ]
         packed = {}
         for layer, row in zip(layers, reports, strict=True):
             format, params = assemble.stored(row)

@@ -121,7 +121,9 @@ def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor
     out = block(hidden, *call.args, **call.kwargs)
     states = cast(Tensor, out[0] if isinstance(out, tuple) else out)
     if not torch.isfinite(states).all():
-        raise NumericalError(f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype")
+        raise NumericalError(
+            f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"
+        )
     return states
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from compress import formats, job, memory, plan
 from compress.calib.data import Calibration
+from compress.checkpoint import read_json
+from compress.errors import CheckpointError
 from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
 
 WORST = 5  # layers listed as the worst ones
@@ -28,9 +31,9 @@ class Facts:
 
 
 def measure(
-    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...], seconds: float
+    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
 ) -> LayerReport:
-    """Errors of one quantized weight [out, in] against the original, in float32.
+    """Errors of one quantized weight [out, in] against the original, in float32; the caller fills in the seconds.
 
     output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped.
     """
@@ -52,7 +55,7 @@ def measure(
         weight_error=residual.square().sum().item() / norm if norm > 0 else 0.0,
         output_error=output_error,
         tokens=stats.count if stats is not None else 0,
-        seconds=round(seconds, 4),
+        seconds=0.0,
         notes=notes,
     )
 
@@ -106,3 +109,11 @@ def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
     """tr(M H M^T)."""
     return (matrix @ hessian).mul_(matrix).double().sum().item()
+
+
+def load(directory: Path) -> dict[str, Any]:
+    """The report of a checkpoint that compress wrote; CheckpointError if there is none."""
+    path = directory / "report.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")
+    return read_json(path)

@@ -150,7 +150,7 @@ def _typed(node: Node, hint: Any) -> Any:
 def _scalar(node: Node) -> Any:
     """What YAML takes a scalar for; MISMATCH for lists, blocks, dates, tags and ambiguous integers (017, 1:30)."""
     readers: dict[str, Callable[[str], Any]] = {
-        f"{TAG}int": lambda word: int(word),
+        f"{TAG}int": lambda word: int(word, 0),
         f"{TAG}bool": lambda word: yaml.SafeLoader.bool_values[word.lower()],
         f"{TAG}null": lambda word: None,
         f"{TAG}str": str,

@@ -99,7 +99,9 @@ def _check_tensors(skeleton: Skeleton) -> None:
                 raise CheckpointError(f"{skeleton.checkpoint.directory} has no tensor for {name}")
             continue
         if len(found) == 1 and found[0].name == name and found[0].shape != tuple(parameter.shape):
-            raise CheckpointError(f"{name} has shape {found[0].shape} on disk, the model needs {tuple(parameter.shape)}")
+            raise CheckpointError(
+                f"{name} has shape {found[0].shape} on disk, the model needs {tuple(parameter.shape)}"
+            )
 
 
 def report_line(counts: dict[str, int], directory: Path) -> str:

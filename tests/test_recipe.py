@@ -33,7 +33,7 @@ quantize:
   bits: 5
   damp: 1e-3
   act_order: true
-  order: 3
+  order: 1
   limit: 2
   dims: [1, 2]
 rules:
@@ -54,7 +54,7 @@ def test_a_full_recipe(make: Make) -> None:
     loaded = make(FULL)
     assert (loaded.name, loaded.description) == ("full", "every key")
     assert loaded.calibration == CalibrationConfig(16, 64)
-    above = {"bits": 5, "damp": 0.001, "act_order": True, "order": 3, "limit": 2.0, "dims": (1, 2)}
+    above = {"bits": 5, "damp": 0.001, "act_order": True, "order": 1, "limit": 2.0, "dims": (1, 2)}
     assert settings(loaded.quantize) == ("alpha", above)
     assert isinstance(loaded.quantize.config.limit, float)
     refined, other, kept, last = loaded.rules
@@ -122,7 +122,7 @@ def random_recipe(seed: int) -> Recipe:
             bits=rng.randint(2, 8),
             damp=rng.choice([0.0, 1.0, -2.5, 1e-7, 1e22, rng.random(), rng.random() * 1e-12]),
             act_order=rng.random() < 0.5,
-            order=rng.choice(["auto", "off", 3]),
+            order=rng.choice(["auto", "off", 1]),
             seed=rng.choice([None, 0, -7, 10**20]),
             limit=rng.choice([None, 3.0, 1e-5]),
             label=rng.choice(words),

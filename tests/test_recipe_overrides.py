@@ -68,6 +68,10 @@ def test_an_override_does_not_reach_what_an_alias_shares(make: Make) -> None:
     first, second = make(content, "rules.0.bits=2").rules
     assert first.scheme and second.scheme
     assert (first.scheme.config.bits, second.scheme.config.bits) == (2, 3)
+    content = "quantize: {method: alpha, dims: &d [1, 2]}\nrules: [{match: a, dims: *d}]\n"
+    loaded = make(content, "quantize.dims.0=9")
+    assert loaded.rules[0].scheme
+    assert (loaded.quantize.config.dims, loaded.rules[0].scheme.config.dims) == ((9, 2), (1, 2))
 
 
 @pytest.mark.parametrize("order", [1, -1])

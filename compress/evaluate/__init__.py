@@ -1,0 +1,6 @@
+"""How good a checkpoint is: perplexity, divergence from another checkpoint, and what it writes."""
+
+from compress.evaluate.generation import generate
+from compress.evaluate.scores import Comparison, Execution, Scores, evaluate
+
+__all__ = ["Comparison", "Execution", "Scores", "evaluate", "generate"]

@@ -16,7 +16,13 @@ from compress.quant.grid import Grid, storable
 
 
 def improve(
-    target: Tensor, hessian: Tensor, damping: Tensor, codes: Tensor, fitted: Grid, params: int_format.Params, sweeps: int
+    target: Tensor,
+    hessian: Tensor,
+    damping: Tensor,
+    codes: Tensor,
+    fitted: Grid,
+    params: int_format.Params,
+    sweeps: int,
 ) -> tuple[Tensor, Grid]:
     """Better codes [columns, rows] uint8 and grid [groups, rows] for target [columns, rows] float32.
 

@@ -65,7 +65,12 @@ def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: to
 def fit_all(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype, group: int) -> Grid:
     """Grids of all groups of `group` columns: target [columns, rows]; scale and zero are [groups, rows]."""
     grids = [
-        fit(target[start : start + group], None if importance is None else importance[start : start + group], config, dtype)
+        fit(
+            target[start : start + group],
+            None if importance is None else importance[start : start + group],
+            config,
+            dtype,
+        )
         for start in range(0, target.shape[0], group)
     ]
     return Grid(torch.stack([g.scale for g in grids]), torch.stack([g.zero for g in grids]))

@@ -158,7 +158,7 @@ class CompressQuantizer(HfQuantizer):
 
 
 def register() -> None:
-    """Make from_pretrained know the method; again and again does no harm."""
+    """Make from_pretrained know the method; runs when this file is imported, and again does no harm."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = CompressQuantizer
 
@@ -208,3 +208,6 @@ def _check_loaded(name: str, module: PackedLinear) -> None:
             if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
                 raise CheckpointError(f"{name}.{key} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}")
             tensor.requires_grad_(False)
+
+
+register()

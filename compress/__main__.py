@@ -1,0 +1,5 @@
+"""`python -m compress` is the command line."""
+
+from compress.cli import main
+
+main()

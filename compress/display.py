@@ -1,0 +1,142 @@
+"""What the command line shows: tables, a progress bar, one-line results. Formatting only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from compress.progress import Progress
+
+LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+
+out = Console(soft_wrap=True)
+err = Console(stderr=True, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A progress callback: a bar with the time left on a terminal, a line now and then elsewhere; both on stderr."""
+    if not err.is_terminal:
+        yield _Lines()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        stage = ["", 0.0]
+
+        def update(text: str, done: float, total: float) -> None:
+            if total and total != stage[1]:  # another kind of work: its own clock
+                stage[1] = total
+                bar.reset(task, total=total)
+            bar.update(task, description=text, completed=done, total=total or None)
+
+        yield update
+
+
+class _Lines:
+    """Progress for logs."""
+
+    def __init__(self) -> None:
+        self.next, self.stage = 0.0, ""
+
+    def __call__(self, text: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        if now >= self.next:
+            self.next = now + LINE_SECONDS
+            share = f" ({100 * done / total:.0f}%)" if total else ""
+            print(f"{text}{share}", file=sys.stderr, flush=True)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    from compress.memory import show
+
+    return show(nbytes)
+
+
+def seconds(value: float) -> str:
+    """A duration for people."""
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int, bpw: float) -> Table:
+    """The plan: a row for each group of layers, then what is copied, then the sum."""
+    table = Table("layers", "count", "shape", "method", "format", "bpw", "bytes", box=None, header_style="bold")
+    for row in rows:
+        shape = f"{row['shape'][0]} x {row['shape'][1]}"
+        table.add_row(
+            row["pattern"],
+            str(row["count"]),
+            shape,
+            row["method"],
+            row["format"],
+            f"{row['bpw']:.3f}",
+            f"{row['nbytes']:,}",
+        )
+    for name, nbytes in other.items():
+        table.add_row(name, "", "", "", "as it is", "", f"{nbytes:,}")
+    table.add_row("total", "", "", "", f"{size(total)} of {size(source)}", f"{bpw:.3f}", f"{total:,}", style="bold")
+    return table
+
+
+def result_lines(report: dict[str, Any], directory: str) -> list[str]:
+    """The end of a run: what came out, and predictions beside measurements."""
+    used, took = report["memory"], report["seconds"]
+    lines = [
+        f"{directory}: {report['bpw']:.3f} bits per weight, {size(report['nbytes']['total'])} of "
+        f"{size(report['source_nbytes'])}, self-check {report['self_check']}",
+        f"peak memory {size(used['measured_peak'])} (predicted {size(used['predicted_peak'])}"
+        + (f", limit {size(used['limit'])})" if used["limit"] else ")"),
+    ]
+    if took["predicted_quantize"] is not None:
+        lines.append(
+            f"time {seconds(took['total'])}; quantizing {seconds(took['quantize'])} (predicted from the first block "
+            f"{seconds(took['predicted_quantize'])})"
+        )
+    if report["resumed_blocks"]:
+        lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")
+    if report["fallbacks"]:
+        lines.append(f"{len(report['fallbacks'])} layers used a fallback; see report.json, or `compress inspect`")
+    return lines
+
+
+def evaluation_table(values: dict[str, Any]) -> Table:
+    """Scores as two columns."""
+    table = Table(box=None, show_header=False)
+    for key, value in values.items():
+        table.add_row(key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
+    """Layers of a report with their errors."""
+    table = Table("layer", "method", "bpw", "output error", "weight error", "notes", box=None, title=title)
+    for row in layers:
+        output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
+        table.add_row(
+            row["name"],
+            row["method"],
+            f"{row['bpw']:.3f}",
+            output,
+            f"{row['weight_error']:.5f}",
+            "; ".join(row["notes"]),
+        )
+    return table

@@ -1,0 +1,42 @@
+"""Letting a checkpoint continue a prompt: the plainest look at what a model still can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from compress.calib import lm
+from compress.errors import CalibrationError
+
+
+def generate(
+    model_directory: str | Path,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "cpu",
+) -> str:
+    """The text with which the model continues the prompt, without the prompt; it stops at the model's end of text.
+
+    temperature 0 takes the likeliest token each time; above that tokens are drawn, seeded by `seed`. The generation
+    settings stored with the checkpoint do not count.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens {max_new_tokens} is not positive")
+    if temperature < 0:
+        raise ValueError(f"temperature {temperature} is negative")
+    directory = Path(model_directory)
+    tokenizer = lm.load_tokenizer(directory)
+    ids = cast(list[int], tokenizer(prompt, verbose=False)["input_ids"])
+    if not ids:
+        raise CalibrationError(f"the prompt {prompt!r} has no tokens; give at least one word")
+    model = lm.load_model(directory, dtype, device)
+    draw = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
+    written = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()
+    # decoded together with the prompt: some tokenizers drop the space before a first word
+    whole, start = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (written, ids))
+    return whole.removeprefix(start)

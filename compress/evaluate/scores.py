@@ -1,0 +1,190 @@
+"""Perplexity of a checkpoint, and how far its predictions are from those of another one.
+
+Windows of seq_len tokens that do not overlap are cut from the start of the text; every token but a window's first is
+predicted from those before it in the window. Perplexity = exp(mean negative log-likelihood). KL = mean over the same
+positions of KL(base || model) on the full distributions. Log-probabilities are float32, sums float64.
+
+Both models are in memory, and a batch of windows goes through one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compress.calib import lm
+from compress.calib.data import source_name, token_windows
+from compress.errors import CalibrationError, CheckpointError, NumericalError
+
+LOGITS_NBYTES = 256 << 20  # of all logits of a batch, about
+BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activations small
+ROWS_NBYTES = 16 << 20  # of the float32 log-probabilities of one model at a time
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the models run; the figures change with it by rounding only."""
+
+    dtype: str = "float32"  # float32, float16, bfloat16, or auto: as stored
+    device: str = "cpu"
+    batch: int | None = None  # windows; None: as many as LOGITS_NBYTES and BATCH_TOKENS allow
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise ValueError(f"batch {self.batch} is not positive")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well a model predicts a text."""
+
+    text: str  # file or data set name
+    perplexity: float  # exp(nll)
+    nll: float  # nats a token, mean
+    tokens: int  # scored
+    windows: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class Comparison(Scores):
+    """The same, beside a base model. KL in nats a token, over the scored positions."""
+
+    base_perplexity: float
+    perplexity_ratio: float  # model to base
+    kl_mean: float
+    kl_se: float | None  # standard error of kl_mean over windows; None for a single window
+    kl_p95: float
+    kl_p99: float
+    kl_max: float
+    same_top1: float  # share of positions at which both find the same token likeliest
+
+
+DEFAULT = Execution()
+
+
+def evaluate(
+    model_directory: str | Path,
+    text: str | Path,
+    base: str | Path | None = None,
+    seq_len: int = 512,
+    max_tokens: int = 131_072,
+    execution: Execution = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Scores of a checkpoint on the first max_tokens tokens of a text; a Comparison if a base checkpoint is given.
+
+    text is anything that calibration takes: a file, or the name of a data set. progress is told (windows done, windows
+    in all). Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
+    """
+    directories = [Path(model_directory)] if base is None else [Path(model_directory), Path(base)]
+    windows = _windows(directories, text, seq_len, max_tokens)
+    models = [lm.load_model(directory, execution.dtype, execution.device) for directory in directories]
+    batch = execution.batch or _batch(models, seq_len)
+    columns: list[Tensor] = []
+    for begin in range(0, len(windows), batch):
+        tokens = windows[begin : begin + batch].to(execution.device)
+        logits = [_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)]
+        columns.append(_score(logits, tokens[:, 1:].flatten()))
+        if progress is not None:
+            progress(min(begin + batch, len(windows)), len(windows))
+    positions = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
+    return _summary(positions, source_name(text), seq_len)
+
+
+def _windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
+    """The windows to score, int64 [windows, seq_len]; all that can be wrong is found before a model is loaded."""
+    configs = [lm.load_config(directory) for directory in directories]
+    tokenizers = [lm.load_tokenizer(directory) for directory in directories]
+    for directory, config, tokenizer in zip(directories[1:], configs[1:], tokenizers[1:], strict=True):
+        if config.vocab_size != configs[0].vocab_size or tokenizer.get_vocab() != tokenizers[0].get_vocab():
+            raise CheckpointError(
+                f"{directories[0].name} and {directory.name} do not share a vocabulary ({len(tokenizers[0])} and "
+                f"{len(tokenizer)} tokens); they cannot be compared"
+            )
+    longest = min(getattr(config, "max_position_embeddings", None) or seq_len for config in configs)
+    if not 2 <= seq_len <= longest:
+        raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be 2 to {longest}")
+    if max_tokens < seq_len:
+        raise CalibrationError(f"{max_tokens} tokens are less than one window of {seq_len}; raise max_tokens")
+    windows, available = token_windows(text, tokenizers[0], seq_len, configs[0].vocab_size, document_tokens=max_tokens)
+    if not len(windows):
+        raise CalibrationError(
+            f"evaluation text {text} has only {available} tokens, one window needs {seq_len}; "
+            "give more text or lower seq_len"
+        )
+    return windows[: max_tokens // seq_len]
+
+
+def _batch(models: list[PreTrainedModel], seq_len: int) -> int:
+    vocab_size = models[0].config.get_text_config().vocab_size
+    window_nbytes = sum(seq_len * vocab_size * model.dtype.itemsize for model in models)
+    return max(1, min(LOGITS_NBYTES // window_nbytes, BATCH_TOKENS // seq_len))
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
+    """Logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    if not all(torch.isfinite(part).all() for part in logits.split(_rows(logits))):
+        raise NumericalError(f"{name} gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow")
+    return logits
+
+
+def _rows(logits: Tensor) -> int:
+    """Positions worked on at a time."""
+    return max(1, ROWS_NBYTES // (4 * logits.shape[1]))
+
+
+def _score(logits: list[Tensor], targets: Tensor) -> Tensor:
+    """logits [positions, vocab_size] of the model, and of the base if there is one; targets [positions].
+
+    float64 on the CPU: [1, positions] nll, or [4, positions] nll, base nll, KL(base || model), same likeliest token.
+    """
+    parts = [part.split(_rows(part)) for part in logits]
+    figures: list[Tensor] = []
+    for i, target in enumerate(targets.split(_rows(logits[0]))):
+        log_probs = [torch.log_softmax(part[i].float(), -1) for part in parts]
+        rows = [-log_prob.gather(-1, target[:, None])[:, 0].double() for log_prob in log_probs]
+        if len(logits) == 2:
+            log_q, log_p = log_probs
+            rows.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64))
+            rows.append((parts[0][i].argmax(-1) == parts[1][i].argmax(-1)).double())
+        figures.append(torch.stack(rows).cpu())
+    return torch.cat(figures, 1)
+
+
+def _summary(positions: Tensor, text: str, seq_len: int) -> Scores:
+    """positions: what `_score` gives, [1 or 4, windows, seq_len - 1]."""
+    windows = positions.shape[1]
+    nll = float(positions[0].mean())
+    scores = Scores(text, _exp(nll), nll, positions[0].numel(), windows, seq_len)
+    if len(positions) == 1:
+        return scores
+    base_nll, kl = float(positions[1].mean()), positions[2]
+    ascending = kl.flatten().sort().values
+
+    def percentile(share: float) -> float:  # nearest rank
+        return float(ascending[math.ceil(share * len(ascending)) - 1])
+
+    return Comparison(
+        **vars(scores),
+        base_perplexity=_exp(base_nll),
+        perplexity_ratio=_exp(nll - base_nll),
+        kl_mean=float(kl.mean()),
+        kl_se=float(kl.mean(1).std()) / math.sqrt(windows) if windows > 1 else None,
+        kl_p95=percentile(0.95),
+        kl_p99=percentile(0.99),
+        kl_max=float(ascending[-1]),
+        same_top1=float(positions[3].mean()),
+    )
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf  # of float64, about; a broken model can get there
