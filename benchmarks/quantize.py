@@ -31,7 +31,7 @@ Row = dict[str, Any]
 PEERS = Path(__file__).resolve().with_name("peers.py")
 OURS = "compress"
 MODES = ("compare", "memory", "loading")
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+SEED = 0  # of the calibration windows
 GRID = {  # recipe -> bits, then (group size, symmetric) of the compared settings
     "int4": (4, ((128, True), (64, True))),
     "int3": (3, ((128, True), (64, True))),
@@ -73,10 +73,12 @@ def settings(recipes: Sequence[str], methods: Sequence[str]) -> list[Setting]:
 
 def write_tokens(model: Path, calib: Path, count: int, seq_len: int, out: Path) -> None:
     """The windows that our pipeline calibrates on, for the peers."""
-    from compress.calib import data
+    from compress.calib import data, lm
     from safetensors.torch import save_file
 
-    save_file({"tokens": data.tokens(model, calib, count, seq_len).contiguous()}, out)
+    tokenizer, vocab_size = lm.load_tokenizer(model), lm.load_config(model).vocab_size
+    windows = data.calibration(calib, tokenizer, count, seq_len, SEED, vocab_size).tokens
+    save_file({"tokens": windows.contiguous()}, out)
 
 
 def count_sizes(directory: Path, model: Path) -> Row:
@@ -95,7 +97,7 @@ def score(directory: Path, base: Path, text: Path, seq_len: int, max_tokens: int
     """Perplexity and KL to the unquantized model, in float32."""
     from compress.evaluate import evaluate
 
-    return asdict(evaluate(directory, base=base, text=text, seq_len=seq_len, max_tokens=max_tokens))
+    return asdict(evaluate(directory, text, base, seq_len, max_tokens))
 
 
 def build_random(out: Path, layers: int) -> None:
@@ -124,21 +126,19 @@ def load_checkpoint(directory: Path) -> Row:
 # compare
 
 
-def run_ours(args: argparse.Namespace, setting: Setting, out: Path, *options: str) -> Run:
+def run_ours(args: argparse.Namespace, setting: Setting, out: Path, *options: str) -> tuple[Run, Row]:
+    """The cost and the report of our own command line."""
     overrides = [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}"]
     if setting.bits is not None:
         overrides += [f"method={setting.method}", f"bits={setting.bits}", f"group_size={setting.group_size}"]
         overrides += [f"symmetric={str(setting.symmetric).lower()}"]
     command = [sys.executable, "-m", "compress", "quantize", args.model, "--recipe", setting.recipe, *options]
-    command += ["--calib", args.calib, "--out", out, "--overwrite"]
+    command += ["--calib", args.calib, "--seed", str(SEED), "--out", out, "--overwrite", "--restart"]
     command += [part for override in overrides for part in ("--set", override)]
     _, run = run_child(command, args.env, out.with_suffix(".log"))
     report = json.loads((out / "report.json").read_text())
-    return replace(
-        run,
-        quantize_wall_s=report.get("seconds", {}).get("quantize"),
-        quantize_cpu_s=report.get("cpu_seconds", {}).get("quantize"),
-    )
+    cpu_s = report.get("cpu_seconds", {}).get("quantize")
+    return replace(run, quantize_wall_s=report["seconds"]["quantize"], quantize_cpu_s=cpu_s), report
 
 
 def run_peer(args: argparse.Namespace, tool: str, setting: Setting, out: Path) -> tuple[Run, Row]:
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, setting: Setting, work: Path) -> list[Row]
     for _ in range(args.repeat):
         for tool in tools:
             if tool == OURS:
-                run = run_ours(args, setting, outs[tool])
+                run, _ = run_ours(args, setting, outs[tool])
             else:
                 run, facts[tool] = run_peer(args, tool, setting, outs[tool])
             runs[tool].append(run)
@@ -204,8 +204,8 @@ def compare_table(rows: Sequence[Row], repeat: int) -> Table:
         if previous and previous != row["setting"]:
             table.add_section()
         previous = row["setting"]
-        cells = [row["setting"], row["tool"], f"{row['bpw']:.3f}", f"{row['kl']:.5f} +- {row['kl_se']:.5f}"]
-        cells += [f"{row['ppl']:.3f}", seconds(row, "quantize_"), seconds(row)]
+        cells = [row["setting"], row["tool"], f"{row['bpw']:.3f}", f"{row['kl_mean']:.5f} +- {row['kl_se'] or 0:.5f}"]
+        cells += [f"{row['perplexity']:.3f}", seconds(row, "quantize_"), seconds(row)]
         cells += [f"{row['peak_rss_bytes'] / 1e6:.0f}", f"{row['checkpoint_bytes'] / 1e6:.2f}"]
         peer = fastest_peer(rows, row["setting"])
         if peer is not None and peer is not row:
@@ -238,7 +238,6 @@ def show(table: Table) -> None:
 
 def memory(args: argparse.Namespace, work: Path) -> list[Row]:
     """Random models of several depths under a limit: neither the peak nor the seconds of a layer should grow."""
-    limit = int(float(args.max_memory[:-3]) * UNITS[args.max_memory[-3:]])
     table = Table(title=f"{args.recipe}, {args.num_samples} x {args.seq_len} tokens, --max-memory {args.max_memory}")
     for name in ("layers", "source GB", "peak RSS MB", "of the limit", "process s", "quantize s per layer"):
         table.add_column(name, justify="right")
@@ -246,11 +245,11 @@ def memory(args: argparse.Namespace, work: Path) -> list[Row]:
     for layers in args.layers:
         args.model = work / f"random-{layers}"
         in_fresh_process(build_random, args.model, layers)
-        run = run_ours(args, Setting(args.recipe), work / "quantized", "--max-memory", args.max_memory)
-        row = {"layers": layers, "source_bytes": file_bytes(args.model), "limit_bytes": limit, **asdict(run)}
-        row["quantize_s_per_layer"] = (run.quantize_wall_s or run.wall_s) / layers
+        run, report = run_ours(args, Setting(args.recipe), work / "quantized", "--max-memory", args.max_memory)
+        row = {"layers": layers, "source_bytes": file_bytes(args.model), **asdict(run), **report["memory"]}
+        row["quantize_s_per_layer"] = report["seconds"]["quantize"] / layers
         rows.append(row)
-        share = run.peak_rss_bytes / limit
+        share = run.peak_rss_bytes / row["limit"]
         cells = [str(layers), f"{row['source_bytes'] / 1e9:.2f}", f"{run.peak_rss_bytes / 1e6:.0f}"]
         cells += [f"{share:.2f}{' OVER' if share > 1 else ''}", seconds(row), f"{row['quantize_s_per_layer']:.2f}"]
         table.add_row(*cells)
@@ -319,7 +318,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub.add_argument("--repeat", type=int, default=3)
     sub = modes.add_parser("memory", parents=[shared, quantizing])
     sub.add_argument("--layers", type=int, nargs="+", default=[5, 11, 22])
-    sub.add_argument("--max-memory", default="1.5GiB", help=f"a number and one of {', '.join(UNITS)}")
+    sub.add_argument("--max-memory", default="1.5GiB")
     sub.add_argument("--recipe", default="int4")
     sub.add_argument("--num-samples", type=int, default=16)
     sub = modes.add_parser("loading", parents=[shared])

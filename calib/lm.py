@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from compress.checkpoint import open_checkpoint, read_config
-from compress.errors import CheckpointError, NumericalError
+from compress.errors import CalibrationError, CheckpointError, NumericalError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -87,7 +87,7 @@ class Draw(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [batch, seq] int64, [batch, vocab] float32
         if not torch.isfinite(scores).all():
             raise NumericalError(
-                f"{self.name} gives non-finite logits at token {input_ids.shape[1]}; its weights are damaged or overflow"
+                f"{self.name} has non-finite logits at token {input_ids.shape[1]}; its weights are damaged, or overflow"
             )
         if self.step is not None:
             self.step(input_ids.shape[1] + 1)
@@ -104,10 +104,14 @@ def write(
 ) -> Tensor:
     """start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
 
-    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count.
+    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. More tokens than the model
+    has positions are a CalibrationError.
     """
     if new_tokens < 1:
         return start
+    length, positions = start.shape[1] + new_tokens, max_positions(model.config.get_text_config())
+    if positions is not None and length > positions:
+        raise CalibrationError(f"{draw.name} has {positions} positions, {length} tokens are too many; ask for fewer")
     model.generation_config = GenerationConfig()  # unset fields of the next line would be filled from the checkpoint's
     settings = GenerationConfig(
         do_sample=False,
@@ -123,6 +127,11 @@ def write(
         start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw]
     )
     return written.cpu()
+
+
+def max_positions(config: transformers.PretrainedConfig) -> int | None:
+    """The longest sequence that the model is made for, if its configuration says so."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 def start_tokens(model: transformers.PreTrainedModel, count: int, generator: torch.Generator) -> Tensor:

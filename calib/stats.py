@@ -1,9 +1,9 @@
 """Streamed statistics of layer inputs, keyed by shared input.
 
-A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float32 (TF32 off). It is a plain sum, so that
-batches, shards and processes add up; the token count is kept beside it. Tokens are added in chunks of one window in the
-order they come, so that the batch size of the forward pass does not change the sum. Only the upper block triangle is
-computed; `finish` mirrors it.
+A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float32 (TF32 off). It is a plain sum, so
+that batches, shards and processes add up; the token count is kept beside it. Tokens are added in chunks of one window
+in the order they come, so that the batch size of the forward pass does not change the sum. Only the upper block
+triangle is computed; `finish` mirrors it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class HessianSum:
 
 
 def shrink(stats: Stats) -> tuple[Stats, str | None]:
-    """Stats made safe where fewer tokens than columns were seen, which leaves the Hessian singular; and a note for the report.
+    """Stats made safe where fewer tokens than columns were seen, which leaves the Hessian singular; and a note for
+    the report.
 
-    With n columns and count < n tokens, (1 - count / n) of the mean diagonal is added to the diagonal: the rounding then
-    leans towards plain nearest as evidence thins out. This is the fallback for rarely routed experts. In place.
+    With n columns and count < n tokens, (1 - count / n) of the mean diagonal is added to the diagonal: the rounding
+    then leans towards plain nearest as evidence thins out. This is the fallback for rarely routed experts. In place.
     """
     columns = stats.hessian.shape[0]
     if stats.count == 0 or stats.count >= columns:

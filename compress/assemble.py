@@ -1,4 +1,4 @@
-"""From finished blocks to a checkpoint: the remaining tensors, the index, the configuration, the papers, the self-check."""
+"""From finished blocks to a checkpoint: the remaining tensors, index, configuration, self-check, report, manifest."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reading and writing checkpoint directories, one tensor at a time.
 
 Reading parses the safetensors headers itself and reads each tensor's bytes with a plain read: nothing is mapped, so the
-resident memory is what the caller holds, and a truncated or unsafe file is found before work starts. Nothing is unpickled.
-Writing streams tensors into a temporary file beside the target, hashes them on the way, syncs and renames: a file that has
-its final name is complete.
+resident memory is what the caller holds, and a truncated or unsafe file is found before work starts. Nothing is
+unpickled. Writing streams tensors into a temporary file beside the target, hashes them on the way, syncs and renames:
+a file that has its final name is complete.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
 def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> str:
     """Write a safetensors file whole or not at all; returns the sha256 of its bytes.
 
-    Values are tensors in memory or tensors on disk, which are copied in chunks. Entries are ordered by element size, then
-    name, so that every tensor is aligned and equal input gives equal bytes.
+    Values are tensors in memory or tensors on disk, which are copied in chunks. Entries are ordered by element size,
+    then name, so that every tensor is aligned and equal input gives equal bytes.
     """
     entries = sorted(tensors.items(), key=lambda kv: (-kv[1].dtype.itemsize, kv[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -76,7 +76,7 @@ def _errors(resume: str = "") -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-@app.command(epilog="Example: compress quantize ./llama-3-8b --recipe int4 --calib text.txt --max-memory 8GiB")
+@app.command(epilog="Example: compress quantize ./my-model --recipe int4 --calib text.txt --max-memory 8GiB")
 def quantize(
     model: Model,
     recipe: RecipeName,
@@ -108,7 +108,7 @@ def quantize(
             display.out.print(line, highlight=False)
 
 
-@app.command(epilog="Example: compress plan ./llama-3-8b --recipe int4 --max-memory 8GiB")
+@app.command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB")
 def plan(
     model: Model,
     recipe: RecipeName,
@@ -125,7 +125,7 @@ def plan(
         _plan(_job(model, recipe, out, calib, set_, max_memory, device, seed, False, False), as_json)
 
 
-@app.command("eval", epilog="Example: compress eval models_out/llama-int4 --base ./llama --text held_out.txt")
+@app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def evaluate(
     model: Model,
     text: TextFile = None,
@@ -161,7 +161,7 @@ def evaluate(
         print(json.dumps(values)) if as_json else display.out.print(display.evaluation_table(values))
 
 
-@app.command(epilog='Example: compress generate models_out/llama-int4 --prompt "Once upon a time"')
+@app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to go on from.")],
@@ -182,7 +182,7 @@ def generate(
         print(json.dumps({"prompt": prompt, "text": written}) if as_json else written)
 
 
-@app.command(epilog="Example: compress inspect models_out/llama-int4")
+@app.command(epilog="Example: compress inspect models_out/my-model-int4")
 def inspect(
     directory: Directory,
     all_layers: Annotated[bool, typer.Option("--all", help="Every layer, not only the worst.")] = False,
@@ -205,7 +205,7 @@ def inspect(
         display.out.print(display.layers_table(rows, "all layers" if all_layers else "largest errors"))
 
 
-@app.command(epilog="Example: compress verify models_out/llama-int4")
+@app.command(epilog="Example: compress verify models_out/my-model-int4")
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Check a checkpoint: file hashes, names, shapes and types, and that every block loads and gives finite outputs."""
     with _errors():
@@ -283,6 +283,8 @@ def _job(
 
 
 def _plan(job: Job, as_json: bool) -> None:
+    import dataclasses
+
     from compress import display, pipeline
     from compress import job as jobs
     from compress.plan import groups
@@ -295,7 +297,7 @@ def _plan(job: Job, as_json: bool) -> None:
     layers, sizes = prepared.plan, prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
     source = prepared.skeleton.checkpoint.nbytes
     result: dict[str, Any] = {
-        "plan": [group._asdict() for group in groups(layers)],
+        "plan": [dataclasses.asdict(group) for group in groups(layers)],
         "nbytes": {"quantized linears": layers.quantized_nbytes, **sizes, "total": layers.nbytes},
         "bpw": layers.bpw,
         "predicted_peak": prepared.arrangement.peak_nbytes,

@@ -1,8 +1,9 @@
 """Factorizations with the precision rules that quantization needs.
 
-Hessians are damped by a fraction of their mean diagonal before they are factored; a failed factorization is repeated with
-twice the damping, and the number of retries is reported, never hidden. Matrices up to FLOAT64_COLUMNS columns are factored
-in float64 (a few seconds at most), larger ones in float32: three float64 copies of a 16k x 16k matrix are 6 GiB.
+Hessians are damped by a fraction of their mean diagonal before they are factored; a failed factorization is repeated
+with twice the damping, and the number of retries is reported, never hidden. Matrices up to FLOAT64_COLUMNS columns
+are factored in float64 (a few seconds at most), larger ones in float32: three float64 copies of a 16k x 16k matrix
+are 6 GiB.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Factor(NamedTuple):
 def upper_factor(hessian: Tensor, damp: float, order: Tensor | None = None) -> Factor:
     """Upper-triangular C with C C^T = H + damp * mean(diag H) * I, rows and columns taken in `order`.
 
-    hessian: [n, n] float32, symmetric, not modified. order: permutation [n] or None. No inverse is formed: both axes are
-    flipped, a lower Cholesky factor is taken and flipped back.
+    hessian: [n, n] float32, symmetric, not modified. order: permutation [n] or None. No inverse is formed: both axes
+    are flipped, a lower Cholesky factor is taken and flipped back.
     Raises NumericalError if H is not finite or stays indefinite after RETRIES doublings of the damping.
     """
     n = hessian.shape[0]

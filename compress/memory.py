@@ -1,11 +1,11 @@
 """The memory budget: what a run needs, how it adapts to a limit, and what it really used.
 
 A run's peak is predicted from shapes before it starts, as the process's memory at that point plus the largest of its
-phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches shrink,
-the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with what it would
-need. While it runs, the peak that the operating system recorded is checked against the limit, and the run stops, resumable,
-before it goes on past it. The arrangement never changes results beyond the order of floating-point sums in the model's
-own batched products.
+phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches
+shrink, the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with
+what it would need. While it runs, the peak that the operating system recorded is checked against the limit, and the
+run stops, resumable, before it goes on past it. The arrangement never changes results beyond the order of
+floating-point sums in the model's own batched products.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def arrange(plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: i
             best = candidate
     assert best is not None
     raise BudgetError(
-        f"this run needs at least {show(best.peak_nbytes)} ({show(needs.base)} of it for the program itself), more than "
-        f"{'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
+        f"this run needs at least {show(best.peak_nbytes)} ({show(needs.base)} of it for the program itself), more "
+        f"than {'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
         "raise it, or use fewer or shorter calibration samples"
     )
 
 
 def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
-    """Input keys (with the bytes of their statistics) in passes of at most `allowed` bytes, in order; at least one a pass."""
+    """Input keys (with their statistics' bytes) in passes of at most `allowed` bytes, in order; at least one a pass."""
     passes: list[list[str]] = []
     used = 0
     for key, nbytes in keys.items():
@@ -197,7 +197,7 @@ def _candidates(needs: _Needs) -> Iterator[Arrangement]:
 
 
 def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
-    """Bytes of the activations that one token keeps alive in a block: inputs and outputs of its linears, as an upper bound."""
+    """Bytes of activations that one token keeps alive in a block, an upper bound: all inputs and outputs of linears."""
     dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
     expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
     return (dense + 3 * expert) * item

@@ -1,14 +1,15 @@
 """The model's structure, found from the model itself: decoder blocks, their linears, and which linears share an input.
 
-A `Skeleton` is the transformers model on the meta device, with real buffers. Blocks are filled from the checkpoint one at a
-time through transformers' own key conversion (renamed keys, merged experts) and emptied again. The decoder blocks are the
-longest list of modules that is not inside another list; the linears are their `nn.Linear` modules and the experts, which
-transformers stores as three-dimensional parameters and which are unfused here into one linear each.
+A `Skeleton` is the transformers model on the meta device, with real buffers. Blocks are filled from the checkpoint
+one at a time through transformers' own key conversion (renamed keys, merged experts) and emptied again. The decoder
+blocks are the longest list of modules that is not inside another list; the linears are their `nn.Linear` modules and
+the experts, which transformers stores as three-dimensional parameters and which are unfused here into one linear each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 import transformers
@@ -41,7 +42,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.disable_progress_bar()
         with init_empty_weights(include_buffers=False):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         self.model.eval()
@@ -107,7 +108,7 @@ class Skeleton:
         options = LoadStateDictConfig(
             dtype=self.dtype,
             device_map={"": str(device)},
-            weight_mapping=get_model_conversion_mapping(self.model),
+            weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
         )
         info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
         if info.conversion_errors or info.mismatched_keys or info.error_msgs:
@@ -174,8 +175,8 @@ class Skeleton:
 def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
     """Linear name -> name of the first linear that reads the same tensor, found by a forward pass on the meta device.
 
-    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory and
-    time but changes no result.
+    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory
+    and time but changes no result.
     """
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()

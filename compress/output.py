@@ -7,7 +7,8 @@ A run into OUT works in the sibling OUT.partial:
     OUT.partial/blocks/     one file for each finished block, written after its shard
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
 
-Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are refused.
+Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
+refused.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class Output:
         changed = sorted(k for k in {*known, *identity} if known.get(k) != identity.get(k))
         if changed:
             raise OutputError(
-                f"{self.work} holds an unfinished run with another {', '.join(changed)}; give --restart to start over, or "
-                "the former settings to resume"
+                f"{self.work} holds an unfinished run with another {', '.join(changed)}; give --restart to start over, "
+                "or the former settings to resume"
             )
         return first
 

@@ -5,9 +5,9 @@ Two layouts, both exact for every width:
 - `pack_stream` / `unpack_stream`: a little-endian bit stream for small side information (zero points).
 
 Planar layout. The unit is an int16 word with F = 16 // width fields. A tile is TW words along K, that is TW * F
-consecutive columns; field f of word j in tile t holds column t*TW*F + f*TW + j, so that each field of a row-tile meets a
-contiguous slice of the activations. Widths 1, 2, 4 and 8 fill a word exactly. Width 3 keeps three words for sixteen
-codes: each word has five 3-bit fields (bits 0-14), and the three spare top bits form the sixteenth code.
+consecutive columns; field f of word j in tile t holds column t*TW*F + f*TW + j, so that each field of a row-tile
+meets a contiguous slice of the activations. Widths 1, 2, 4 and 8 fill a word exactly. Width 3 keeps three words for
+sixteen codes: each word has five 3-bit fields (bits 0-14), and the three spare top bits form the sixteenth code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The loop: block by block, load, calibrate on what the quantized prefix produces, quantize, write, propagate, free.
 
 This is the only module that sees everything. It knows no method and no model by name. Memory holds one block, the
-statistics of one pass over it and the stream of hidden states (which spills to disk past the budget); everything that is
-finished is on disk, recorded, and never computed again: a resumed run replays the finished blocks' forward passes from
-their stored weights and goes on, with the same bytes as a run that was never interrupted.
+statistics of one pass over it and the stream of hidden states (which spills to disk past the budget); everything that
+is finished is on disk, recorded, and never computed again: a resumed run replays the finished blocks' forward passes
+from their stored weights and goes on, with the same bytes as a run that was never interrupted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""From a recipe and a skeleton to a plan: what happens to every linear, with its exact stored bytes. No weight is read."""
+"""From a recipe and a skeleton to a plan: what happens to every linear, and its exact bytes. No weight is read."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from compress import formats, plugins
 from compress.errors import RecipeError
@@ -14,7 +14,8 @@ from compress.recipe import Recipe
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
 
     pattern: str  # model.layers.*.self_attn.q_proj

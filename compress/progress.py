@@ -17,7 +17,7 @@ def silent(text: str, done: float, total: float) -> None:
 
 
 class Meter:
-    """Counts blocks, with the fraction of the present block taken from the times of the same steps in the one before."""
+    """Counts blocks; the fraction of the present one is taken from the times of the same steps in the one before."""
 
     def __init__(self, progress: Progress, blocks: int) -> None:
         self.progress, self.blocks = progress, blocks

@@ -1,8 +1,8 @@
 """Runs a model one block at a time: what the blocks receive, and the stream of hidden states between them.
 
-Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states that
-reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ between blocks)
-are kept for each batch size. They must not depend on the tokens, which is checked.
+Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states
+that reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ
+between blocks) are kept for each batch size. They must not depend on the tokens, which is checked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Stream:
 
 @torch.no_grad()
 def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
-    """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the blocks' calls."""
+    """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""
     real = list(skeleton.blocks)
     calls: Calls = [{} for _ in real]
     skeleton.load_rest(device)

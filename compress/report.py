@@ -13,6 +13,7 @@ from compress import formats, job, memory, plan
 from compress.calib.data import Calibration
 from compress.checkpoint import read_json
 from compress.errors import CheckpointError
+from compress.job import Job, Prepared
 from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
 
 WORST = 5  # layers listed as the worst ones
@@ -22,8 +23,8 @@ WORST = 5  # layers listed as the worst ones
 class Facts:
     """What the loop hands over when all blocks are done."""
 
-    job: job.Job
-    prepared: job.Prepared
+    job: Job
+    prepared: Prepared
     calibration: Calibration | None
     layers: list[LayerReport]
     block_seconds: list[float]  # of the blocks computed in this run
@@ -89,7 +90,7 @@ def build(facts: Facts, total_seconds: float) -> dict[str, Any]:
         "seed": asked.seed,
         "device": asked.device,
         "versions": job.versions(),
-        "plan": [group._asdict() for group in plan.groups(prepared.plan)],
+        "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
         "kept": prepared.plan.kept,
         "layers": [dataclasses.asdict(row) for row in facts.layers],

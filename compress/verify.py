@@ -1,10 +1,10 @@
 """Checks that what was written is what was computed, and that it loads.
 
-During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded weights in
-plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger would: a fresh
-module tree with packed linears is filled from the files block by block, and the same probe must give the same hashes, bit
-for bit. `verify` repeats on any finished checkpoint what does not need the original: file hashes, names, shapes and types
-against the configuration, and that every block decodes to finite outputs.
+During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded
+weights in plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger
+would: a fresh module tree with packed linears is filled from the files block by block, and the same probe must give
+the same hashes, bit for bit. `verify` repeats on any finished checkpoint what does not need the original: file
+hashes, names, shapes and types against the configuration, and that every block decodes to finite outputs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Probe:
 
 
 def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> None:
-    """Reload a checkpoint just written and compare each block with what was computed; CheckpointError if any differs."""
+    """Reload a checkpoint just written and compare every block with what was computed; else CheckpointError."""
     for index, found in enumerate(_replay(directory, device, progress)):
         if found != expected[index]:
             raise CheckpointError(
-                f"self-check failed: block {index} read back from {directory} gives another result than the one computed; "
-                "the disk or the memory of this machine may be faulty, run again with --restart"
+                f"self-check failed: block {index} read back from {directory} gives another result than the one "
+                "computed; the disk or the memory of this machine may be faulty, run again with --restart"
             )
 
 

@@ -108,7 +108,7 @@ def _windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens
                 f"{directories[0].name} and {directory.name} do not share a vocabulary ({len(tokenizers[0])} and "
                 f"{len(tokenizer)} tokens); they cannot be compared"
             )
-    longest = min(getattr(config, "max_position_embeddings", None) or seq_len for config in configs)
+    longest = min(lm.max_positions(config) or seq_len for config in configs)
     if not 2 <= seq_len <= longest:
         raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be 2 to {longest}")
     if max_tokens < seq_len:

@@ -1,7 +1,7 @@
 """Unquantized weight, stored as it is.
 
-Used where a linear must travel through the packed path without being quantized, for example one expert that a rule keeps
-in a block whose other experts are packed.
+Used where a linear must travel through the packed path without being quantized, for example one expert that a rule
+keeps in a block whose other experts are packed.
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
     w[i, j] = scale[g(j), i] * (code[i, j] - zero[g(j), i])
 
-Codes are unsigned, 2 to 8 bits. Symmetric weights use the whole range: zero = 2**(bits-1) is implied, not stored, and the
-scale may be negative, so that the one level that is not mirrored falls on the side that needs it. Asymmetric weights store
-the zero point in `bits` bits.
+Codes are unsigned, 2 to 8 bits. Symmetric weights use the whole range: zero = 2**(bits-1) is implied, not stored, and
+the scale may be negative, so that the one level that is not mirrored falls on the side that needs it. Asymmetric
+weights store the zero point in `bits` bits.
 
 Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole tiles, G groups):
 - `words<w>` int16, the planar words of compress/packing.py, one tensor for each plane of w bits (`PLANES`);
 - `scales` float16 or bfloat16 [G, N];
 - `zeros` uint8 [G, N * bits / 8], a little-endian bit stream, asymmetric only.
-The layout is what a matmul kernel reads: N and K are padded here, so that no kernel masks them. Rows can be cut anywhere
-at a multiple of 16, columns at a multiple of both the group and the tile.
+The layout is what a matmul kernel reads: N and K are padded here, so that no kernel masks them. Rows can be cut
+anywhere at a multiple of 16, columns at a multiple of both the group and the tile.
 
-Not supported: column orders stored with the weight (activation order is resolved by the methods, groups stay contiguous).
+Not supported: column orders stored with the weight (activation order is resolved by the methods, groups stay
+contiguous).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Params:
 
 
 def tile_words(bits: int, group_size: int, in_features: int) -> int:
-    """The tile that pads least; among those one that lies within a group, so that a field meets one scale; then the widest."""
+    """The tile that pads least; of those one within a group, so that a field meets one scale; of those the widest."""
     fields = max(FIELDS[w] for w in PLANES[bits])
 
     def cost(words: int) -> tuple[int, bool, int]:

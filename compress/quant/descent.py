@@ -2,8 +2,8 @@
 
 Given codes and scales, each group in turn gets the scale that minimizes tr(R H R^T) with all codes fixed (one number a
 row, closed form, rounded to its storage type), then each of its columns the code that minimizes it with everything else
-fixed: the grid point nearest to q_j + (R H)_j / H_jj. Every accepted step lowers the loss (QuIP#, arXiv 2402.04396, calls
-such sweeps tune iterations). Zero points stay. Cost: two m n^2 products a sweep for a weight [m, n].
+fixed: the grid point nearest to q_j + (R H)_j / H_jj. Every accepted step lowers the loss (QuIP#, arXiv 2402.04396,
+calls such sweeps tune iterations). Zero points stay. Cost: two m n^2 products a sweep for a weight [m, n].
 """
 
 from __future__ import annotations

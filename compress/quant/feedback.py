@@ -1,15 +1,15 @@
 """The column loop that every method with Hessian feedback shares.
 
-Minimizes tr(R H R^T), R = W - Q, over codes, one block of columns after the other, each block with the best target given
-the errors already made. With H = C C^T, C upper triangular, the loss is ||R C||^2; column block B of R C is
+Minimizes tr(R H R^T), R = W - Q, over codes, one block of columns after the other, each block with the best target
+given the errors already made. With H = C C^T, C upper triangular, the loss is ||R C||^2; column block B of R C is
 R_B C_BB + P_B, where P_B = sum over earlier columns of R_j C_jB is fixed, so the target of block B is
 W_B + P_B C_BB^-1 and its exact contribution to the loss ||(target - Q_B) C_BB||^2. The sum of the contributions equals
 tr(R H R^T). This is GPTQ (arXiv 2210.17323) and LDLQ in one left-looking form: W stays intact, nothing is inverted.
 
-Matrices are transposed ([in_features, out_features]) so that a column of the weight is contiguous. The range of columns is
-halved recursively, at group boundaries as long as there are several groups: errors of the left half reach the right half in
-one matrix product, and when a node is entered all errors from its left are in place, so that a group's scales can be fitted
-on exact targets whatever the group size.
+Matrices are transposed ([in_features, out_features]) so that a column of the weight is contiguous. The range of
+columns is halved recursively, at group boundaries as long as there are several groups: errors of the left half reach
+the right half in one matrix product, and when a node is entered all errors from its left are in place, so that a
+group's scales can be fitted on exact targets whatever the group size.
 """
 
 from __future__ import annotations

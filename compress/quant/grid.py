@@ -1,11 +1,11 @@
 """Scales and zero points for the `int` format, shared by the methods that write it.
 
-A group of weights t is stored as s * (code - z), code in 0 .. 2^bits - 1. Asymmetric grids have an integer zero point z;
-symmetric ones use the full range: z = 2^(bits-1) and a signed scale, so that the level without a mirror image falls on the
-side of the largest weight (reference: SignRound, arXiv 2309.05516). The clip search shrinks the min-max range, tries both
-signs or the neighbouring zero points, and keeps the grid with the least weighted squared error; it never returns a grid that
-is worse than min-max. Scales are rounded to their storage type before they are judged, so that codes always belong to the
-stored scales.
+A group of weights t is stored as s * (code - z), code in 0 .. 2^bits - 1. Asymmetric grids have an integer zero point
+z; symmetric ones use the full range: z = 2^(bits-1) and a signed scale, so that the level without a mirror image
+falls on the side of the largest weight (reference: SignRound, arXiv 2309.05516). The clip search shrinks the min-max
+range, tries both signs or the neighbouring zero points, and keeps the grid with the least weighted squared error; it
+never returns a grid that is worse than min-max. Scales are rounded to their storage type before they are judged, so
+that codes always belong to the stored scales.
 
 Arrays are transposed, [columns of the group, rows], as in the column loop.
 """
@@ -56,7 +56,7 @@ def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float
 
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
-    """Grid of one group: target [columns, rows] float32, importance [columns] >= 0 or None; scale and zero are [rows]."""
+    """Grid of one group, scale and zero [rows]: target [columns, rows] float32, importance [columns] >= 0 or None."""
     step = max(16, CHUNK // target.shape[0])
     parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
     return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
@@ -84,7 +84,7 @@ def pack(codes: Tensor, grid: Grid, format_params: int_format.Params, shape: tup
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales rounded to their storage type; 0 (an all-zero group, or underflow) becomes 1, which decodes codes = zero to 0."""
+    """Scales rounded to their storage type; 0 (an all-zero group, underflow) becomes 1, with which the group decodes to 0."""
     rounded = scale.to(dtype).float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 
@@ -104,8 +104,8 @@ def _fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: t
     for _ in range(REFINEMENTS):
         step /= 2
         centre = search.best_ratio
-        for ratio in (centre - step, centre + step):
-            search.offer(ratio, search.best_variant)
+        for shifted in (centre - step, centre + step):
+            search.offer(shifted, search.best_variant)
     return search.best
 
 

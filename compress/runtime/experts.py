@@ -73,15 +73,15 @@ class Experts(nn.ModuleDict):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top_k] -> [tokens, hidden].
 
-        The operations of the fused module's own loop in the same order, but gate and up are two products: equal to the
-        bit where the matrix library sums a column alike for both widths, within 1e-6 of the largest value otherwise.
+        The operations of the fused module's own loop, but gate and up are two products: equal to the bit where the
+        matrix library sums a column alike for both widths, within 1e-6 of the largest value otherwise.
         """
         out = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
             if index >= len(self):  # marks a token that another process computes
                 continue
             expert = cast(nn.ModuleDict, self[str(index)])
-            position, token = torch.where((top_k_index == index).T)
+            token, position = torch.where(top_k_index == index)
             x = hidden_states[token]
             x = expert["down_proj"](self.act_fn(expert["gate_proj"](x)) * expert["up_proj"](x))
             out.index_add_(0, token, (x * top_k_weights[token, position, None]).to(out.dtype))

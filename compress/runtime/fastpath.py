@@ -58,7 +58,7 @@ def suits(x: Tensor, in_features: int) -> bool:
     """Whether these activations may take the kernel: few rows, and no gradient to pass back."""
     if x.shape[-1] != in_features or (x.requires_grad and torch.is_grad_enabled()):
         return False
-    return 0 < x.numel() // in_features <= MAX_ROWS
+    return x.numel() // in_features <= MAX_ROWS
 
 
 def _prepare_int4(tensors: Mapping[str, Tensor], params: Any, shape: tuple[int, int]) -> Operand:
