@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 READ_FACTOR = 4  # of a set of documents, this many times the tokens asked for are read, and windows chosen among them
 PIECE_NBYTES = 1 << 20  # of a text file tokenized at a time; tokenizing takes some 200 bytes of memory a byte of text
 BATCH_CHARACTERS = 1 << 20  # of documents tokenized at a time
+FLOAT32_NBYTES = 1 << 30  # a stored model up to this size writes in float32: attention on CPUs is several times faster
 SELF_BATCH = 32  # sequences that the model writes side by side; part of the seeded result
 DEFAULT_COLUMN = "text"
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
@@ -115,7 +116,7 @@ def self_generated(
             f"self-generated calibration needs the whole model in memory ({nbytes / 2**30:.2f} GiB); "
             "give --calib a text file or raise --max-memory"
         )
-    model = lm.load_model(directory)
+    model = lm.load_model(directory, "float32" if nbytes <= FLOAT32_NBYTES else "auto")
     generator = torch.Generator().manual_seed(seed)
     starts = lm.start_tokens(model, num_samples, generator)
     written: list[Tensor] = []

@@ -104,8 +104,8 @@ def write(
 ) -> Tensor:
     """start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
 
-    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. More tokens than the model
-    has positions are a CalibrationError.
+    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. More tokens than the
+    model has positions are a CalibrationError.
     """
     if new_tokens < 1:
         return start

@@ -43,6 +43,8 @@ class HessianSum:
         for start in range(0, self.total.shape[0], self.panel):
             end = min(start + self.panel, self.total.shape[0])
             self.total[end:, start:end] = self.total[start:end, end:].T
+            block = self.total[start:end, start:end]  # a matrix product is symmetric only up to rounding
+            block.copy_(block.triu() + block.triu(1).T)
         if not torch.isfinite(self.total.diagonal()).all():
             raise NumericalError(
                 f"the inputs of {name} are not finite during calibration; check the checkpoint, or calibrate in float32"

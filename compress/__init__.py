@@ -1,31 +1,31 @@
 """One recipe language, one packed format and one way to load for language-model compression.
 
     import compress
-    plan = compress.plan(...)                   # what a recipe would do, with exact bytes, before a weight is touched
-    compress.quantize(...)                      # do it: a directory that transformers loads
-    compress.evaluate.evaluate(...)             # how good the result is
-    model = compress.load("models_out/...")     # the packed model; from_pretrained does the same
+    from compress import recipe
+    job = compress.Job("path/to/model", recipe.load("int4"), Path("models_out/small"))
+    compress.prepare(job).plan                              # what would be done, with exact bytes; reads no weight
+    compress.quantize(job)                                  # do it: a directory that transformers loads
+    compress.evaluate.evaluate("models_out/small", text)    # how good the result is
+    model = compress.load("models_out/small")               # the packed model; from_pretrained does the same
 
 Importing this package makes `from_pretrained` know packed checkpoints, and imports neither torch nor transformers.
 
-The files, in the order of a run:
-    cli         the command line: parse, call one function, print, map errors to exit codes
-    recipe      YAML -> Recipe; strict keys and types; every default visible
-    pipeline    the loop over the blocks; the only module that sees everything
-    checkpoint  reading safetensors lazily, writing shards, the journal for resuming
-    model       the skeleton: decoder blocks, linears, which linears share an input, experts
-    memory      the memory budget: what may be resident, what spills, the measured peak
-    calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs
-    quant/      methods, one a file: which codes?
-    linalg      damped Cholesky factors and precision rules
-    plugins     finds a method or format by its file name and checks its contract
-    formats/    one a file: how are the codes stored and decoded?
-    packing     n-bit fields <-> words
+The files:
+    cli         the command line: parse, call one function, print, map errors to exit codes; display: what it prints
+    recipe      YAML -> Recipe: strict keys and types, every default visible; strict_yaml: the reading beneath it
+    plan        recipe and skeleton -> what happens to every linear, with exact bytes
+    job         what the user asked for, made ready; memory: the budget, what may be resident, what spills
+    pipeline    the loop over the blocks, the only module that sees everything
+    model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks
+    checkpoint  reading safetensors lazily, writing shards; output: the directory that is renamed into place last
+    calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; lm.py: whole models
+    quant/      methods, one a file: which codes? linalg: the factors and precision rules that they share
+    formats/    one a file: how are the codes stored and decoded? packing: n-bit fields <-> words
     runtime/    how does a product run on them? linear, experts, fastpath; hf: loading through transformers
     autoload    how transformers finds runtime/hf without an import
-    verify      is a written checkpoint what its manifest says?
-    evaluate/   perplexity, divergence and other measures
-    report      report.json and the table on screen
+    assemble    the finished directory; verify: is it what its manifest says?; report, progress: what happened
+    evaluate/   perplexity, divergence and what a model writes
+    plugins     finds a method or format by its file name and checks its contract
     types       the data that modules pass to each other
     errors      every error that the user's input can cause
 """
@@ -47,9 +47,11 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")):
     __path__.append(_root)  # a checkout: compress.recipes -> ./recipes, compress.calib -> ./calib
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "load", "plan", "quantize"]
+__all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
 
-_LAZY = {"quantize": "compress.pipeline", "plan": "compress.pipeline"}
+# Imported when asked for. `evaluate` is a package and `plan` a module: a function under either name would be hidden as
+# soon as anything imports the module.
+_HOMES = {"Job": "compress.job", "prepare": "compress.job", "quantize": "compress.pipeline"}
 
 autoload.register()
 
@@ -66,11 +68,9 @@ def load(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if (
-        name == "evaluate"
-    ):  # the package: a function of that name would be hidden as soon as anything imports the package
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "evaluate":
         return importlib.import_module("compress.evaluate")
     raise AttributeError(f"module 'compress' has no attribute {name!r}")
 

@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; anything else is a CheckpointError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -176,7 +176,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         tensors = {name: _stored(name, path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a malformed safetensors header ({error}); download it again") from error
     need = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
     if size < need:
@@ -186,8 +186,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTensor:
     start, end = entry["data_offsets"]
-    dtype, shape = DTYPES[entry["dtype"]], tuple(int(d) for d in entry["shape"])
-    if start < 0 or end - start != math.prod(shape) * dtype.itemsize:
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
+        raise ValueError(f"tensor {name!r} has a shape or offsets that are no sizes")
+    if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} has {end - start} bytes for shape {shape}")
     return StoredTensor(name, path, dtype, shape, base + start, end - start)
 

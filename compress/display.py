@@ -53,7 +53,7 @@ class _Lines:
     """Progress for logs."""
 
     def __init__(self) -> None:
-        self.next, self.stage = 0.0, ""
+        self.next = time.monotonic() + LINE_SECONDS  # a short run says nothing but its result
 
     def __call__(self, text: str, done: float, total: float) -> None:
         now = time.monotonic()

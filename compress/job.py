@@ -18,7 +18,7 @@ from compress import memory, recipe
 from compress.calib import data as calib_data
 from compress.calib import lm
 from compress.checkpoint import Checkpoint, open_checkpoint
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, OutputError
 from compress.memory import Arrangement
 from compress.model import Skeleton
 from compress.plan import make
@@ -58,8 +58,10 @@ class Prepared:
 def prepare(job: Job) -> Prepared:
     """Open the model, apply the recipe, arrange the memory. Reads headers only."""
     checkpoint = open_checkpoint(resolve(job.model))
-    if "quantization_config" in checkpoint.config:
-        method = checkpoint.config["quantization_config"].get("quant_method")
+    if job.out.resolve() in (checkpoint.directory.resolve(), *checkpoint.directory.resolve().parents):
+        raise OutputError(f"the output {job.out} holds the model itself; give another --out")
+    if packed := checkpoint.config.get("quantization_config"):
+        method = packed.get("quant_method")
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     plan = make(job.recipe, skeleton)

@@ -14,7 +14,7 @@ import ctypes
 import math
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,13 +132,20 @@ def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
     return passes
 
 
-def statistics(layers: list[LayerPlan]) -> dict[str, int]:
+def readers(layers: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    """Input key -> the layers whose method needs statistics of it."""
+    methods = {layer.scheme.method for layer in layers if layer.scheme.config is not None}
+    needing = {method for method in methods if plugins.load("quant", method).NEEDS}
+    found: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        if layer.scheme.method in needing:
+            found.setdefault(layer.spec.input_key, []).append(layer)
+    return found
+
+
+def statistics(layers: Sequence[LayerPlan]) -> dict[str, int]:
     """Input key -> bytes of its Hessian, for the layers whose method needs one."""
-    return {
-        layer.spec.input_key: 4 * layer.spec.shape[1] ** 2
-        for layer in layers
-        if layer.scheme.config is not None and plugins.load("quant", layer.scheme.method).NEEDS
-    }
+    return {key: 4 * users[0].spec.shape[1] ** 2 for key, users in readers(layers).items()}
 
 
 class _Needs:
@@ -160,29 +167,29 @@ class _Needs:
         self.rest = sum(rest.values())
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden
-        self.work = [max((_workspace(layer) for layer in layers), default=0) for layers in self.by_block]
+        self.work = [_workspace(layers) for layers in self.by_block]
         self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
+        self.sizes = [statistics(layers) for layers in self.by_block]
+        self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Beside the program and the resident stream."""
-        layers = self.by_block[index]
-        sizes = statistics(layers)
+        sizes = self.sizes[index]
         held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
-        widest = max((x.spec.shape[1] for x in layers), default=0)
-        forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * widest
+        forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * self.widest[index]
         loading = self.expert_weights[index]
         quantizing = held + self.work[index] + self.packed[index]
         return self.weights[index] + max(loading, held + forward, quantizing)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
-        totals = [sum(statistics(layers).values()) for layers in self.by_block]
+        totals = [sum(sizes.values()) for sizes in self.sizes]
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.rest + batch * self.seq_len * 12 * self.hidden if self.samples else 0
         total = self.base + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first))))
-        most = max(len(split(statistics(layers), allowed)) for layers in self.by_block)
+        most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total)
 
 
@@ -203,11 +210,10 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
     return (dense + 3 * expert) * item
 
 
-def _workspace(layer: LayerPlan) -> int:
-    if layer.scheme.config is None:
-        return 0
-    method = plugins.load("quant", layer.scheme.method)
-    return int(method.workspace(layer.scheme.config, layer.spec.shape))
+def _workspace(layers: Sequence[LayerPlan]) -> int:
+    """Bytes that the most demanding linear needs beside its weight and statistics."""
+    distinct = {(x.scheme.method, x.scheme.config, x.spec.shape) for x in layers if x.scheme.config is not None}
+    return max((plugins.load("quant", m).workspace(config, shape) for m, config, shape in distinct), default=0)
 
 
 def _status(field: str) -> int:

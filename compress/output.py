@@ -42,11 +42,12 @@ class Output:
         self._lock: int | None = None
 
     def __enter__(self) -> Output:
-        if not self.out.name:
+        if self.out.name in ("", ".."):
             raise OutputError(f"{self.out} cannot be an output directory; give --out a new name")
-        if self.out.exists() and not self.overwrite:
-            raise OutputError(f"{self.out} exists already; give another --out, or --overwrite to replace it")
         with writing(self.work):
+            if self.out.exists() and not self.overwrite:
+                raise OutputError(f"{self.out} exists already; give another --out, or --overwrite to replace it")
+            published = self.blocks.exists() and not self.model.exists()  # what a killed run was removing at its end
             self.blocks.mkdir(parents=True, exist_ok=True)
             self.model.mkdir(exist_ok=True)
             self._lock = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -58,7 +59,7 @@ class Output:
             raise OutputError(f"another run is writing {self.out}; wait for it, or give another --out") from error
         for part in [*self.model.glob("*.part"), *self.blocks.glob("*.part"), *self.work.glob("*.part")]:
             part.unlink()  # what a killed run was writing
-        if self.restart:
+        if self.restart or published:
             self._forget()
         return self
 
@@ -100,7 +101,10 @@ class Output:
         """Records of the blocks that are done, from block 0 on without a gap."""
         found: list[dict[str, Any]] = []
         while (path := self._block(len(found))).is_file():
-            found.append(read_json(path))
+            try:
+                found.append(read_json(path))
+            except CheckpointError as error:
+                raise OutputError(f"{path} is damaged; use --restart to start over") from error
         return found
 
     def finish_block(self, index: int, record: dict[str, Any]) -> None:
@@ -148,6 +152,7 @@ def writing(path: Path) -> Iterator[None]:
         errno.EACCES: "permission denied; give another --out",
         errno.EPERM: "permission denied; give another --out",
         errno.ENOTDIR: "a part of the path is a file; give another --out",
+        errno.ENAMETOOLONG: "the name is too long; give another --out",
     }
     try:
         yield

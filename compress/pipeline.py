@@ -185,6 +185,11 @@ class _Run:
         self, index: int, block: nn.Module, layers: list[LayerPlan]
     ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
         """Quantize all linears of a block on its full-precision outputs; the block itself stays unchanged."""
+        for layer in layers:
+            if not torch.isfinite(self._linear(block, layer.spec.name).weight).all():
+                raise NumericalError(
+                    f"the weight of {layer.spec.name} has NaN or infinite values; repair the checkpoint, or ignore it"
+                )
         packed: dict[str, PackedWeight] = {}
         reports: dict[str, LayerReport] = {}
 
@@ -192,32 +197,32 @@ class _Run:
             packed[layer.spec.name], row = self._layer(layer, self._linear(block, layer.spec.name), stats, note)
             reports[layer.spec.name] = row
 
-        sizes = memory.statistics(layers)
-        for keys in memory.split(sizes, self.prepared.arrangement.statistics_nbytes):
-            linears = {key: self._linear(block, key) for key in keys}
-            sums = {k: calib_stats.HessianSum(linear.in_features, self.device) for k, linear in linears.items()}
-            with calib_stats.collect(linears, sums, self.prepared.seq_len):
-                self._forward(index, block, "calibrating", keep=False)
+        readers = memory.readers(layers)
+        for keys in memory.split(memory.statistics(layers), self.prepared.arrangement.statistics_nbytes):
+            sums = self._collect(index, block, keys)
             for key in keys:
                 stats, note = calib_stats.shrink(sums.pop(key).finish(key))
-                for layer in layers:
-                    if layer.spec.input_key == key and memory.statistics([layer]):
-                        add(layer, stats, note)
+                for layer in readers[key]:
+                    add(layer, stats, note)
                 del stats
         for layer in layers:
             if layer.spec.name not in packed:
                 add(layer, None, None)
         return packed, [reports[layer.spec.name] for layer in layers]
 
+    def _collect(self, index: int, block: nn.Module, keys: list[str]) -> dict[str, calib_stats.HessianSum]:
+        """Statistics of these shared inputs, in one pass of the stream through the block."""
+        linears = {key: self._linear(block, key) for key in keys}
+        sums = {key: calib_stats.HessianSum(linear.in_features, self.device) for key, linear in linears.items()}
+        with calib_stats.collect(linears, sums, self.prepared.seq_len):
+            self._forward(index, block, "calibrating", keep=False)
+        return sums
+
     def _layer(
         self, layer: LayerPlan, linear: nn.Linear, stats: Stats | None, note: str | None
     ) -> tuple[PackedWeight, LayerReport]:
         name, weight = layer.spec.name, linear.weight.detach()
         self.meter.say(f"quantizing {name}")
-        if not torch.isfinite(weight).all():
-            raise NumericalError(
-                f"the weight of {name} has NaN or infinite values; repair the checkpoint, or ignore it"
-            )
         started = time.monotonic()
         notes = () if note is None else (note,)
         if layer.scheme.config is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import ModuleType
 
 from compress import formats, plugins
 from compress.errors import RecipeError
@@ -35,12 +36,14 @@ def make(recipe: Recipe, skeleton: Skeleton) -> Plan:
     specs, kept = skeleton.linears()
     schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
     _check_rules(recipe, specs)
+    names = {scheme.method for scheme in schemes.values() if scheme is not None}
+    methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
     packed_experts = {_owner(spec) for spec in specs if spec.is_expert and schemes[spec.name] is not None}
     for spec in specs:
         scheme = schemes[spec.name]
         if scheme is not None:
-            layers.append(_layer(spec, scheme))
+            layers.append(_layer(spec, scheme, methods[scheme.method]))
         elif spec.is_expert and _owner(spec) in packed_experts:
             layers.append(_dense(spec))
         else:
@@ -75,8 +78,7 @@ def describe(layer: LayerPlan) -> str:
     return " ".join([layer.format, *shown])
 
 
-def _layer(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
-    method = plugins.load("quant", scheme.method)
+def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType) -> LayerPlan:
     params = method.plan_params(scheme.config, spec.shape)
     return LayerPlan(spec, scheme, method.FORMAT, params, formats.nbytes(method.FORMAT, params, spec.shape))
 

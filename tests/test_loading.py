@@ -259,6 +259,8 @@ def test_tables_of_other_shapes_are_errors() -> None:
         scheme(config, "a")
     with pytest.raises(CheckpointError, match="b is not a table"):
         scheme(config, "b")
+    with pytest.raises(CheckpointError, match="c has"):
+        scheme(CompressConfig(modules={"c": {"format": 4, "params": {}}}), "c")
 
 
 # ---------------------------------------------------------------- errors, never random weights

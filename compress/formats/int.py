@@ -32,6 +32,7 @@ ROW_MULTIPLE = 16
 TILE_WORDS = (128, 64, 32, 16)
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
 FP16_TINY = 2.0**-14  # smallest normal float16
+FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def tile_words(bits: int, group_size: int, in_features: int) -> int:
 
 def scale_dtype(amax: Tensor, bits: int) -> str:
     """Storage type for the scales of groups with these absolute maxima: float16 unless they leave its normal range."""
-    step = amax[amax > 0].float() / 2 ** (bits - 1)
-    if step.numel() and (step.max() > 65504 or step.median() < 4 * FP16_TINY):
+    step = amax[amax > 0].float() / 2 ** (bits - 1)  # an asymmetric or searched scale is up to 4/3 of it
+    if step.numel() and (step.max() > FP16_MAX / 2 or step.median() < 4 * FP16_TINY):
         return "bfloat16"
     return "float16"
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.quant.grid import Grid, storable
 
+CHUNK = 128  # columns whose codes are updated one by one before the rest of a large group hears of it
+
 
 def improve(
     target: Tensor,
@@ -52,24 +54,29 @@ class _Descent:
         self.pull = (hessian @ residual).add_(residual, alpha=float(damping))  # H R, [columns, rows]
 
     def group(self, index: int, part: slice) -> None:
-        """One scale step and one code step for each column of the group; H R is updated for all columns at the end."""
-        before = self.values[part].clone()
+        """One scale step, one code step for each column of the group; H R of the other columns follows at the end."""
+        values, zero = self.values[part], self.zero[index]
+        before = values.clone()
         block = self.hessian[part, part].clone()
         block.diagonal().add_(self.damping)
-        pull, values = self.pull[part].clone(), self.values[part]
-        zero = self.zero[index]
+        pull = self.pull[part].clone()
         units = self.codes[part].float().sub_(zero)
         scale = self._rescale(index, units, block, pull)
-        values.copy_(units * scale)
-        for j in range(units.shape[0]):
-            wanted = (values[j] + pull[j] / block[j, j]) / scale
-            unit = torch.minimum(torch.maximum(wanted.round_(), -zero), self.top - zero)
-            change = unit * scale - values[j]
-            pull.addr_(block[:, j], change, alpha=-1)
-            values[j] += change
-            units[j] = unit
+        low, high, inverse = -zero, self.top - zero, 1 / scale
+        curvature = block.diagonal().tolist()
+        for start in range(0, len(units), CHUNK):
+            chunk = slice(start, min(start + CHUNK, len(units)))
+            old, local, metric = units[chunk].clone(), pull[chunk], block[chunk, chunk]
+            for j in range(chunk.stop - start):
+                now = units[start + j]
+                wanted = torch.addcmul(now, local[j], inverse, value=1 / curvature[start + j])
+                change = wanted.round_().clamp_(low, high).sub_(now)
+                now += change
+                local.addr_(metric[:, j], change.mul_(scale), alpha=-1)
+            if chunk.stop < len(units):
+                pull[chunk.stop :].addmm_(block[chunk.stop :, chunk], (old - units[chunk]) * scale)
         self.codes[part] = (units + zero).to(torch.uint8)
-        values.copy_(units * scale)
+        torch.mul(units, scale, out=values)
         change = before - values
         self.pull.addmm_(self.hessian[:, part], change)
         self.pull[part].add_(change, alpha=float(self.damping))

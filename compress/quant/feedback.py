@@ -90,5 +90,16 @@ class _Loop:
                 target = torch.linalg.solve_triangular(metric.T, pending, upper=False).add_(self.weight[block])
             quantized = self.rounder.round_block(target, metric, b)
             torch.sub(self.weight[block], quantized, out=residual[block])
-            self.pending[block] = metric.T @ (target - quantized)  # this block's row of (R C)^T
-        self.loss += self.pending[start:end].double().square().sum().item()
+            torch.sub(target, quantized, out=self.pending[block])
+        self._count(start, end)
+
+    def _count(self, start: int, end: int) -> None:
+        """Add the loss ||(target - Q) C_BB||^2 of finished columns, whose `pending` now holds target - Q."""
+        width = self.rounder.width
+        for b in range(start, end, width) if width > 1 else ():
+            block = slice(b, b + width)
+            self.pending[block] = self.factor[block, block].T @ self.pending[block]
+        loss = self.pending[start:end].double()
+        if width == 1:
+            loss.mul_(self.factor.diagonal()[start:end, None])
+        self.loss += loss.square_().sum().item()

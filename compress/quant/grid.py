@@ -84,7 +84,7 @@ def pack(codes: Tensor, grid: Grid, format_params: int_format.Params, shape: tup
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales rounded to their storage type; 0 (an all-zero group, underflow) becomes 1, with which the group decodes to 0."""
+    """Scales rounded to their storage type; 0 (an all-zero group, underflow) becomes 1: the group then decodes to 0."""
     rounded = scale.to(dtype).float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 

@@ -21,14 +21,8 @@ from compress.runtime.linear import PackedLinear
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-# what `use_experts_implementation` of transformers writes on the module
-_PLAIN_LAYOUT = {
-    "is_concatenated": True,
-    "is_transposed": False,
-    "has_bias": False,
-    "has_gate": True,
-    "has_post_expert_norm": False,
-}
+# What `use_experts_implementation` of transformers writes on the module; has_post_expert_norm is newer than 5.16.
+_PLAIN_LAYOUT = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -42,6 +36,8 @@ def is_supported(module: nn.Module) -> bool:
     if not is_fused_experts(module) or {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return False
     if any(getattr(module, name, None) is not value for name, value in _PLAIN_LAYOUT.items()):
+        return False
+    if getattr(module, "has_post_expert_norm", False):
         return False
     from transformers.integrations import moe  # transformers may be half loaded when this file is imported
 

@@ -25,9 +25,7 @@ from compress.formats import int as int_format
 MAX_ROWS = 32
 
 INT4_GROUPS = (32, 64, 128, 256)
-PREPARE_ROWS = (
-    1024  # weight rows repacked at a time: bounds the int32 temporary; a multiple of the operator's block, 64
-)
+PREPARE_ROWS = 1024  # weight rows repacked at a time, to bound the int32 temporary; whole blocks of 64
 
 Operand = tuple[Tensor, ...]
 

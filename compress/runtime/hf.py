@@ -92,7 +92,7 @@ def scheme(config: CompressConfig, name: str) -> tuple[str, Any]:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
         raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    if set(entry) != {"format", "params"}:
+    if set(entry) != {"format", "params"} or not isinstance(entry["format"], str):
         raise CheckpointError(f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params'")
     return entry["format"], formats.params_from_dict(entry["format"], entry["params"])
 

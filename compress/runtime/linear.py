@@ -8,6 +8,7 @@ runs, and so every number, does not depend on what it holds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +37,7 @@ class WeightCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Derived]]] = WeakKeyDictionary()
+        self._lock = threading.RLock()  # a server may run a model in several threads
 
     @property
     def nbytes(self) -> int:
@@ -44,23 +46,24 @@ class WeightCache:
     def get(self, module: nn.Module, key: Hashable, build: Callable[[], Derived]) -> Derived:
         """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
         state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in module.parameters(recurse=False))
-        entries = self._entries.get(module, {})
-        if key in entries:
-            built_from, derived = entries[key]
-            if built_from == state:
-                return derived
-            del entries[key]
+        built_from, derived = self._entries.get(module, {}).get(key, (None, ()))
+        if built_from == state:
+            return derived
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be trained through
             derived = build()
-        if self.nbytes + sum(t.nbytes for t in derived) <= self.limit:
-            self._entries.setdefault(module, {})[key] = (state, derived)
+        with self._lock:
+            self._entries.get(module, {}).pop(key, None)
+            if self.nbytes + sum(t.nbytes for t in derived) <= self.limit:
+                self._entries.setdefault(module, {})[key] = (state, derived)
         return derived
 
     def drop(self, module: nn.Module) -> None:
-        self._entries.pop(module, None)
+        with self._lock:
+            self._entries.pop(module, None)
 
     def clear(self) -> None:
-        self._entries.clear()
+        with self._lock:
+            self._entries.clear()
 
 
 CACHE = WeightCache(CACHE_LIMIT)

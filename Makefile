@@ -1,0 +1,31 @@
+# make demo: quantize the bundled model, reload it, score it, let it write.   make test: lint, types, tests.
+# Both create a virtual environment in .venv and install what is missing.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+MODEL := tests/models/books-8m
+OUT := models_out/books-8m-int4
+
+.PHONY: demo test install
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/compress quantize $(MODEL) --recipe int4 --calib tests/data/books_calib.txt \
+	    --set calibration.seq_len=512 --out $(OUT) --overwrite
+	$(BIN)/compress inspect $(OUT)
+	$(BIN)/compress eval $(OUT) --base $(MODEL) --text tests/data/books_heldout.txt --max-tokens 32768
+	$(BIN)/compress generate $(OUT) --prompt "It was a dark and stormy night" --temperature 0.8 --max-new-tokens 40
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2

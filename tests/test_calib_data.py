@@ -1,0 +1,412 @@
+"""Calibration data: which tokens, in which order, from which source, and what every bad source says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import torch
+from compress.calib import data, lm
+from compress.calib.data import calibration, self_generated, token_windows
+from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
+from pyarrow import parquet
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from compress.errors import BudgetError, CalibrationError, CheckpointError, NumericalError
+
+HERE = Path(__file__).parent
+BOOKS = HERE / "models" / "books-8m"
+DOCUMENTS = [
+    "The first document.",
+    "",
+    "A second one, with \u00fc and \u20ac.\nTwo lines.",
+    "The third and last document.",
+]
+ReadOnly = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def books_text() -> str:
+    with (HERE / "data" / "books_calib.txt").open(encoding="utf-8", newline="") as stream:
+        return stream.read(40_000)
+
+
+def pico_calibration(source: str | Path, num_samples: int = 4, seq_len: int = 8, seed: int = 0) -> data.Calibration:
+    return calibration(source, pico_tokenizer(), num_samples, seq_len, seed, VOCAB_SIZE)
+
+
+def pico_ids(text: str) -> list[int]:
+    return pico_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    return write(path, "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+
+
+def joined(texts: list[str]) -> list[int]:
+    """Tokens of the texts that are not empty, with the end-of-text token between them."""
+    tokens: list[int] = []
+    for text in filter(None, texts):
+        tokens += ([EOS_ID] if tokens else []) + pico_ids(text)
+    return tokens
+
+
+def all_tokens(source: str | Path, limit: int | None = None) -> list[int]:
+    return token_windows(source, pico_tokenizer(), 1, VOCAB_SIZE, limit)[0].flatten().tolist()
+
+
+# files
+
+
+def test_samples_are_distinct_windows_of_the_whole_text(tmp_path: Path, books_text: str) -> None:
+    tokenizer = lm.load_tokenizer(BOOKS)
+    ids = tokenizer(books_text, add_special_tokens=False, verbose=False)["input_ids"]
+    windows = [tuple(ids[i : i + 64]) for i in range(0, len(ids) - 63, 64)]
+    assert len(set(windows)) == len(windows) > 40
+
+    found = calibration(write(tmp_path / "books.txt", books_text), tokenizer, 40, 64, 0, 4096)
+
+    assert found.tokens.shape == (40, 64) and found.tokens.dtype == torch.int64
+    rows = [tuple(row) for row in found.tokens.tolist()]
+    assert len(set(rows)) == 40 and set(rows) <= set(windows)
+    assert [windows.index(row) for row in rows] != sorted(windows.index(row) for row in rows)  # permuted
+    assert found.tokens_available == len(ids) and found.notes == ()
+
+
+def test_the_seed_decides(tmp_path: Path, books_text: str) -> None:
+    source = write(tmp_path / "books.txt", books_text)
+    first, again, other = (pico_calibration(source, 16, 32, seed) for seed in (0, 0, 1))
+    assert torch.equal(first.tokens, again.tokens) and first.sha256 == again.sha256
+    assert not torch.equal(first.tokens, other.tokens) and first.sha256 != other.sha256
+
+
+def test_facts_name_no_path(tmp_path: Path) -> None:
+    found = pico_calibration(write(tmp_path / "some.txt", "x" * 100), 2, 8)
+    facts = json.loads(json.dumps(found.facts()))
+    digest = hashlib.sha256(b"".join(int(i).to_bytes(8, "little") for i in found.tokens.flatten())).hexdigest()
+    assert facts == {
+        "source": "some.txt",
+        "sha256": digest,
+        "num_samples": 2,
+        "seq_len": 8,
+        "tokens_available": 100,
+        "self_generated": False,
+        "notes": [],
+    }
+
+
+def test_separators_in_a_text_are_tokens(tmp_path: Path) -> None:
+    assert all_tokens(write(tmp_path / "a.txt", "one<eos>\ntwo")) == [*pico_ids("one"), EOS_ID, *pico_ids("\ntwo")]
+
+
+def test_a_long_text_is_read_in_pieces_to_the_same_tokens(
+    tmp_path: Path, books_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "books.txt", books_text)
+    tokenizer = lm.load_tokenizer(BOOKS)
+    whole, _ = token_windows(source, tokenizer, 1, 4096)
+    monkeypatch.setattr(data, "PIECE_NBYTES", 1001)
+    assert len(list(data.documents(source))) > 10
+    assert "".join(data.documents(source)) == books_text
+    assert torch.equal(token_windows(source, tokenizer, 1, 4096)[0], whole)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    assert all_tokens(write(tmp_path / "a.txt", b"\xef\xbb\xbfabc")) == pico_ids("abc")
+    assert all_tokens(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "abc"}')) == pico_ids("abc")
+
+
+def test_tokenizing_a_long_text_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = lm.load_tokenizer(BOOKS)
+    calibration(write(tmp_path / "a.txt", "word " * 5000), tokenizer, 1, 8, 0, 4096)
+    assert tokenizer.model_max_length < 5000
+    assert capfd.readouterr() == ("", "")
+
+
+# documents
+
+
+def source_of(kind: str, folder: Path, texts: list[str]) -> str:
+    """The texts as a file or data set of that kind."""
+    if kind == "dataset":
+        write_jsonl(folder / "train.jsonl", texts)
+        write_jsonl(folder / "test.jsonl", ["not asked for"])
+        return str(folder)
+    if kind == "dataset split":
+        write_jsonl(folder / "train.jsonl", ["not asked for"])
+        write_jsonl(folder / "test.jsonl", texts)
+        return f"{folder}::test"
+    path = folder / f"texts.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table({"id": list(range(len(texts))), "text": texts}), path)
+    else:
+        write_jsonl(path, texts)
+    return str(path)
+
+
+KINDS = ["jsonl", "json", "parquet", "dataset", "dataset split"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_joined_by_the_end_of_text(kind: str, tmp_path: Path) -> None:
+    source = source_of(kind, tmp_path, DOCUMENTS)
+    assert all_tokens(source) == joined(DOCUMENTS)
+    assert all_tokens(source, limit=30) == joined(DOCUMENTS)[:30]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "BATCH_CHARACTERS", 1)
+    seen: list[str] = []
+    real = data.documents
+
+    def documents(source: str | Path) -> Iterator[str]:
+        for text in real(source):
+            seen.append(text)
+            yield text
+
+    monkeypatch.setattr(data, "documents", documents)
+    found = pico_calibration(source_of(kind, tmp_path, ["12345678"] * 50), 2, 10)
+    assert found.tokens_available == 4 * 2 * 10
+    assert len(seen) == 9  # 8 tokens, then 9 with each separator
+
+
+def test_a_text_file_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "PIECE_NBYTES", 10)
+    assert pico_calibration(write(tmp_path / "a.txt", "12345678\n" * 100), 2, 10).tokens_available == 900
+
+
+def test_without_end_of_text_documents_just_follow_each_other(tmp_path: Path) -> None:
+    tokenizer = pico_tokenizer()
+    tokenizer.eos_token = None
+    windows, _ = token_windows(write_jsonl(tmp_path / "a.jsonl", ["ab", "cd"]), tokenizer, 1, VOCAB_SIZE)
+    assert windows.flatten().tolist() == pico_ids("abcd")
+
+
+def test_a_data_set_shows_no_progress_and_keeps_the_setting(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    shown: list[bool] = []
+    real = datasets.load_dataset
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Any:
+        shown.append(not datasets.utils.are_progress_bars_disabled())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    before = datasets.utils.are_progress_bars_disabled()
+    all_tokens(source_of("dataset", tmp_path, DOCUMENTS))
+    assert shown == [False] and datasets.utils.are_progress_bars_disabled() == before
+    assert capfd.readouterr() == ("", "")
+
+
+# too little, or unusable
+
+
+def test_fewer_windows_than_asked_for_are_noted(tmp_path: Path) -> None:
+    found = pico_calibration(write(tmp_path / "a.txt", "x" * 50), 9, 16)
+    assert found.tokens.shape == (3, 16) and found.facts()["num_samples"] == 3
+    assert found.notes == ("9 samples of 16 tokens were asked for, the calibration text has 3 (50 tokens).",)
+
+
+@pytest.mark.parametrize(("content", "count"), [("x" * 10, 10), ("", 0)])
+def test_less_than_one_window(tmp_path: Path, content: str, count: int) -> None:
+    source = write(tmp_path / "a.txt", content)
+    message = (
+        f"calibration text {source} has only {count} tokens, one sample needs 512; "
+        "give more text or lower calibration.seq_len"
+    )
+    with pytest.raises(CalibrationError, match=re.escape(message)):
+        pico_calibration(source, 4, 512)
+
+
+@pytest.mark.parametrize(("num_samples", "seq_len"), [(0, 8), (4, 0)])
+def test_no_samples(num_samples: int, seq_len: int, pico_dir: ReadOnly) -> None:
+    with pytest.raises(CalibrationError, match="at least one sample of one token"):
+        pico_calibration("never-read.txt", num_samples, seq_len)
+    with pytest.raises(CalibrationError, match="at least one sample of one token"):
+        self_generated(pico_dir("llama"), num_samples, seq_len, 0)
+
+
+def test_the_place_of_a_wrong_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "PIECE_NBYTES", 4)
+    source = write(tmp_path / "latin.txt", b"first\nsecond\nna\xefve\n")
+    with pytest.raises(CalibrationError, match=rf"{re.escape(str(source))}: byte 15 is not UTF-8"):
+        pico_calibration(source)
+    source = write(tmp_path / "latin.jsonl", b'{"text": "x"}\n{"text": "na\xefve"}\n')
+    with pytest.raises(CalibrationError, match="byte 26 is not UTF-8"):
+        pico_calibration(source)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"content": "x", "url": "y"}', "line 2 has no field 'text'; its fields: content, url"),
+        ('{"text": 5}', "line 2: field 'text' is int, not text"),
+        ('{"text": ', "line 2 is not JSON"),
+        ('["x"]', "line 2 is not a JSON object"),
+    ],
+)
+def test_bad_json_lines(tmp_path: Path, line: str, message: str) -> None:
+    source = write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(CalibrationError, match=re.escape(f"{source}, {message}")):
+        pico_calibration(source)
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    source = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"content": ["x"], "url": ["y"]}), source)
+    with pytest.raises(CalibrationError, match="has no column 'text'; its columns: content, url"):
+        pico_calibration(source)
+    parquet.write_table(pyarrow.table({"text": ["x", None]}), source)
+    with pytest.raises(CalibrationError, match="field 'text' is NoneType, not text"):
+        pico_calibration(source)
+    with pytest.raises(CalibrationError, match="is not a readable parquet file"):
+        pico_calibration(write(source, b"no parquet at all"))
+
+
+@pytest.mark.parametrize("source", ["absent.txt", "absent.jsonl", "/absent/texts.parquet", "no-such-data-set", "a b!"])
+def test_neither_a_file_nor_a_data_set(source: str) -> None:
+    message = (
+        f"{source} is neither a file nor a data set that can be reached; give --calib a .txt, .jsonl or .parquet file"
+    )
+    with pytest.raises(CalibrationError) as caught:
+        pico_calibration(source)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"), [("::dev", "Bad split: dev"), (":small", "'small' not found"), (":a:b:c", "'a' not found")]
+)
+def test_no_such_split_or_configuration(tmp_path: Path, suffix: str, message: str) -> None:
+    source = source_of("dataset", tmp_path, DOCUMENTS)
+    with pytest.raises(CalibrationError, match=f"data set .* cannot be read: .*{message}") as caught:
+        pico_calibration(source + suffix)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_without_the_field(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", '{"content": "x"}\n')
+    with pytest.raises(CalibrationError, match="has no field 'text'; its fields: content"):
+        pico_calibration(tmp_path)
+
+
+def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    source = write(tmp_path / "a.txt", "x")
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(CalibrationError, match=f"cannot read {re.escape(str(source))}: .*Permission denied"):
+        pico_calibration(source)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "abc" * 20)
+    highest = max(pico_ids("abc"))
+    with pytest.raises(CheckpointError, match=f"gives token {highest}, the model knows {highest}"):
+        calibration(source, pico_tokenizer(), 1, 8, 0, highest)
+    assert calibration(source, pico_tokenizer(), 1, 8, 0, highest + 1).tokens.max() == highest
+
+
+# text that the model writes itself
+
+
+def slow_text(directory: Path, num_samples: int, seq_len: int, seed: int, start: Tensor) -> Tensor:
+    """One forward pass over everything for each token, no cache, inverse distribution in float64."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = start
+    for _ in range(seq_len - 1):
+        with torch.no_grad():
+            probability = model(tokens).logits[:, -1].double().softmax(-1)
+        uniform = torch.rand(num_samples, 1, dtype=torch.float64, generator=generator)
+        token = (probability.cumsum(-1) <= uniform).sum(-1, keepdim=True)
+        tokens = torch.cat([tokens, token], 1)
+    return tokens
+
+
+def copied(source: Path, target: Path, **config: Any) -> Path:
+    """A checkpoint with some entries of config.json changed."""
+    shutil.copytree(source, target)
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(values | config))
+    return target
+
+
+def test_self_generated_text_follows_the_full_distribution(pico_dir: ReadOnly, tmp_path: Path) -> None:
+    directory = copied(pico_dir("llama"), tmp_path / "m")
+    stored = {"top_k": 1, "temperature": 0.1, "do_sample": True, "repetition_penalty": 5.0, "max_length": 9}
+    write(tmp_path / "m" / "generation_config.json", json.dumps(stored | {"eos_token_id": EOS_ID}))
+    state = torch.get_rng_state()
+
+    found = self_generated(directory, 4, 100, 3)
+
+    expected = slow_text(directory, 4, 100, 3, torch.full((4, 1), EOS_ID))
+    assert torch.equal(found.tokens, expected)
+    assert (found.tokens[:, 1:-1] == EOS_ID).any()  # the text went on after it
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.self_generated and found.source == "text generated by the model itself"
+    assert found.tokens_available == 400 and found.facts()["self_generated"] is True
+
+
+def test_self_generated_text_depends_on_the_seed_only(pico_dir: ReadOnly, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SELF_BATCH", 2)
+    seen: list[tuple[int, int]] = []
+    first = self_generated(pico_dir("llama"), 3, 12, 0, progress=lambda done, total: seen.append((done, total)))
+    again, other = (self_generated(pico_dir("llama"), 3, 12, seed) for seed in (0, 1))
+    assert torch.equal(first.tokens, again.tokens) and first.sha256 == again.sha256
+    assert not torch.equal(first.tokens, other.tokens)
+    assert len({tuple(row) for row in first.tokens.tolist()}) == 3
+    assert seen == [(2 * i, 36) for i in range(2, 13)] + [(24 + i, 36) for i in range(2, 13)]
+
+
+def test_self_generated_text_starts_with_what_the_model_has(pico_dir: ReadOnly, tmp_path: Path) -> None:
+    source = pico_dir("llama")
+    both = copied(source, tmp_path / "both", bos_token_id=7)
+    neither = copied(source, tmp_path / "neither", eos_token_id=None)
+    for folder in (both, neither):
+        (folder / "generation_config.json").unlink()
+    assert self_generated(both, 2, 1, 0).tokens.tolist() == [[7], [7]]
+    starts = self_generated(neither, 20, 1, 0).tokens
+    assert len(starts.unique()) > 10 and starts.max() < VOCAB_SIZE
+    assert torch.equal(self_generated(neither, 20, 1, 0).tokens, starts)
+
+
+def test_self_generated_text_needs_the_memory(pico_dir: ReadOnly) -> None:
+    directory = pico_dir("llama")
+    nbytes = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(directory).parameters())
+    with pytest.raises(
+        BudgetError, match="needs the whole model in memory .* give --calib a text file or raise --max-"
+    ):
+        self_generated(directory, 1, 4, 0, max_nbytes=nbytes - 1)
+    assert self_generated(directory, 1, 4, 0, max_nbytes=nbytes).tokens.shape == (1, 4)
+
+
+def test_self_generated_text_longer_than_the_model(pico_dir: ReadOnly) -> None:
+    with pytest.raises(CalibrationError, match="has 256 positions, 257 tokens are too many"):
+        self_generated(pico_dir("opt"), 1, 257, 0)
+
+
+def test_self_generated_text_of_a_broken_model(pico_dir: ReadOnly, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pico_dir("llama"))
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(NumericalError, match="broken has non-finite logits at token 1"):
+        self_generated(tmp_path / "broken", 1, 4, 0)

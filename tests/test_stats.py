@@ -1,0 +1,148 @@
+"""Streamed Hessians: exact sums, independence of batches, safe with few tokens, hooks that go away."""
+
+from __future__ import annotations
+
+import math
+
+import problems
+import pytest
+import torch
+from compress.calib import stats as module
+from compress.calib.stats import HessianSum, collect, shrink
+from torch import Tensor, nn
+
+from compress.errors import NumericalError
+from compress.types import Stats
+
+
+def summed(batches: list[Tensor], chunk: int) -> Stats:
+    total = HessianSum(batches[0].shape[-1], torch.device("cpu"))
+    for batch in batches:
+        total.add(batch, chunk)
+    return total.finish("layer")
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+
+
+def test_sum_over_tokens() -> None:
+    x = problems.inputs(96, 24)
+    result = summed([x.view(4, 24, 24)], 24)
+    assert result.hessian.dtype == torch.float32 and result.count == 96
+    assert relative(result.hessian, x.double().T @ x.double()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_are_taken_in_float32(dtype: torch.dtype) -> None:
+    """Half-precision inputs of 1000 would overflow float16 and lose 8 bits in bfloat16."""
+    x = (problems.random(64, 16) * 1000).to(dtype)
+    result = summed([x], 64)
+    assert relative(result.hessian, x.double().T @ x.double()) < 1e-6
+
+
+def test_batch_size_does_not_change_a_bit() -> None:
+    x = problems.inputs(8 * 16, 40).view(8, 16, 40)  # windows of 16 tokens
+    whole = summed([x], 16)
+    for sizes in ([1] * 8, [3, 5], [4, 4], [7, 1]):
+        split = summed(list(x.split(sizes)), 16)
+        assert torch.equal(split.hessian, whole.hessian) and split.count == whole.count == 128
+    for chunk in (1, 7, 16 * 8, 1000):
+        other = summed([x], chunk)
+        assert relative(other.hessian, whole.hessian) < 1e-5 and other.count == 128
+
+
+def test_shards_add_up() -> None:
+    x = problems.inputs(64, 20)
+    whole, first, second = summed([x], 64), summed([x[:40]], 64), summed([x[40:]], 64)
+    assert relative(first.hessian + second.hessian, whole.hessian) < 1e-6 and first.count + second.count == whole.count
+
+
+@pytest.mark.parametrize(("columns", "panel"), [(20, 4), (22, 4), (41, 4), (3, 4), (300, 256)])
+def test_panels_are_mirrored_exactly(monkeypatch: pytest.MonkeyPatch, columns: int, panel: int) -> None:
+    x = problems.inputs(50, columns)
+    monkeypatch.setattr(module, "MIN_PANEL", panel)
+    result = summed([x, x[:7]], 16)
+    assert torch.equal(result.hessian, result.hessian.T)
+    exact = x.double().T @ x.double() + x[:7].double().T @ x[:7].double()
+    size = exact.diagonal().sqrt()
+    assert ((result.hessian - exact) / torch.outer(size, size)).abs().max() < 1e-6
+
+
+def test_no_tokens() -> None:
+    result = summed([torch.zeros(0, 12)], 16)
+    assert result.count == 0 and not result.hessian.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_values_that_are_not_finite_name_the_layer(value: float) -> None:
+    x = problems.random(32, 12)
+    x[3, 5] = value  # 1e30 is finite, its square is not
+    total = HessianSum(12, torch.device("cpu"))
+    total.add(x, 8)
+    with pytest.raises(NumericalError, match=r"model\.layers\.3\.q_proj are not finite"):
+        total.finish("model.layers.3.q_proj")
+
+
+@pytest.mark.parametrize("count", [0, 12, 13, 100])
+def test_enough_tokens_or_none_are_left_alone(count: int) -> None:
+    given = Stats(problems.damped(torch.eye(12), 0.5).float(), count)
+    before = given.hessian.clone()
+    result, note = shrink(given)
+    assert note is None and result.count == count and torch.equal(result.hessian, before)
+
+
+@pytest.mark.parametrize("count", [1, 3, 11])
+def test_few_tokens_shrink_towards_the_identity(count: int) -> None:
+    x = problems.inputs(count, 12)
+    plain = problems.stats(x)
+    before = plain.hessian.clone()
+    result, note = shrink(plain)
+    share = 1 - count / 12
+    expected = problems.damped(before, share)
+    assert relative(result.hessian, expected) < 1e-6 and result.count == count
+    assert note is not None and f"only {count} calibration tokens for 12 inputs" in note and f"{share:.2f}" in note
+    torch.linalg.cholesky(result.hessian.double())  # raises if it is still singular
+
+
+class Layer(nn.Module):
+    """Two linears that share an input, one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        mixed = self.q(x) + self.k(x)
+        if fail:
+            raise RuntimeError("out of memory")
+        return self.o(mixed)
+
+
+@torch.no_grad()
+def test_collect_sums_the_inputs_of_each_key() -> None:
+    layer, x = Layer(), problems.random(4, 3, 6)
+    before = layer(x)
+    sums = {"qkv": HessianSum(6, torch.device("cpu")), "o": HessianSum(5, torch.device("cpu"))}
+    with collect({"qkv": layer.q, "o": layer.o, "not asked for": layer.k}, sums, 3):
+        assert torch.equal(layer(x), before)
+        layer(x[:2])
+    layer(x)  # after the block: not counted
+    seen = torch.cat([x, x[:2]]).reshape(-1, 6)
+    inner = (layer.q(seen) + layer.k(seen)).double()
+    assert sums["qkv"].count == sums["o"].count == 18
+    assert relative(sums["qkv"].finish("qkv").hessian, seen.double().T @ seen.double()) < 1e-6
+    assert relative(sums["o"].finish("o").hessian, inner.T @ inner) < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fail", [True, False])
+def test_hooks_are_removed(fail: bool) -> None:
+    layer, sums = Layer(), {"qkv": HessianSum(6, torch.device("cpu"))}
+    with pytest.raises(RuntimeError, match="out of memory"), collect({"qkv": layer.q}, sums, 8):
+        assert layer.q._forward_pre_hooks
+        layer(problems.random(2, 6), fail=fail)
+        raise RuntimeError("out of memory")
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in layer.modules())
+    layer(problems.random(2, 6))
+    assert sums["qkv"].count == 2
