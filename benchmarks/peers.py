@@ -20,6 +20,7 @@ import resource
 import shutil
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,19 +106,24 @@ def llm_compressor(args: Namespace, windows: Tensor, out: Path) -> Clock:
 
 
 def gptqmodel(args: Namespace, windows: Tensor, out: Path) -> Clock:
-    """GPTQModel with its defaults (activation-aware group order, damping 0.05), or its plain rounding."""
+    """GPTQModel with its defaults, or its plain rounding."""
+    vision = types.ModuleType("gptqmodel.models.definitions.internvl_chat")
+    vision.__dict__["InternVLChatQModel"] = None
+    sys.modules.setdefault(vision.__name__, vision)  # the one definition that needs torchvision, which is not declared
     from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import RTNConfig
 
-    config = QuantizeConfig(bits=args.bits, group_size=args.group_size, sym=not args.asymmetric)
+    kind = {"gptq": QuantizeConfig, "rtn": RTNConfig}[args.method]
+    config = kind(bits=args.bits, group_size=args.group_size, sym=not args.asymmetric)
     model = GPTQModel.load(str(args.model), config)
     data = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in windows.tolist()]
     with Clock() as clock:
-        model.quantize(data, batch_size=args.batch_size)
+        model.quantize(data if args.method == "gptq" else None, batch_size=args.batch_size)
     model.save(str(out))
     return clock
 
 
-# interpreter argument -> distribution name and function
+# --tool -> name of the distribution, function
 TOOLS: dict[str, tuple[str, Callable[[Namespace, Tensor, Path], Clock]]] = {
     "llm-compressor": ("llmcompressor", llm_compressor),
     "gptqmodel": ("gptqmodel", gptqmodel),

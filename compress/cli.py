@@ -100,7 +100,9 @@ def quantize(
         from compress import display, pipeline
 
         with display.progress_bar() as progress:
-            report = pipeline.quantize(job, progress)
+            report = pipeline.quantize(
+                job, progress, lambda prepared: display.err.print(display.plan_line(prepared), highlight=False)
+            )
         if as_json:
             print(json.dumps(report))
             return

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
+    from compress.job import Prepared
     from compress.progress import Progress
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
-out = Console(soft_wrap=True)
-err = Console(stderr=True, soft_wrap=True)
+PIPE_WIDTH = 160  # columns where there is no terminal that has a width
+
+out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
 
 
 @contextmanager
@@ -79,7 +82,17 @@ def seconds(value: float) -> str:
 
 def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int, bpw: float) -> Table:
     """The plan: a row for each group of layers, then what is copied, then the sum."""
-    table = Table("layers", "count", "shape", "method", "format", "bpw", "bytes", box=None, header_style="bold")
+    table = Table(
+        Column("layers", overflow="fold"),
+        "count",
+        "shape",
+        "method",
+        "format",
+        "bpw",
+        "bytes",
+        box=None,
+        header_style="bold",
+    )
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
         table.add_row(
@@ -95,6 +108,20 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
         table.add_row(name, "", "", "", "as it is", "", f"{nbytes:,}")
     table.add_row("total", "", "", "", f"{size(total)} of {size(source)}", f"{bpw:.3f}", f"{total:,}", style="bold")
     return table
+
+
+def plan_line(prepared: Prepared) -> str:
+    """What a run is about to do."""
+    plan, arrangement = prepared.plan, prepared.arrangement
+    line = (
+        f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight, {size(plan.nbytes)} of "
+        f"{size(prepared.skeleton.checkpoint.nbytes)}; predicted peak memory {size(arrangement.peak_nbytes)}"
+    )
+    if prepared.samples:
+        where = "on disk" if arrangement.spill else "in memory"
+        line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "
+        line += f"hidden states {where}"
+    return line
 
 
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:
@@ -128,7 +155,16 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
     """Layers of a report with their errors."""
-    table = Table("layer", "method", "bpw", "output error", "weight error", "notes", box=None, title=title)
+    table = Table(
+        Column("layer", overflow="fold"),
+        "method",
+        "bpw",
+        "output error",
+        "weight error",
+        "notes",
+        box=None,
+        title=title,
+    )
     for row in layers:
         output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
         table.add_row(

@@ -27,7 +27,7 @@ GIB = 1 << 30
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
 TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
-MMAP_THRESHOLD = 1 << 20  # bytes; under a limit, larger blocks go back to the system when freed
+MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
 
 

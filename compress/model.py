@@ -50,6 +50,7 @@ class Skeleton:
         if packed := checkpoint.config.get("quantization_config"):
             hf.swap(self.model, hf.CompressConfig(**packed))
         self.blocks_name, self.blocks = _find_blocks(self.model)
+        self.aliases = _aliases(self.model)
         self.sources = self._sources()
         self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
 
@@ -86,10 +87,17 @@ class Skeleton:
         """Fill everything outside the blocks except the output head (embeddings, positions, final norm)."""
         head = {id(p) for p in _parameters(self.model.get_output_embeddings())}
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
-        outside = {n for n, p in self.model.named_parameters() if not n.startswith(self.blocks_name + ".")}
-        wanted = [n for n, p in self.model.named_parameters() if n in outside and id(p) not in head]
-        self._load((n for n in wanted if n in self.sources), device)
-        self.model.tie_weights()
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
+        self._load((name for name in wanted if name in self.sources), device)
+        for names in self.aliases:  # a tied weight may be stored under any of its names
+            loaded = [p for p in map(self.model.get_parameter, names) if not p.is_meta]
+            for name in names if loaded else ():
+                module, _, key = name.rpartition(".")
+                self.model.get_submodule(module).register_parameter(key, loaded[0])
+        for name in wanted:
+            if self.model.get_parameter(name).is_meta:
+                raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
 
     def free(self) -> None:
         """Give back all weights; buffers stay."""
@@ -253,6 +261,14 @@ def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if not outer:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
     return max(outer, key=lambda pair: len(pair[1]))
+
+
+def _aliases(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that have several (tied weights)."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _parameters(module: nn.Module | None) -> list[nn.Parameter]:

@@ -91,13 +91,12 @@ def _replay(directory: Path, device: torch.device, progress: Progress) -> list[s
 
 def _check_tensors(skeleton: Skeleton) -> None:
     """Every parameter has its tensor in the checkpoint, packed ones with the shape and type that the format says."""
-    tied = set(skeleton.model.all_tied_weights_keys)
+    others = {name: group for group in skeleton.aliases for name in group}
     for name, parameter in skeleton.model.named_parameters():
-        found = skeleton.sources.get(name)
-        if not found:
-            if name not in tied:
-                raise CheckpointError(f"{skeleton.checkpoint.directory} has no tensor for {name}")
-            continue
+        stored_as = [alias for alias in others.get(name, [name]) if alias in skeleton.sources]
+        if not stored_as:
+            raise CheckpointError(f"{skeleton.checkpoint.directory} has no tensor for {name}")
+        found = skeleton.sources[stored_as[0]]
         if len(found) == 1 and found[0].name == name and found[0].shape != tuple(parameter.shape):
             raise CheckpointError(
                 f"{name} has shape {found[0].shape} on disk, the model needs {tuple(parameter.shape)}"

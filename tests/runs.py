@@ -141,8 +141,16 @@ def cli(*words: str, prepare: str = "", cwd: Path | None = None) -> Result:
 
 
 PARENT = """
-import json, os, signal, sys, traceback
+import json, os, signal, sys, tempfile, traceback
+from pathlib import Path
 import compress.cli, compress.display, compress.evaluate, compress.pipeline
+import pico, runs
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+with tempfile.TemporaryDirectory() as folder:  # the first run imports and caches much, for all that follow
+    model = pico.save_pico("llama", Path(folder, "model"))
+    compress.pipeline.quantize(runs.job(model, runs.GPTQ, Path(folder, "out")))
 
 def run(asked):
     for number, path in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
@@ -174,7 +182,11 @@ for line in sys.stdin:
 @functools.cache
 def _parent() -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT],
+        env={**environment(), "PYTHONPATH": str(Path(__file__).parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     atexit.register(process.communicate)  # the end of its input is its end
     return process

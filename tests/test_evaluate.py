@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -252,9 +253,14 @@ def test_an_unknown_architecture(base: Path, text: Path, tmp_path: Path) -> None
     fails(CheckpointError, "transformers cannot read its configuration", unknown, text, seq_len=SEQ_LEN)
 
 
-def test_weights_that_are_missing_or_misshapen_are_not_made_up(base: Path, text: Path, tmp_path: Path) -> None:
+def test_weights_that_are_missing_or_misshapen_are_not_made_up(
+    base: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     deeper = copied(base, tmp_path / "deeper", num_hidden_layers=3)
+    logging.getLogger("transformers").addHandler(caplog.handler)  # its records do not reach the root logger
     fails(CheckpointError, r"lacks 9 of the model's weights.*first model\.layers\.2\.", deeper, text, seq_len=SEQ_LEN)
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert caplog.messages == []  # the error says it
     wider = copied(base, tmp_path / "wider", intermediate_size=193)
     fails(CheckpointError, r"lacks 6 of the model's weights.*layers\.0\.mlp", wider, text, seq_len=SEQ_LEN)
 
