@@ -97,17 +97,19 @@ def quantize(
         if dry_run:
             _plan(job, as_json)
             return
+        from rich.text import Text
+
         from compress import display, pipeline
 
         with display.progress_bar() as progress:
             report = pipeline.quantize(
-                job, progress, lambda prepared: display.err.print(display.plan_line(prepared), highlight=False)
+                job, progress, lambda prepared: display.err.print(Text(display.plan_line(prepared)), soft_wrap=True)
             )
         if as_json:
             print(json.dumps(report))
             return
         for line in display.result_lines(report, str(job.out)):
-            display.out.print(line, highlight=False)
+            print(line)
 
 
 @app.command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB")
@@ -311,9 +313,9 @@ def _plan(job: Job, as_json: bool) -> None:
         return
     display.out.print(display.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     peak = display.size(prepared.arrangement.peak_nbytes)
-    display.out.print(f"predicted peak memory {peak}, time {display.seconds(predicted)}", highlight=False)
+    print(f"predicted peak memory {peak}, time {display.seconds(predicted)}")
     for name, reason in list(layers.kept.items())[:10]:
-        display.out.print(f"kept as it is: {name} ({reason})", highlight=False)
+        print(f"kept as it is: {name} ({reason})")
 
 
 def _device(name: str) -> str:

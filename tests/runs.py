@@ -13,6 +13,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -105,10 +106,13 @@ class Result(NamedTuple):
 
 
 def one_line(result: Result) -> str:
-    """The single line of an error on stderr, without the "compress: " before it."""
-    assert result.err.startswith("compress: ") and result.err.count("\n") == 1, result.err
-    assert result.out == ""
-    return result.err.removeprefix("compress: ").strip()
+    """The single line of an error on stderr, without the "compress: " before it.
+
+    What was going to be done may stand above it, in a line too.
+    """
+    match = re.fullmatch(r"(\d+ linears to .*\n)?compress: (.*)\n", result.err)
+    assert match and result.out == "", result
+    return match[2]
 
 
 def interrupt(module: str, name: str, call: int, how: str = "SIGKILL") -> str:
