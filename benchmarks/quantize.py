@@ -73,8 +73,9 @@ def settings(recipes: Sequence[str], methods: Sequence[str]) -> list[Setting]:
 
 def write_tokens(model: Path, calib: Path, count: int, seq_len: int, out: Path) -> None:
     """The windows that our pipeline calibrates on, for the peers."""
-    from compress.calib import data, lm
     from safetensors.torch import save_file
+
+    from compress.calib import data, lm
 
     tokenizer, vocab_size = lm.load_tokenizer(model), lm.load_config(model).vocab_size
     windows = data.calibration(calib, tokenizer, count, seq_len, SEED, vocab_size).tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,19 +105,21 @@ def self_generated(
     """num_samples windows that the model writes itself, each begun with the begin- or end-of-text token.
 
     Every next token is drawn from the model's full distribution; after an end of text the text just goes on. The whole
-    model is loaded: more tensor bytes than max_nbytes are a BudgetError. progress is told (tokens done, tokens in all).
+    model is loaded: more bytes of weights than max_nbytes are a BudgetError. progress is told (tokens done, in all).
     """
     from compress.calib import lm
 
     _check_counts(num_samples, seq_len)
     directory = Path(model_directory)
-    nbytes = open_checkpoint(directory).nbytes
+    checkpoint = open_checkpoint(directory)
+    small = checkpoint.nbytes <= FLOAT32_NBYTES
+    nbytes = sum(4 * math.prod(t.shape) for t in checkpoint.tensors.values()) if small else checkpoint.nbytes
     if max_nbytes is not None and nbytes > max_nbytes:
         raise BudgetError(
             f"self-generated calibration needs the whole model in memory ({nbytes / 2**30:.2f} GiB); "
             "give --calib a text file or raise --max-memory"
         )
-    model = lm.load_model(directory, "float32" if nbytes <= FLOAT32_NBYTES else "auto")
+    model = lm.load_model(directory, "float32" if small else "auto")
     generator = torch.Generator().manual_seed(seed)
     starts = lm.start_tokens(model, num_samples, generator)
     written: list[Tensor] = []

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import PICO, round_to_nearest
 
 from compress.runtime.hf import CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
+from pico import PICO, round_to_nearest
 
 ROOT = Path(__file__).parent.parent
 INSTALLED = any(e.value == "compress.autoload:install" for e in entry_points(group="torch.backends"))

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 from safetensors.torch import load_file, save_file
 
 from compress import output, pipeline
 from compress.checkpoint import CONFIG, INDEX
 from compress.errors import OutputError
+from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 Q = "model.layers.1.self_attn.q_proj"
 

@@ -278,6 +278,6 @@ def test_damaged_headers_never_lead_out_of_the_file(tmp_path: Path) -> None:
                 refused += 1
                 continue
             for tensor in stored.values():
-                assert 8 < tensor.offset and tensor.offset + tensor.nbytes <= len(whole)
+                assert tensor.offset > 8 and tensor.offset + tensor.nbytes <= len(whole)
                 assert tensor.read().nbytes == tensor.nbytes
     assert refused > header

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from compress.calib import lm
-from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compress.calib import lm
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.evaluate import Comparison, Execution, Scores, evaluate, generate, scores
+from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 HERE = Path(__file__).parent
 BOOKS = HERE / "models" / "books-8m"

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from pico import PICO, round_to_nearest
 from torch import Tensor, nn
 
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear
+from pico import PICO, round_to_nearest
 
 
 def fused_experts(name: str) -> nn.Module:

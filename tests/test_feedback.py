@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import problems
 import pytest
 import torch
 from torch import Tensor
 
+import problems
 from compress.linalg import upper_factor
 from compress.quant import feedback
 

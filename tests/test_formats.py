@@ -8,11 +8,11 @@ import json
 import math
 from typing import Any
 
-import problems
 import pytest
 import torch
 from torch import Tensor
 
+import problems
 from compress import formats, plugins
 from compress.errors import CheckpointError
 from compress.formats import dense

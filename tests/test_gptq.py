@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import problems
 import pytest
 import torch
-from compress.calib.stats import HessianSum
 from torch import Tensor
 
+import problems
+from compress.calib.stats import HessianSum
 from compress.errors import NumericalError
 from compress.quant import gptq, grid, rtn
 from compress.types import PackedWeight, Stats

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import problems
 import pytest
 import torch
 from torch import Tensor
 
+import problems
 from compress import linalg
 from compress.errors import NumericalError
 from compress.linalg import RETRIES, upper_factor

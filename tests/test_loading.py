@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pico import PICO, round_to_nearest
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -23,6 +22,7 @@ from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, CompressQuantizer, build_config, register, scheme, swap
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight
+from pico import PICO, round_to_nearest
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ["llama", "llama_tied", "qwen2", "opt", "phi3", "mixtral", "qwen3_moe"]

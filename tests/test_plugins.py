@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_methods import BETA, install
 
 from compress import plugins
 from compress.errors import RecipeError
 from compress.recipe import RULE_KEYS
+from fake_methods import BETA, install
 
 ALL = [(kind, name) for kind in plugins.KINDS for name in plugins.names(kind)]
 Add = Callable[[str, str], None]

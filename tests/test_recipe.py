@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_methods import Make, maker, settings
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
 from compress.recipe import CalibrationConfig, Recipe, Rule
 from compress.types import Scheme
+from fake_methods import Make, maker, settings
 
 
 @pytest.fixture(name="make")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_methods import Make, maker, message
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
+from fake_methods import Make, maker, message
 
 
 @pytest.fixture(name="make")

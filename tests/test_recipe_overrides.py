@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_methods import Make, maker, message, settings
 
 from compress.recipe import CalibrationConfig, Recipe, Rule
+from fake_methods import Make, maker, message, settings
 
 
 @pytest.fixture(name="make")

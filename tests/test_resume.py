@@ -15,6 +15,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+from compress import pipeline, verify
+from compress.output import Output
 from runs import (
     GPTQ,
     REPORTS,
@@ -30,10 +34,6 @@ from runs import (
     report_of,
     untouched,
 )
-from safetensors.torch import load_file, save_file
-
-from compress import pipeline, verify
-from compress.output import Output
 
 IN_BLOCK_1 = interrupt("compress.quant.gptq", "quantize", 10)  # of seven linears a block
 IN_SELF_CHECK = interrupt("compress.verify", "self_check", 1)
@@ -115,9 +115,7 @@ def test_killed_twice(model: Path, expected: Callable[[Setup], dict[str, bytes]]
     assert finished(tmp_path / "out", 1) == expected(GPTQ)
 
 
-def test_killed_before_each_rename(
-    model: Path, expected: Callable[[Setup], dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_killed_before_each_rename(model: Path, expected: Callable[[Setup], dict[str, bytes]], tmp_path: Path) -> None:
     """Every file is put in place by os.replace; before each of them the run is killed once."""
     for call in count(1):
         out = tmp_path / str(call)
@@ -292,9 +290,7 @@ def test_an_existing_output_is_replaced_only_at_the_end(
     assert finished(out, 2) == expected(RTN)
 
 
-def test_the_self_check_finds_a_shard_that_has_changed(
-    model: Path, tmp_path: Path
-) -> None:
+def test_the_self_check_finds_a_shard_that_has_changed(model: Path, tmp_path: Path) -> None:
     """A disk that gives back another byte: the run fails, and the old output stays."""
     damage = """
 from compress import verify

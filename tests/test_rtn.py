@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import problems
 import pytest
 import torch
 from torch import Tensor
 
+import problems
 from compress.formats import int as int_format
 from compress.quant import grid, rtn
 from compress.types import PackedWeight

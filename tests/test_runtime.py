@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from pico import round_to_nearest
 from torch import Tensor, nn
 
 from compress import formats
@@ -18,6 +17,7 @@ from compress.formats import int as int_format
 from compress.runtime import fastpath
 from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
 from compress.types import PackedWeight
+from pico import round_to_nearest
 
 BF16 = torch.bfloat16
 

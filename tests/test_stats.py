@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import problems
 import pytest
 import torch
-from compress.calib import stats as module
-from compress.calib.stats import HessianSum, collect, shrink
 from torch import Tensor, nn
 
+import problems
+from compress.calib import stats as module
+from compress.calib.stats import HessianSum, collect, shrink
 from compress.errors import NumericalError
 from compress.types import Stats
 

@@ -1,0 +1,277 @@
+"""The structure of every architecture: its linears, which of them share an input, and blocks that compute what the whole
+model computes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pico import PICO, save_pico
+from runs import stored_tensors
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from compress.checkpoint import CONFIG, open_checkpoint
+from compress.errors import CheckpointError, UnsupportedModelError
+from compress.model import MIN_FEATURES, Skeleton
+from compress.propagate import Stream, record, run_block
+from compress.runtime.experts import Experts
+
+CPU = torch.device("cpu")
+IDS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
+MOE = {"mixtral", "qwen3_moe"}
+
+Block = dict[str, tuple[int, int]]  # linear of a block -> shape
+ATTENTION: Block = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (32, 64),
+    "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64),
+}
+
+
+def mlp(inner: int, prefix: str = "mlp") -> Block:
+    return {f"{prefix}.gate_proj": (inner, 64), f"{prefix}.up_proj": (inner, 64), f"{prefix}.down_proj": (64, inner)}
+
+
+def experts(count: int, inner: int) -> Block:
+    return {name: shape for e in range(count) for name, shape in mlp(inner, f"mlp.experts.{e}").items()}
+
+
+EXPECTED: dict[str, tuple[str, Block]] = {  # blocks, linears of each
+    "llama": ("model.layers", ATTENTION | mlp(192)),
+    "llama_tied": ("model.layers", ATTENTION | mlp(192)),
+    "mistral": ("model.layers", ATTENTION | mlp(128)),
+    "qwen2": ("model.layers", ATTENTION | mlp(160)),
+    "qwen3": ("model.layers", ATTENTION | mlp(192)),
+    "gemma": ("model.layers", ATTENTION | mlp(144)),
+    "gemma2": ("model.layers", ATTENTION | mlp(144)),
+    "phi3": (
+        "model.layers",
+        {
+            "self_attn.qkv_proj": (128, 64),
+            "self_attn.o_proj": (64, 64),
+            "mlp.gate_up_proj": (384, 64),
+            "mlp.down_proj": (64, 192),
+        },
+    ),
+    "gpt_neox": (
+        "gpt_neox.layers",
+        {
+            "attention.query_key_value": (192, 64),
+            "attention.dense": (64, 64),
+            "mlp.dense_h_to_4h": (256, 64),
+            "mlp.dense_4h_to_h": (64, 256),
+        },
+    ),
+    "opt": (
+        "model.decoder.layers",
+        {f"self_attn.{name}": (64, 64) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+        | {"fc1": (128, 64), "fc2": (64, 128)},
+    ),
+    "mixtral": ("model.layers", ATTENTION | experts(4, 96)),
+    "qwen3_moe": ("model.layers", ATTENTION | experts(8, 48)),
+}
+
+
+def skeleton(directory: Path) -> Skeleton:
+    return Skeleton(open_checkpoint(directory))
+
+
+def test_every_architecture_is_expected() -> None:
+    assert EXPECTED.keys() == PICO.keys()
+
+
+@pytest.mark.parametrize("name", PICO)
+def test_linears(name: str, pico_dir: Callable[..., Path]) -> None:
+    blocks, expected = EXPECTED[name]
+    specs, kept = skeleton(pico_dir(name, shards=True)).linears()
+    assert kept == {}
+    assert {spec.name: spec.shape for spec in specs} == {
+        f"{blocks}.{i}.{linear}": shape for i in range(2) for linear, shape in expected.items()
+    }
+    biased = name in ("opt", "gpt_neox") or (name == "qwen2" and "qkv")
+    for spec in specs:
+        assert spec.name.startswith(f"{blocks}.{spec.block}.")
+        assert spec.dtype == torch.float32
+        assert spec.has_bias == (biased is True or (biased == "qkv" and spec.name.endswith(("q_proj", "k_proj", "v_proj"))))
+        assert spec.is_expert == (".experts." in spec.name)
+
+
+@pytest.mark.parametrize("name", PICO)
+def test_linears_with_one_key_read_the_same_tensor_and_others_do_not(name: str, pico_dir: Callable[..., Path]) -> None:
+    """Against a forward pass: the very tensor objects that arrive at each linear."""
+    model = skeleton(pico_dir(name))
+    keys = {spec.name: spec.input_key for spec in model.linears()[0]}
+    stream = Stream(len(IDS), None)
+    calls = record(model, IDS, len(IDS), stream, CPU)
+    block = model.load_block(0, CPU)
+    arrived: dict[str, Tensor] = {}
+    for relative, module in block.named_modules():
+        full = model.block_prefix(0) + relative
+        if full in keys:
+            module.register_forward_pre_hook(lambda _, x, full=full: arrived.update({full: x[0]}))
+    run_block(block, calls[0][len(IDS)], stream.read(0, len(IDS)), "block")
+    assert arrived.keys() == {n for n in keys if n.startswith(model.block_prefix(0))}  # all experts were reached
+    for a, x in arrived.items():
+        assert keys[a] in arrived
+        for b, y in arrived.items():
+            assert (keys[a] == keys[b]) == (x is y), f"{a}, {b}"
+
+
+def outputs_of_blocks(model: PreTrainedModel, blocks: str) -> list[Tensor]:
+    """What each block gives in a forward pass of the whole model."""
+    found: list[Tensor] = []
+    for block in model.get_submodule(blocks):  # type: ignore[attr-defined]
+        block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        model(IDS)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PICO)
+def test_blocks_one_by_one_give_what_the_whole_model_gives(
+    name: str, dtype: torch.dtype, pico_dir: Callable[..., Path]
+) -> None:
+    """To the bit; experts that are taken apart: to 1e-6 (bfloat16: to two units in the last place)."""
+    directory = pico_dir(name, shards=True, dtype=dtype)
+    model = skeleton(directory)
+    assert model.dtype == dtype
+    stream = Stream(len(IDS), None)
+    calls = record(model, IDS, len(IDS), stream, CPU)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    for index, expected in enumerate(outputs_of_blocks(whole, EXPECTED[name][0])):
+        block = model.load_block(index, CPU)
+        out = run_block(block, calls[index][len(IDS)], stream.read(0, len(IDS)), "block")
+        tolerance = 0.0 if name not in MOE else 1e-6 if dtype == torch.float32 else 2**-7
+        assert out.dtype == dtype
+        assert (out - expected).abs().max() <= tolerance * expected.abs().max(), f"block {index}"
+        stream.write(0, expected)
+        model.free()
+
+
+@pytest.mark.parametrize("name", PICO)
+def test_blocks_are_filled_and_emptied(name: str, pico_dir: Callable[..., Path]) -> None:
+    model = skeleton(pico_dir(name, shards=True))
+    whole = PICO[name]()
+    for experts_module in [n for n, m in whole.named_modules() if hasattr(m, "gate_up_proj") and n.endswith("experts")]:
+        whole.set_submodule(experts_module, Experts.from_fused(whole.get_submodule(experts_module)))
+    expected = dict(whole.named_parameters())
+    structure = {n: p.shape for n, p in model.model.named_parameters()}
+    for _ in range(2):
+        assert all(p.is_meta for p in model.model.parameters())
+        block = model.load_block(1, CPU)
+        for relative, parameter in block.named_parameters():
+            assert torch.equal(parameter, expected[model.block_prefix(1) + relative]), relative
+            assert not parameter.requires_grad
+        others = [p for p in model.model.parameters() if not any(p is q for q in block.parameters())]
+        assert others and all(p.is_meta for p in others)
+        model.free()
+        assert {n: p.shape for n, p in model.model.named_parameters()} == structure
+    model.load_rest(CPU)
+    filled = {n for n, p in model.model.named_parameters() if not p.is_meta}
+    assert all(torch.equal(model.model.get_parameter(n), whole.get_parameter(n)) for n in filled)
+    head = {"lm_head.weight", "embed_out.weight"}
+    assert {n for n, _ in whole.named_parameters() if ".layers." not in n} - filled <= head
+
+
+@pytest.mark.parametrize("name", PICO)
+def test_every_stored_tensor_has_its_place(name: str, pico_dir: Callable[..., Path]) -> None:
+    model = skeleton(pico_dir(name))
+    names = {stored.name for sources in model.sources.values() for stored in sources}
+    assert names == stored_tensors(pico_dir(name)).keys()
+    sizes = {n: stored.nbytes for n, stored in model.checkpoint.tensors.items()}
+    by_kind = model.other_nbytes(sizes)
+    embeddings = 264 * 64 * 4
+    tied = PICO[name]().config.tie_word_embeddings
+    assert by_kind["embeddings"] == embeddings and by_kind["output head"] == (0 if tied else embeddings)
+    assert sum(by_kind.values()) == sum(sizes.values())
+    for spec in model.linears()[0]:
+        size = sum(stored.nbytes for stored in model.weight_sources(spec))
+        numel = spec.shape[0] * spec.shape[1]
+        assert size % (4 * numel) == 0 and (size == 4 * numel or spec.is_expert)
+
+
+def test_batches_of_other_sizes_have_calls_of_their_own(pico_dir: Callable[..., Path]) -> None:
+    model, parts = skeleton(pico_dir("mistral")), {}
+    for batch in (1, 2, 3):
+        stream = Stream(len(IDS), None)
+        calls = record(model, IDS, batch, stream, CPU)
+        assert calls[0].keys() == {min(batch, len(IDS) - start) for start in range(0, len(IDS), batch)}
+        parts[batch] = stream.read(0, len(IDS)).clone()
+    assert torch.equal(parts[1], parts[3]) and torch.equal(parts[2], parts[3])
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_narrow_linears_are_kept(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """A linear with fewer than MIN_FEATURES outputs costs more in padding than it saves."""
+    narrow = MIN_FEATURES - 2
+    values = CONFIG_MAPPING["llama"](
+        vocab_size=264, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=narrow,
+        num_key_value_heads=1, intermediate_size=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(values).save_pretrained(tmp_path)
+    specs, kept = skeleton(tmp_path).linears()
+    assert kept == {
+        f"model.layers.0.self_attn.{name}": f"narrower than {MIN_FEATURES} features" for name in ("k_proj", "v_proj")
+    }
+    assert len(specs) == 5
+
+
+def test_experts_of_another_layout_are_kept_with_the_reason(tmp_path: Path) -> None:
+    values = CONFIG_MAPPING["gpt_oss"](
+        vocab_size=264, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, sliding_window=32, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(values, dtype=torch.float32).save_pretrained(tmp_path)
+    specs, kept = skeleton(tmp_path).linears()
+    assert len(specs) == 2 * 4 and not any(spec.is_expert for spec in specs)
+    assert kept.keys() >= {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert "layout that is not supported" in kept["model.layers.0.mlp.experts"]
+
+
+@pytest.fixture
+def llama(pico_dir: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy in one file, to be damaged."""
+    return Path(shutil.copytree(pico_dir("llama"), tmp_path / "llama"))
+
+
+def test_missing_weights(llama: Path) -> None:
+    tensors = stored_tensors(llama)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, llama / "model.safetensors")
+    model = skeleton(llama)
+    assert isinstance(model.load_block(0, CPU), nn.Module)
+    with pytest.raises(CheckpointError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        model.load_block(1, CPU)
+
+
+def test_unknown_models(llama: Path) -> None:
+    config = json.loads((llama / CONFIG).read_text())
+    (llama / CONFIG).write_text(json.dumps({**config, "model_type": "perpetuum_mobile"}))
+    with pytest.raises(UnsupportedModelError, match="perpetuum_mobile") as caught:
+        skeleton(llama)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_blocks(llama: Path) -> None:
+    config = json.loads((llama / CONFIG).read_text())
+    (llama / CONFIG).write_text(json.dumps({**config, "num_hidden_layers": 0}))
+    with pytest.raises(UnsupportedModelError):
+        skeleton(llama).linears()
+
+
+def test_the_dtype_of_most_values_where_the_configuration_names_none(tmp_path: Path) -> None:
+    save_pico("llama", tmp_path, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}))
+    assert skeleton(tmp_path).dtype == torch.bfloat16
