@@ -40,7 +40,7 @@ MaxMemory = Annotated[
     typer.Option("--max-memory", metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Seed = Annotated[int, typer.Option(help="Of the calibration sample and everything random.")]
+Seed = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Of the calibration sample and everything random.")]
 Calib = Annotated[
     str | None,
     typer.Option(
@@ -134,8 +134,8 @@ def evaluate(
     model: Model,
     text: TextFile = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
-    max_tokens: Annotated[int, typer.Option(help="Of the text, from its start.")] = 131072,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of the text, from its start.")] = 131072,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -146,9 +146,12 @@ def evaluate(
 
         from compress import display
         from compress import evaluate as evaluation
+        from compress.calib.lm import DTYPES
         from compress.job import resolve
 
         text = text or _missing("--text", "give the text to score: a .txt, .jsonl or .parquet file")
+        if dtype not in DTYPES:
+            raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
         against = None if base is None else resolve(base)
         execution = evaluation.Execution(dtype=dtype, device=_device(device))
         with display.progress_bar() as progress:
@@ -169,8 +172,8 @@ def evaluate(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(help="At most this many.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: AsJson = False,

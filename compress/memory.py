@@ -113,8 +113,8 @@ def arrange(plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: i
             best = candidate
     assert best is not None
     raise BudgetError(
-        f"this run needs at least {show(best.peak_nbytes)} ({show(needs.base)} of it for the program itself), more "
-        f"than {'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
+        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({show(needs.base)} of it for the program "
+        f"itself), more than {'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
         "raise it, or use fewer or shorter calibration samples"
     )
 

@@ -74,6 +74,7 @@ class Skeleton:
         prefix = self.block_prefix(index)
         self._load((name for name in self.sources if name.startswith(prefix)), device)
         block = self.blocks[index]
+        _place_buffers(block, device)
         missing = [n for n, p in block.named_parameters() if p.is_meta]
         if missing:
             raise CheckpointError(f"the checkpoint has no weights for {prefix}{missing[0]}; download it again")
@@ -90,6 +91,7 @@ class Skeleton:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
         self._load((name for name in wanted if name in self.sources), device)
+        _place_buffers(self.model, device)
         for names in self.aliases:  # a tied weight may be stored under any of its names
             loaded = [p for p in map(self.model.get_parameter, names) if not p.is_meta]
             for name in names if loaded else ():
@@ -269,6 +271,14 @@ def _aliases(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers (rotary tables) that have values to the device."""
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(owner, name, buffer.to(device))
 
 
 def _parameters(module: nn.Module | None) -> list[nn.Parameter]:

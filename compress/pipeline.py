@@ -241,7 +241,7 @@ class _Run:
         self.meter.say(what)
         name, size = self.skeleton.block_prefix(index).rstrip("."), self.prepared.arrangement.batch
         for start in range(0, self.stream.samples, size):
-            hidden = self.stream.read(start, min(size, self.stream.samples - start))
+            hidden = self.stream.read(start, min(size, self.stream.samples - start)).to(self.device)
             out = propagate.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
             if keep:
                 self.stream.write(start, out)

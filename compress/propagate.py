@@ -29,7 +29,7 @@ Calls = list[dict[int, Call]]  # for each block, by batch size
 
 
 class Stream:
-    """Hidden states [samples, tokens, hidden], in memory or in a file that is read and written in slices."""
+    """Hidden states [samples, tokens, hidden] on the CPU, in memory or in a file that is read and written in slices."""
 
     def __init__(self, samples: int, file: Path | None) -> None:
         self.samples, self.file = samples, file
@@ -43,7 +43,7 @@ class Stream:
         if not self.slice_shape:
             self.slice_shape, self.dtype = tuple(states.shape[1:]), states.dtype
             if self.file is None:
-                self.tensor = torch.empty(self.samples, *self.slice_shape, dtype=self.dtype, device=states.device)
+                self.tensor = torch.empty(self.samples, *self.slice_shape, dtype=self.dtype)
             else:
                 self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         if self.tensor is not None:

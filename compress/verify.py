@@ -30,7 +30,7 @@ class Probe:
     """A few fixed tokens on their way through the model."""
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
-        self.skeleton = skeleton
+        self.skeleton, self.device = skeleton, device
         config = skeleton.config.get_text_config()
         length = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
@@ -40,7 +40,7 @@ class Probe:
     def advance(self, index: int, block: nn.Module) -> str:
         """Pass through one block; returns the sha256 of its output."""
         name = self.skeleton.block_prefix(index).rstrip(".")
-        out = propagate.run_block(block, self.calls[index][1], self.stream.read(0, 1), name)
+        out = propagate.run_block(block, self.calls[index][1], self.stream.read(0, 1).to(self.device), name)
         self.stream.write(0, out)
         return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
@@ -59,7 +59,9 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
     """Check a finished checkpoint; returns counts. Raises CheckpointError at the first thing that is wrong."""
     if not (directory / MANIFEST).is_file():
         raise CheckpointError(f"{directory} has no {MANIFEST}; only checkpoints that compress wrote can be verified")
-    files = read_json(directory / MANIFEST).get("files", {})
+    files = read_json(directory / MANIFEST).get("files")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{directory / MANIFEST} lists no files; download or write the checkpoint again")
     for number, (name, expected) in enumerate(files.items()):
         progress("hashing files", number, len(files))
         path = directory / name

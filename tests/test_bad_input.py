@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input, the command line says it in one line, exits with 1, writes nothing, harms nothing."""
+"""Whatever is wrong with the input: one line that says so, exit code 1, nothing written, nothing harmed."""
 
 from __future__ import annotations
 
@@ -218,12 +218,16 @@ def test_the_model_is_never_overwritten(out: str, model: Path) -> None:
     assert not list(model.parent.glob("*.partial"))
 
 
+def _fails(words: list[str]) -> bool:
+    return subprocess.run(words, check=False, capture_output=True).returncode != 0
+
+
 @contextmanager
 def mounted(path: Path, options: str) -> Iterator[Path]:
     """A small disk of its own."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+    if os.geteuid() != 0 or shutil.which("mount") is None or _fails(mount):
         pytest.skip("needs the right to mount a tmpfs")
     try:
         yield path

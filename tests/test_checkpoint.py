@@ -1,4 +1,4 @@
-"""Checkpoint directories: what is read is what the safetensors library wrote, and the other way round; damage is found."""
+"""Checkpoint directories: what is read is what safetensors wrote, and the other way round; damage is found."""
 
 from __future__ import annotations
 

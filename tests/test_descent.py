@@ -115,6 +115,29 @@ def test_ends_where_no_single_code_helps(bits: int, group: int, symmetric: bool)
             assert (gain <= 1e-5 * ((stayed @ exact) * stayed).sum(1)).all()
 
 
+@pytest.mark.parametrize("group", [-1, 8])
+def test_column_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    target, hessian, codes, grid = start(3, group, True)
+    params = int_format.Params(3, group, True, 16)
+    whole, fitted = descent.improve(target, hessian, torch.tensor(1.0), codes, grid, params, 3)
+    for chunk in (1, 3, 7):
+        monkeypatch.setattr(descent, "CHUNK", chunk)
+        found, other = descent.improve(target, hessian, torch.tensor(1.0), codes, grid, params, 3)
+        differ = (found != whole).any(0) | (other.scale != fitted.scale).any(0)
+        assert differ.sum() <= 1, "more rows differ than float32 ties explain"
+
+
+def test_a_scale_that_cannot_be_stored_is_not_taken() -> None:
+    """The best scale for these codes is 0, which would be stored as 1 and round all of the weights to 0."""
+    target = torch.tensor([0.01, -0.01] * (COLUMNS // 2))[:, None]
+    grid = Grid(torch.full((1, 1), 0.005).half().float(), torch.full((1, 1), 4.0))
+    codes = torch.full((COLUMNS, 1), 5, dtype=torch.uint8)
+    params = int_format.Params(3, -1, True, 16)
+    found, fitted = descent.improve(target, torch.eye(COLUMNS), torch.tensor(0.01), codes, grid, params, 1)
+    assert torch.equal(fitted.scale, grid.scale)
+    assert found[:, 0].tolist() == [6, 2] * (COLUMNS // 2)
+
+
 def test_no_sweeps_change_nothing_and_inputs_are_not_written() -> None:
     target, hessian, codes, grid = start(3, 8, False)
     params = int_format.Params(3, 8, False, 16)

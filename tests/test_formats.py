@@ -24,6 +24,7 @@ METHODS = plugins.names("quant")
 BITS = range(2, 9)
 SHAPES = [(1, 1), (3, 40), (17, 100), (16, 128), (20, 300)]
 GROUPS = [-1, 16, 32, 64, 100, 128]
+PLANES = {2: [2], 3: [3], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}  # on disk, so never to change
 
 
 def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
@@ -148,7 +149,7 @@ def read_code(words: dict[int, Any], params: int_format.Params, row: int, column
 
 def read_weight(tensors: dict[str, Tensor], params: int_format.Params, shape: tuple[int, int]) -> Tensor:
     """scale * (code - zero) in Python numbers, each element on its own."""
-    words = {w: tensors[f"words{w}"].tolist() for w in int_format.PLANES[params.bits]}
+    words = {w: tensors[f"words{w}"].tolist() for w in PLANES[params.bits]}
     scales = tensors["scales"].tolist()
     streams = None if params.symmetric else [int.from_bytes(row, "little") for row in tensors["zeros"].tolist()]
     weight = torch.empty(shape, dtype=torch.float64)

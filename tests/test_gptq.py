@@ -87,7 +87,10 @@ class MinMax:
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("act_order", [True, False], ids=["sorted", "natural"])
 def test_equals_the_paper(act_order: bool, static: bool, symmetric: bool, group: int) -> None:
-    weight, stats = layer()
+    weight = problems.random(ROWS, COLUMNS)
+    x = problems.inputs(4 * COLUMNS, COLUMNS)
+    x[:, -6:] *= 30  # the last group matters most, but a short one stays last
+    stats = problems.stats(x)
     config = gptq.Config(3, group, symmetric, False, act_order, static, damp=0.02, sweeps=0)
     order = slow_order(stats.hessian.diagonal(), config)
     reference = MinMax(config, COLUMNS)
@@ -141,6 +144,27 @@ def test_static_grids_are_searched_with_the_weights_of_the_loop(act_order: bool)
     assert (scales[:, ::24] == fitted.scale.T).double().mean() > 0.98
     plain = grid.fit_all(weight.T.contiguous(), None, config, torch.float16, 24)
     assert (scales[:, ::24] == plain.scale.T).double().mean() < 0.8  # the weights do matter here
+
+
+@pytest.mark.parametrize("group", [-1, 24, 20])
+def test_dynamic_grids_are_searched_on_exact_targets(group: int) -> None:
+    weight, stats = layer(seed=15)
+    config = gptq.Config(bits=3, group_size=group, static_groups=False, sweeps=0)
+    size, order = COLUMNS if group == -1 else group, slow_order(stats.hessian.diagonal(), config)
+    fitted: list[grid.Grid] = []
+
+    def fit(targets: Tensor, metric: Tensor, start: int) -> None:
+        importance = metric.diagonal().square().float()
+        fitted.append(grid.fit(targets.T.float(), importance, config, torch.float16))
+
+    def round_column(target: Tensor, column: int) -> Tensor:
+        scale, zero = (values.double() for values in fitted[-1])
+        return ((target / scale).round() + zero).clamp(0, 7).sub(zero) * scale
+
+    hessian = problems.damped(stats.hessian, 0.01)[order][:, order]
+    expected = torch.empty(ROWS, COLUMNS, dtype=torch.float64)
+    expected[:, order] = problems.right_looking(weight[:, order], hessian, size, fit, round_column)
+    check_rows(problems.decoded(gptq.quantize(weight, stats, config).weight), expected)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -319,7 +343,7 @@ def packed_row(values: Tensor) -> PackedWeight:
     return PackedWeight("dense", params, dense.pack(values, params), (values.shape[0], values.shape[1]))
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e-7, 1e6, 1e12])
+@pytest.mark.parametrize("size", [1e-7, 1e6])
 @pytest.mark.parametrize("settings", ALL, ids=lambda s: "".join(str(v) for v in s.values()))
 def test_size_of_weights_does_not_matter(settings: Settings, size: float) -> None:
     weight, stats = layer(seed=11)

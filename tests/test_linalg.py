@@ -99,6 +99,15 @@ def test_a_mean_diagonal_that_is_not_positive_is_refused(h: Tensor) -> None:
         upper_factor(h, 0.01)
 
 
+def test_a_factor_that_is_not_finite_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries report success for a matrix with NaN."""
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda matrix: (matrix * math.nan, torch.zeros((), dtype=torch.int32))
+    )
+    with pytest.raises(NumericalError, match="not positive definite"):
+        upper_factor(hessian(4), 0.01)
+
+
 def test_float32_only_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
     cholesky = torch.linalg.cholesky_ex

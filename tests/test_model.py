@@ -1,5 +1,4 @@
-"""The structure of every architecture: its linears, which of them share an input, and blocks that compute what the whole
-model computes."""
+"""Structure: the linears of every architecture, which of them share an input, and blocks that run one by one."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import PICO, save_pico
-from runs import stored_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,6 +19,8 @@ from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import MIN_FEATURES, Skeleton
 from compress.propagate import Stream, record, run_block
 from compress.runtime.experts import Experts
+from pico import PICO, save_pico
+from runs import stored_tensors
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
@@ -78,6 +77,7 @@ EXPECTED: dict[str, tuple[str, Block]] = {  # blocks, linears of each
     "mixtral": ("model.layers", ATTENTION | experts(4, 96)),
     "qwen3_moe": ("model.layers", ATTENTION | experts(8, 48)),
 }
+BIASED = {"opt": ("",), "gpt_neox": ("",), "qwen2": ("q_proj", "k_proj", "v_proj")}  # what their names end with
 
 
 def skeleton(directory: Path) -> Skeleton:
@@ -96,11 +96,10 @@ def test_linears(name: str, pico_dir: Callable[..., Path]) -> None:
     assert {spec.name: spec.shape for spec in specs} == {
         f"{blocks}.{i}.{linear}": shape for i in range(2) for linear, shape in expected.items()
     }
-    biased = name in ("opt", "gpt_neox") or (name == "qwen2" and "qkv")
     for spec in specs:
         assert spec.name.startswith(f"{blocks}.{spec.block}.")
         assert spec.dtype == torch.float32
-        assert spec.has_bias == (biased is True or (biased == "qkv" and spec.name.endswith(("q_proj", "k_proj", "v_proj"))))
+        assert spec.has_bias == spec.name.endswith(BIASED.get(name, ()))
         assert spec.is_expert == (".experts." in spec.name)
 
 
@@ -212,14 +211,17 @@ def test_batches_of_other_sizes_have_calls_of_their_own(pico_dir: Callable[..., 
 # ---------------------------------------------------------------- what does not fit
 
 
-def test_narrow_linears_are_kept(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+def save(directory: Path, model_type: str, values: dict[str, int]) -> None:
+    """A model of an architecture or of sizes that the pico models do not have."""
+    common = {"vocab_size": 264, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    config = CONFIG_MAPPING[model_type].from_dict({"num_hidden_layers": 2, "pad_token_id": 0, **common, **values})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+def test_narrow_linears_are_kept(tmp_path: Path) -> None:
     """A linear with fewer than MIN_FEATURES outputs costs more in padding than it saves."""
     narrow = MIN_FEATURES - 2
-    values = CONFIG_MAPPING["llama"](
-        vocab_size=264, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=narrow,
-        num_key_value_heads=1, intermediate_size=64,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(values).save_pretrained(tmp_path)
+    save(tmp_path, "llama", {"head_dim": narrow, "num_key_value_heads": 1, "num_hidden_layers": 1})
     specs, kept = skeleton(tmp_path).linears()
     assert kept == {
         f"model.layers.0.self_attn.{name}": f"narrower than {MIN_FEATURES} features" for name in ("k_proj", "v_proj")
@@ -228,11 +230,7 @@ def test_narrow_linears_are_kept(pico_dir: Callable[..., Path], tmp_path: Path) 
 
 
 def test_experts_of_another_layout_are_kept_with_the_reason(tmp_path: Path) -> None:
-    values = CONFIG_MAPPING["gpt_oss"](
-        vocab_size=264, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, sliding_window=32, pad_token_id=0,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(values, dtype=torch.float32).save_pretrained(tmp_path)
+    save(tmp_path, "gpt_oss", {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4})
     specs, kept = skeleton(tmp_path).linears()
     assert len(specs) == 2 * 4 and not any(spec.is_expert for spec in specs)
     assert kept.keys() >= {f"model.layers.{i}.mlp.experts" for i in range(2)}

@@ -54,7 +54,8 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def load(directory: Path) -> PreTrainedModel:
-    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    model, info = loaded
     assert not any(info.values()), info
     return model
 

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on where it was, and what it writes is what an uninterrupted one writes, to the byte."""
+"""Killed at any moment, a run goes on where it was, and writes what an uninterrupted one writes, to the byte."""
 
 from __future__ import annotations
 

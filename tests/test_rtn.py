@@ -52,18 +52,19 @@ def test_min_max_distortion_of_gaussian_weights(
 @pytest.mark.parametrize(
     ("bits", "group", "symmetric", "limit"),
     [
-        (4, 128, True, 0.00945),
-        (3, 128, True, 0.0350),
-        (2, 64, True, 0.127),
-        (4, 128, False, 0.0096),
-        (2, 64, False, 0.130),
+        (4, 128, True, 0.00943),
+        (3, 128, True, 0.0346),
+        (2, 64, True, 0.124),
+        (4, 128, False, 0.00907),
+        (3, 128, False, 0.0346),
+        (2, 64, False, 0.124),
     ],
 )
 def test_searched_distortion_of_gaussian_weights(
     gaussian: Tensor, bits: int, group: int, symmetric: bool, limit: float
 ) -> None:
     found = error(gaussian, quantize(gaussian, bits=bits, group_size=group, symmetric=symmetric))
-    assert 0.9 * limit < found <= limit  # much less would mean that the measurement is wrong
+    assert 0.98 * limit < found <= limit  # much less would mean that the measurement is wrong
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
@@ -95,6 +96,32 @@ def test_clip_search_is_never_worse_than_min_max(bits: int, symmetric: bool, wei
     searched, plain = losses(True), losses(False)
     assert (searched <= plain * (1 + 1e-5)).all()
     assert searched.sum() < (0.98 if bits < 8 else 1.0) * plain.sum()
+
+
+def best_grids(target: Tensor, importance: Tensor, bits: int, symmetric: bool) -> Tensor:
+    """Least weighted loss [rows] over 200 scales of both signs and all zero points, float64."""
+    target, top = target.double(), 2**bits - 1
+    step = (target.amax(0).clamp(min=0) - target.amin(0).clamp(max=0)) / top
+    best = torch.full_like(step, float("inf"))
+    for ratio in torch.linspace(0.2, 2.2, 200):
+        for sign in (1, -1) if symmetric else (1,):
+            for zero in (2 ** (bits - 1),) if symmetric else range(2**bits):
+                scale = step * ratio * sign
+                levels = ((target / scale).round() + zero).clamp(0, top) - zero
+                best = torch.minimum(best, importance.double() @ (levels * scale - target).square())
+    return best
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_clip_search_finds_nearly_the_best_grid(bits: int, symmetric: bool, weighted: bool) -> None:
+    target = problems.random(48, 40) * (problems.random(48, 40, seed=3) / 2).exp()
+    importance = problems.random(48, seed=5).exp() if weighted else torch.ones(48)
+    scale, zero = grid.fit(target, importance, grid.GridConfig(bits, 48, symmetric), torch.float16)
+    levels = ((target / scale).round() + zero).clamp(0, 2**bits - 1) - zero
+    found = importance.double() @ (levels * scale - target).double().square()
+    assert found.sum() < 1.012 * best_grids(target, importance, bits, symmetric).sum()
 
 
 def test_importance_moves_the_grid() -> None:

@@ -1,0 +1,294 @@
+"""The memory budget: what is predicted, what is refused, and arrangements that change no byte of the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress import memory, pipeline, propagate
+from compress.checkpoint import open_checkpoint
+from compress.errors import BudgetError
+from compress.memory import Arrangement, parse_size, show, split
+from compress.model import Skeleton
+from compress.plan import make
+from compress.propagate import Stream
+from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
+
+MIB = 1 << 20
+BASE = 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("123", 123),
+        ("8GiB", 8 << 30),
+        ("8gib", 8 << 30),
+        (" 1.5 GB ", 1_500_000_000),
+        (".5MiB", MIB // 2),
+        ("800MB", 800_000_000),
+        ("2KiB", 2048),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 XB", "-8GiB", "8G", "1e9", "8GiB8", "1.2.3", "nan", "8 GiB GiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size such as 8GiB"):
+        parse_size(text)
+
+
+def test_sizes_for_people() -> None:
+    assert [show(n) for n in (0, 1023, 1024, 3 * MIB // 2, 5 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 MiB",
+        "5.00 GiB",
+    ]
+
+
+def test_passes() -> None:
+    keys = {"a": 4, "b": 3, "c": 9, "d": 1, "e": 1}
+    assert split(keys, 18) == [["a", "b", "c", "d", "e"]]
+    assert split(keys, 8) == [["a", "b"], ["c"], ["d", "e"]]  # c alone is more than allowed
+    assert split(keys, 0) == [[key] for key in keys]
+    assert split({}, 8) == []
+
+
+# ---------------------------------------------------------------- arranging
+
+
+@pytest.fixture
+def arrange(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arrangement]:
+    """arrange(setup, samples, seq_len, limit) for a llama, in a process that has BASE bytes."""
+    skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
+    monkeypatch.setattr(memory, "resident", lambda: BASE)
+    monkeypatch.setattr(memory, "TOKENIZING", 0)
+
+    def arranged(setup: Setup, samples: int, seq_len: int, limit: int | None) -> Arrangement:
+        return memory.arrange(make(setup.load(), skeleton), skeleton, samples, seq_len, limit)
+
+    return arranged
+
+
+def test_the_fastest_arrangement_that_fits(arrange: Callable[..., Arrangement]) -> None:
+    """With ever less memory: the stream goes to disk, batches shrink, statistics are collected in more passes."""
+    stream = 10_000 * 256 * 64 * 4
+    found = []
+    limit = 1 << 40
+    try:
+        while True:
+            found.append(arrange(GPTQ, 10_000, 256, limit))
+            assert BASE < found[-1].peak_nbytes <= limit
+            limit = found[-1].peak_nbytes - 1
+    except BudgetError:
+        pass
+    assert (found[0].batch, found[0].spill, found[0].passes) == (memory.BATCH_TOKENS // 256, False, 1)
+    assert stream < found[0].peak_nbytes - BASE < stream + 100 * MIB
+    first_spilled = next(i for i, arrangement in enumerate(found) if arrangement.spill)
+    assert first_spilled > 0 and all(arrangement.spill for arrangement in found[first_spilled:])
+    assert found[first_spilled].batch == found[0].batch  # batches shrink only after that
+    assert found[0].peak_nbytes - found[first_spilled].peak_nbytes > 0.9 * stream
+    assert found[-1].batch == 1 and found[-1].passes > 1
+    passes = [arrangement.passes for arrangement in found]
+    assert passes == sorted(passes)
+    assert found[-1].statistics_nbytes < found[0].statistics_nbytes == 4 * (3 * 64**2 + 192**2)
+
+
+def test_without_statistics_there_is_nothing_to_arrange(arrange: Callable[..., Arrangement]) -> None:
+    arrangement = arrange(RTN, 0, 0, 1 << 40)
+    assert (arrangement.batch, arrangement.spill, arrangement.statistics_nbytes) == (1, False, 0)
+    with pytest.raises(BudgetError):
+        arrange(RTN, 0, 0, arrangement.peak_nbytes - 1)
+
+
+@pytest.mark.parametrize("setup", [RTN, GPTQ])
+@pytest.mark.parametrize("extra", [0, 3, 777, 12_345, 1_000_001])
+def test_a_refusal_names_what_would_do(
+    setup: Setup, extra: int, arrange: Callable[..., Arrangement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "resident", lambda: BASE + extra)
+    samples, seq_len = (8, 32) if setup is GPTQ else (0, 0)
+    with pytest.raises(BudgetError) as caught:
+        arrange(setup, samples, seq_len, MIB)
+    assert "\n" not in str(caught.value) and "more than --max-memory 1.00 MiB" in str(caught.value)
+    named = re.search(r"needs at least ([0-9.]+ \w+)", str(caught.value))
+    assert named
+    enough = parse_size(named[1])
+    assert arrange(setup, samples, seq_len, enough).peak_nbytes <= enough
+    with pytest.raises(BudgetError):
+        arrange(setup, samples, seq_len, enough - MIB)  # and it is no more than that
+
+
+def test_without_a_limit_most_of_what_is_free_may_be_taken(
+    arrange: Callable[..., Arrangement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 1 << 30)
+    arrangement = arrange(GPTQ, 100_000, 256, None)
+    assert arrangement.spill and arrangement.peak_nbytes <= BASE + int(0.8 * (1 << 30))
+    monkeypatch.setattr(memory, "available", lambda: 1000)
+    with pytest.raises(BudgetError, match="more than the free memory"):
+        arrange(GPTQ, 8, 32, None)
+
+
+def test_a_tiny_limit_is_refused(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    result = cli(*command(pico_dir("llama"), GPTQ, tmp_path / "out"), "--max-memory", "1MiB")
+    assert result.code == 1 and not list(tmp_path.iterdir())
+    line = one_line(result)
+    assert re.match(
+        r"this run needs at least \d+ MiB \(.* of it for the program itself\), more than --max-memory", line
+    )
+
+
+def test_a_limit_is_kept(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    result = cli(*command(pico_dir("llama"), GPTQ, tmp_path / "out"), "--max-memory", "1GiB")
+    assert result.code == 0, result.err
+    used = report_of(tmp_path / "out")["memory"]
+    assert used["measured_peak"] <= used["predicted_peak"] <= used["limit"] == 1 << 30
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def test_the_peak_is_measured() -> None:
+    before = memory.resident()
+    big = torch.ones(64 * MIB // 4)
+    during = memory.resident()
+    assert 60 * MIB < during - before < 68 * MIB
+    del big
+    assert memory.resident() < during - 60 * MIB
+    assert memory.peak() > during - MIB
+    if os.access("/proc/self/clear_refs", os.W_OK):
+        memory.reset_peak()
+        assert memory.peak() < during - 60 * MIB
+    assert 0 < memory.available() < 1 << 50
+
+
+def test_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "peak", lambda: 3 * MIB)
+    memory.check(None)
+    memory.check(3 * MIB)
+    with pytest.raises(
+        BudgetError, match=r"used 3\.00 MiB, more than --max-memory 2\.00 MiB; finished blocks are kept"
+    ):
+        memory.check(2 * MIB)
+
+
+def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
+    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, done = tmp_path / "out", tmp_path / "out.partial" / "blocks" / "00000.json"
+    asked = dataclasses.replace(job(pico_dir("llama"), GPTQ, out), max_memory=1 << 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "peak", lambda: 1 << 41 if done.exists() else 1)
+        with pytest.raises(BudgetError, match="finished blocks are kept"):
+            pipeline.quantize(asked)
+    assert not out.exists()
+    report = pipeline.quantize(dataclasses.replace(asked, max_memory=1 << 42))
+    assert report["resumed_blocks"] == 1 and report["memory"]["limit"] == 1 << 42
+    pipeline.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "expected"))
+    assert contents(out) == contents(tmp_path / "expected")
+
+
+# ---------------------------------------------------------------- arrangements that change nothing
+
+
+@pytest.fixture
+def arranged(
+    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Path, dict[str, Any]]]:
+    """arranged(name, model, **changes): a run with an arrangement forced on it -> its output and report."""
+    real = memory.arrange
+
+    def run(name: str, model: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
+            report = pipeline.quantize(job(pico_dir(model), GPTQ, tmp_path / name))
+        assert {key: report["arrangement"][key] for key in changes} == changes
+        return tmp_path / name, report
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("llama", {"spill": True}),
+        ("llama", {"passes": 4, "statistics_nbytes": 1}),
+        ("mixtral", {"spill": True, "passes": 2, "statistics_nbytes": 40_000}),
+    ],
+    ids=["spilled", "a pass for each input", "both"],
+)
+def test_an_arrangement_changes_no_byte(
+    model: str,
+    changes: dict[str, Any],
+    arranged: Callable[..., tuple[Path, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, expected = arranged("plain", model, spill=False)
+    written: list[int] = []
+    passes: list[int] = []
+    real_pwrite, real_split = os.pwrite, memory.split
+
+    def pwrite(descriptor: int, raw: memoryview, offset: int) -> int:
+        written.append(len(raw))
+        return real_pwrite(descriptor, raw, offset)
+
+    def splitting(keys: dict[str, int], allowed: int) -> list[list[str]]:
+        passes.append(len(real_split(keys, allowed)))
+        return real_split(keys, allowed)
+
+    monkeypatch.setattr(propagate.os, "pwrite", pwrite)
+    monkeypatch.setattr(memory, "split", splitting)
+    out, report = arranged("other", model, **changes)
+    assert contents(out) == contents(plain)
+    assert sum(written) == (2 * 8 * 32 * 64 * 4 if "spill" in changes else 0)  # the embeddings, and after block 0
+    assert (max(passes) > 1) == ("passes" in changes)
+    errors = [[row["output_error"] for row in r["layers"]] for r in (report, expected)]
+    assert errors[0] == errors[1]
+
+
+def test_the_batch_changes_sums_in_the_last_bits_only(arranged: Callable[..., tuple[Path, dict[str, Any]]]) -> None:
+    _, whole = arranged("whole", "llama", batch=8)
+    _, parts = arranged("parts", "llama", batch=3)  # 3, 3 and 2 samples
+    for row, other in zip(whole["layers"], parts["layers"], strict=True):
+        assert row["tokens"] == other["tokens"] == 8 * 32
+        assert row["output_error"] == pytest.approx(other["output_error"], rel=0.02)
+
+
+def test_a_stream_on_disk_needs_space(
+    arranged: Callable[..., tuple[Path, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(pipeline, "check_space", lambda directory, nbytes: asked.append(nbytes))
+    out, report = arranged("plain", "llama", spill=False)
+    arranged("spilled", "llama", spill=True)
+    assert asked[1] - asked[0] == 8 * 32 * 64 * 4
+    assert asked[0] >= report["nbytes"]["total"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams(dtype: torch.dtype, tmp_path: Path) -> None:
+    states = torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for file in (None, tmp_path / "stream"):
+        stream = Stream(7, file)
+        for start in (0, 3, 6):
+            stream.write(start, states[start : start + 3])
+        assert (file is None) == (stream.tensor is not None)
+        assert torch.equal(stream.read(0, 7), states) and stream.read(0, 7).dtype == dtype
+        stream.write(2, -states[2:4])
+        expected = torch.cat([states[:2], -states[2:4], states[4:]])
+        assert torch.equal(stream.read(1, 4), expected[1:5])
+        stream.close()
+    assert not list(tmp_path.iterdir())
