@@ -81,8 +81,10 @@ def collect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum], ch
 
         return add
 
-    handles = [linears[key].register_forward_pre_hook(hook(key)) for key in sums]
+    handles = []
     try:
+        for key in sums:
+            handles.append(linears[key].register_forward_pre_hook(hook(key)))
         yield
     finally:
         for handle in handles:

@@ -112,6 +112,10 @@ class Output:
         with writing(self.work):
             write_text(self._block(index), json.dumps(record))
 
+    def written(self) -> int:
+        """Bytes that an interrupted run has left."""
+        return sum(path.stat().st_size for path in self.model.iterdir())
+
     def publish(self) -> None:
         """Put the finished model in place; the only moment at which OUT changes."""
         with writing(self.out):

@@ -43,7 +43,7 @@ def quantize(
     if on_plan is not None:
         on_plan(prepared)
     with Output(asked.out, asked.overwrite, asked.restart) as output, writing(output.work):
-        check_space(output.work, _disk_need(prepared))
+        check_space(output.work, _disk_need(prepared) - output.written())
         calibration = job.calibration(asked, prepared, progress)
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])

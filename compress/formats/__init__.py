@@ -41,6 +41,8 @@ def get(name: str) -> Format:
     try:
         return cast(Format, importlib.import_module(f"compress.formats.{name}"))
     except ModuleNotFoundError as error:
+        if error.name != f"compress.formats.{name}":
+            raise
         raise CheckpointError(f"format {name!r} is unknown to this version of compress; upgrade compress") from error
 
 

@@ -45,6 +45,7 @@ def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF) -> R
 
     The result does not depend on `leaf` beyond rounding of float sums. in_features must be a multiple of rounder.width.
     """
+    assert rounder.group % rounder.width == 0, "a scale group must hold whole blocks"
     loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
     loop.node(0, weight.shape[0])
     return Result(loop.residual, loop.loss)
