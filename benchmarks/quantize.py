@@ -274,9 +274,7 @@ def memory(args: argparse.Namespace, work: Path) -> list[Row]:
 
 
 def loading(args: argparse.Namespace, work: Path) -> list[Row]:
-    table = Table(
-        title="from_pretrained in a fresh process: peak memory beyond the libraries, and its ratio to the files"
-    )
+    table = Table(title="from_pretrained in a fresh process: peak memory beyond the libraries; its ratio to the file")
     for name in ("checkpoint", "file MB", "loaded MB", "ratio", "all read MB", "ratio", "s"):
         table.add_column(name, justify="right")
     rows = []
@@ -300,6 +298,11 @@ def file_bytes(directory: Path) -> int:
 # command line
 
 
+def absolute(text: str) -> Path:
+    """Children run in the checkout. Links stay: the python of a virtual environment is one."""
+    return Path(text).absolute()
+
+
 def key_value(text: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     if not separator:
@@ -313,17 +316,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--json", type=Path, help="write all figures here")
-    shared.add_argument("--work", type=Path, help="keep checkpoints and logs here (default: a temporary directory)")
+    shared.add_argument("--json", type=absolute, help="write all figures here")
+    shared.add_argument("--work", type=absolute, help="keep checkpoints and logs here (default: a temporary directory)")
     quantizing = argparse.ArgumentParser(add_help=False)
-    quantizing.add_argument("--calib", type=Path, default=ROOT / "tests/data/books_calib.txt")
+    quantizing.add_argument("--calib", type=absolute, default=ROOT / "tests/data/books_calib.txt")
     quantizing.add_argument("--seq-len", type=int, default=512)
     quantizing.add_argument(
         "--env", type=key_value, action="append", default=[], help="NAME=VALUE for every quantizing process"
     )
     sub = modes.add_parser("compare", parents=[shared, quantizing])
-    sub.add_argument("--model", type=Path, default=ROOT / "tests/models/books-8m")
-    sub.add_argument("--text", type=Path, default=ROOT / "tests/data/books_heldout.txt")
+    sub.add_argument("--model", type=absolute, default=ROOT / "tests/models/books-8m")
+    sub.add_argument("--text", type=absolute, default=ROOT / "tests/data/books_heldout.txt")
     sub.add_argument("--peer", type=key_value, action="append", default=[], dest="peers", help="TOOL=PYTHON")
     sub.add_argument("--recipes", nargs="+", default=list(GRID), help=f"{', '.join(GRID)}, or any other of ours alone")
     sub.add_argument("--methods", nargs="+", default=["gptq", "rtn"])
@@ -336,9 +339,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub.add_argument("--recipe", default="int4")
     sub.add_argument("--num-samples", type=int, default=16)
     sub = modes.add_parser("loading", parents=[shared])
-    sub.add_argument("checkpoints", type=Path, nargs="+")
+    sub.add_argument("checkpoints", type=absolute, nargs="+")
     args = parser.parse_args(argv)
-    args.env, args.peers = dict(getattr(args, "env", ())), dict(getattr(args, "peers", ()))
+    args.env = dict(getattr(args, "env", ()))
+    args.peers = {tool: absolute(python) for tool, python in getattr(args, "peers", ())}
     return args
 
 
@@ -353,7 +357,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     result: Row = {"machine": machine(), "options": options(args)}
     with tempfile.TemporaryDirectory() as temporary:
-        work = (args.work or Path(temporary)).resolve()
+        work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         result["rows"] = {"compare": compare, "memory": memory, "loading": loading}[args.mode](args, work)
     result["load_average_after"] = os.getloadavg()

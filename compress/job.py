@@ -64,6 +64,7 @@ def prepare(job: Job) -> Prepared:
         method = packed.get("quant_method")
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
+    skeleton.check_tensors()
     plan = make(job.recipe, skeleton)
     settings = job.recipe.calibration
     seq_len = samples = 0

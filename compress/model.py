@@ -66,6 +66,23 @@ class Skeleton:
             sources.setdefault(name, []).append(stored)
         return sources
 
+    def check_tensors(self) -> None:
+        """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape.
+
+        Tensors that are merged or (of three dimensions only) turned while they are loaded have shapes of their own.
+        """
+        others = {name: group for group in self.aliases for name in group}
+        for name, parameter in self.model.named_parameters():
+            stored_as = [alias for alias in others.get(name, [name]) if alias in self.sources]
+            if not stored_as:
+                raise CheckpointError(f"{self.checkpoint.directory} has no tensor for {name}; download it again")
+            found, shape = self.sources[stored_as[0]], tuple(parameter.shape)
+            if len(found) == 1 and found[0].name == name and found[0].shape != shape and len(shape) < 3:
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {name} has shape {found[0].shape}, the configuration asks for "
+                    f"{shape}; they do not belong together"
+                )
+
     def block_prefix(self, index: int) -> str:
         return f"{self.blocks_name}.{index}."
 

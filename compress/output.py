@@ -123,6 +123,8 @@ class Output:
             if self.out.exists():
                 os.rename(self.out, old)
             os.rename(self.model, self.out)
+            if old.is_symlink() or old.is_file():
+                old.unlink()
             shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(self.work, ignore_errors=True)
 

@@ -76,7 +76,7 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
 def _replay(directory: Path, device: torch.device, progress: Progress) -> list[str]:
     """Fill a fresh module tree from disk, block by block, and run the probe; one hash for each block."""
     skeleton = Skeleton(open_checkpoint(directory))
-    _check_tensors(skeleton)
+    skeleton.check_tensors()
     limit = CACHE.limit
     set_cache_limit(0)  # each block runs once
     try:
@@ -89,20 +89,6 @@ def _replay(directory: Path, device: torch.device, progress: Progress) -> list[s
         return hashes
     finally:
         set_cache_limit(limit)
-
-
-def _check_tensors(skeleton: Skeleton) -> None:
-    """Every parameter has its tensor in the checkpoint, packed ones with the shape and type that the format says."""
-    others = {name: group for group in skeleton.aliases for name in group}
-    for name, parameter in skeleton.model.named_parameters():
-        stored_as = [alias for alias in others.get(name, [name]) if alias in skeleton.sources]
-        if not stored_as:
-            raise CheckpointError(f"{skeleton.checkpoint.directory} has no tensor for {name}")
-        found = skeleton.sources[stored_as[0]]
-        if len(found) == 1 and found[0].name == name and found[0].shape != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{name} has shape {found[0].shape} on disk, the model needs {tuple(parameter.shape)}"
-            )
 
 
 def report_line(counts: dict[str, int], directory: Path) -> str:

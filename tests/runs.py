@@ -148,7 +148,7 @@ PARENT = """
 import json, os, signal, sys, tempfile, traceback
 from pathlib import Path
 import compress.cli, compress.display, compress.evaluate, compress.pipeline
-import pico, runs
+import pico, runs, torch
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -159,6 +159,7 @@ with tempfile.TemporaryDirectory() as folder:  # the first run imports and cache
 def run(asked):
     for number, path in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    torch.set_num_threads(1)  # makes a thread pool for this process; several threads at once would fail to
     os.chdir(asked["cwd"])
     signal.alarm(100)
     signal.signal(signal.SIGINT, signal.default_int_handler)

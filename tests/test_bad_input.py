@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -124,11 +125,11 @@ def test_pickled_weights(model: Path) -> None:
     assert "has only pickled weights (.bin)" in quantize(model)
 
 
-def change_tensors(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Rewrite every shard that has the weight of Q."""
+def change_tensors(model: Path, change: Callable[[dict[str, torch.Tensor]], object], name: str = f"{Q}.weight") -> None:
+    """Rewrite the shard that has this tensor."""
     for path in model.glob("*.safetensors"):
         tensors = load_file(path)
-        if f"{Q}.weight" in tensors:
+        if name in tensors:
             change(tensors)
             save_file(tensors, path, metadata={"format": "pt"})
 
@@ -144,17 +145,22 @@ def test_a_weight_that_is_not_finite(value: float, setup: Setup, model: Path) ->
     assert line == f"the weight of {Q} has NaN or infinite values; repair the checkpoint, or ignore it"
 
 
-def test_weights_that_do_not_fit_the_configuration(model: Path) -> None:
-    words = command(model, RTN, model.parent / "out")
-    change_tensors(model, lambda tensors: tensors.update({f"{Q}.weight": torch.ones(64, 32)}))
-    result = cli(*words)
-    assert result.code == 1 and "does not fit its configuration" in one_line(result) and Q in result.err
+def test_a_norm_that_is_not_finite(model: Path) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+    change_tensors(model, lambda tensors: tensors[name].fill_(torch.inf), name)
+    for setup in (RTN, GPTQ):
+        assert quantize(model, setup).startswith("the output of model.layers.0 is not finite; check the checkpoint")
+
+
+@pytest.mark.parametrize("name", [f"{Q}.weight", "model.norm.weight", "lm_head.weight"])
+def test_weights_that_do_not_fit_the_configuration(name: str, model: Path) -> None:
+    change_tensors(model, lambda tensors: tensors.update({name: torch.ones(32)}), name)
+    assert re.search(rf"{name} has shape \(32,\), the configuration asks for \(\d+.*; they do", quantize(model))
+    change_tensors(model, lambda tensors: tensors.pop(name), name)
     index = json.loads((model / INDEX).read_text())
-    change_tensors(model, lambda tensors: tensors.pop(f"{Q}.weight"))
-    del index["weight_map"][f"{Q}.weight"]
+    del index["weight_map"][name]
     (model / INDEX).write_text(json.dumps(index))
-    result = cli(*words, "--restart")
-    assert result.code == 1 and f"has no weights for {Q}.weight; download it again" in one_line(result)
+    assert quantize(model).endswith(f"has no tensor for {name}; download it again")
 
 
 def test_a_quantized_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -189,6 +195,13 @@ def test_unusable_text(text: bytes, expected: str, model: Path, tmp_path: Path) 
     words = [*command(model, GPTQ, out), "--calib", str(tmp_path / "text.txt")]
     line = refused(*words, model=model, out=out)
     assert str(tmp_path / "text.txt") in line and line.endswith(expected)
+
+
+def test_a_model_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    assert "model has no readable tokenizer" in quantize(model, GPTQ)
+    assert cli(*command(model, RTN, tmp_path / "out")).code == 0  # needs none
 
 
 # ---------------------------------------------------------------- output

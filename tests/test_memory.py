@@ -186,19 +186,25 @@ def test_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
-    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pico_dir: Callable[..., Path],
+    arranged: Callable[..., tuple[Path, dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, done = tmp_path / "out", tmp_path / "out.partial" / "blocks" / "00000.json"
     asked = dataclasses.replace(job(pico_dir("llama"), GPTQ, out), max_memory=1 << 40)
     with monkeypatch.context() as patch:
+        real = memory.arrange
+        patch.setattr(memory, "arrange", lambda *given: dataclasses.replace(real(*given), spill=True, batch=3))
         patch.setattr(memory, "peak", lambda: 1 << 41 if done.exists() else 1)
         with pytest.raises(BudgetError, match="finished blocks are kept"):
             pipeline.quantize(asked)
     assert not out.exists()
     report = pipeline.quantize(dataclasses.replace(asked, max_memory=1 << 42))
     assert report["resumed_blocks"] == 1 and report["memory"]["limit"] == 1 << 42
-    pipeline.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "expected"))
-    assert contents(out) == contents(tmp_path / "expected")
+    assert report["arrangement"]["spill"] and report["arrangement"]["batch"] == 3  # as it was begun
+    expected, _ = arranged("expected", "llama", batch=3)
+    assert contents(out) == contents(expected)
 
 
 # ---------------------------------------------------------------- arrangements that change nothing

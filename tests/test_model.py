@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -206,6 +207,16 @@ def test_batches_of_other_sizes_have_calls_of_their_own(pico_dir: Callable[..., 
         assert calls[0].keys() == {min(batch, len(IDS) - start) for start in range(0, len(IDS), batch)}
         parts[batch] = stream.read(0, len(IDS)).clone()
     assert torch.equal(parts[1], parts[3]) and torch.equal(parts[2], parts[3])
+
+
+def test_blocks_whose_arguments_depend_on_the_tokens_are_refused(pico_dir: Callable[..., Path]) -> None:
+    model, calls = skeleton(pico_dir("llama")), itertools.count()
+    rotary = model.model.get_submodule("model.rotary_emb")
+    rotary.register_forward_hook(lambda _, __, out: (out[0] + next(calls), out[1]))
+    record(model, IDS, len(IDS), Stream(len(IDS), None), CPU)
+    with pytest.raises(UnsupportedModelError, match="arguments that differ between samples"):
+        record(model, IDS, 1, Stream(len(IDS), None), CPU)
+    assert all(parameter.is_meta for parameter in model.model.parameters())  # and nothing is left in memory
 
 
 # ---------------------------------------------------------------- what does not fit

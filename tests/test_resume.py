@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from compress import pipeline, verify
@@ -222,6 +223,17 @@ def test_what_does_not_change_the_result_may_change(
     assert {name for name in again if again[name] != expected(GPTQ)[name]} == {"recipe.yaml"}
 
 
+def test_the_number_of_threads_is_that_of_the_first_run(
+    model: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums taken by more threads are taken in another order."""
+    used: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    pipeline.quantize(job(model, GPTQ, killed))
+    assert used == [1]
+
+
 @pytest.mark.parametrize("damaged", ["shard", "journal", "run"])
 def test_a_damaged_unfinished_run(
     damaged: str, model: Path, killed: Path, expected: Callable[[Setup], dict[str, bytes]]
@@ -252,6 +264,7 @@ def test_blocks_after_a_gap_are_computed_again(
     out = tmp_path / "out"
     assert cli(*command(model, GPTQ, out), prepare=IN_SELF_CHECK).code == -signal.SIGKILL
     (tmp_path / "out.partial" / "blocks" / "00000.json").unlink()
+    (tmp_path / "out.partial" / "model" / "half-written.part").touch()
     assert cli(*command(model, GPTQ, out)).code == 0
     assert finished(out, 0) == expected(GPTQ)
 
@@ -288,6 +301,20 @@ def test_an_existing_output_is_replaced_only_at_the_end(
         assert cli(*words, "--overwrite", prepare=IN_SELF_CHECK).code == -signal.SIGKILL
     assert cli(*words, "--overwrite").code == 0
     assert finished(out, 2) == expected(RTN)
+
+
+@pytest.mark.parametrize("old", ["file", "link"])
+def test_an_output_that_is_no_directory_is_replaced_too(
+    old: str, model: Path, expected: Callable[[Setup], dict[str, bytes]], tmp_path: Path
+) -> None:
+    """A link is replaced, not what it leads to."""
+    out, folder = tmp_path / "out", tmp_path / "folder"
+    folder.mkdir()
+    (folder / "precious").write_text("precious")
+    out.symlink_to(folder) if old == "link" else out.write_text("old")
+    pipeline.quantize(dataclasses.replace(job(model, RTN, out), overwrite=True))
+    assert finished(out, 0) == expected(RTN) and not out.is_symlink()
+    assert contents(folder) == {"precious": b"precious"}
 
 
 def test_the_self_check_finds_a_shard_that_has_changed(model: Path, tmp_path: Path) -> None:
