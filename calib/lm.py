@@ -5,7 +5,7 @@ For what needs the whole model: evaluation, generation, calibration text that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from compress.checkpoint import open_checkpoint, read_config
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
@@ -71,15 +72,16 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
 class Draw(LogitsProcessor):
     """Chooses each next token: the likeliest at temperature 0, else drawn with the given generator.
 
-    `generate` itself draws from torch's global generator. So it is told to take the likeliest token, and this leaves it
-    one to take. step, if any, is told the tokens that each sequence has by then.
+    generator is one for all sequences, or a list with one for each. `generate` itself draws from torch's global
+    generator. So it is told to take the likeliest token, and this leaves it one to take. step, if any, is told the
+    tokens that each sequence has by then.
     """
 
     def __init__(
         self,
         name: str,
         temperature: float,
-        generator: torch.Generator,
+        generator: torch.Generator | list[torch.Generator],
         step: Callable[[int], None] | None = None,
     ) -> None:
         self.name, self.temperature, self.generator, self.step = name, temperature, generator, step
@@ -94,9 +96,14 @@ class Draw(LogitsProcessor):
         if self.temperature == 0:
             return scores
         cumulative = (scores.double() / self.temperature).softmax(-1).cumsum(-1)
-        uniform = torch.rand(len(scores), 1, dtype=torch.float64, generator=self.generator).to(scores.device)
+        uniform = self._uniform(len(scores)).to(scores.device)
         token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+
+    def _uniform(self, count: int) -> Tensor:  # [count, 1] float64
+        if isinstance(self.generator, torch.Generator):
+            return torch.rand(count, 1, dtype=torch.float64, generator=self.generator)
+        return torch.stack([torch.rand(1, dtype=torch.float64, generator=own) for own in self.generator])
 
 
 def write(
@@ -134,13 +141,34 @@ def max_positions(config: transformers.PretrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def start_tokens(model: transformers.PreTrainedModel, count: int, generator: torch.Generator) -> Tensor:
-    """int64 [count, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
+def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:
+    """Bytes that one sequence takes while `write` brings it to seq_len tokens, an upper bound.
+
+    Keys and values of all layers count in float32, and twice, because each step copies them into larger tensors.
+    config is that of the text model.
+    """
+    layers = _largest(config, "num_hidden_layers") or 256
+    heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
+    hidden = _largest(config, "hidden_size")
+    shared = hidden // max(1, _largest(config, "num_attention_heads"))
+    head_dim = max(_largest(config, "head_dim", "qk_head_dim", "v_head_dim"), shared)
+    cache = 2 * layers * (heads * head_dim or hidden) * seq_len * 4
+    return 2 * cache + LOGIT_NBYTES * config.vocab_size
+
+
+def _largest(config: transformers.PretrainedConfig, *names: str) -> int:
+    """The largest of these settings, which may be lists (one for each layer); 0 where there are none."""
+    values = [getattr(config, name, None) for name in names]
+    return max((max(v) if isinstance(v, (list, tuple)) else v for v in values if v), default=0)
+
+
+def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch.Generator]) -> Tensor:
+    """int64 [generators, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
     config = model.config.get_text_config()
     for token in (config.bos_token_id, *end_tokens(model)):
         if token is not None:
-            return torch.full((count, 1), token)
-    return torch.randint(config.vocab_size, (count, 1), generator=generator)
+            return torch.full((len(generators), 1), token)
+    return torch.stack([torch.randint(config.vocab_size, (1,), generator=own) for own in generators])
 
 
 def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:

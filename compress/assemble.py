@@ -67,7 +67,9 @@ def finish(
     _write_index(directory)
     _copy_files(skeleton.checkpoint.directory, directory)
     quantization = hf.build_config({row.name: stored(row) for row in facts.layers})
-    config = {**skeleton.checkpoint.config, "quantization_config": quantization.to_dict()}
+    # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
+    dtype = str(skeleton.dtype).removeprefix("torch.")
+    config = {"dtype": dtype, **skeleton.checkpoint.config, "quantization_config": quantization.to_dict()}
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(facts.job.recipe))
     verify.self_check(directory, probes, torch.device(facts.job.device), progress)
@@ -120,7 +122,7 @@ def _write_manifest(directory: Path, facts: report.Facts) -> None:
         "files": {path.name: sha256(path) for path in sorted(directory.iterdir())},
         "source": {
             "model": facts.job.model.rstrip("/").rsplit("/", 1)[-1],
-            "sha256": job.fingerprint(facts.prepared.skeleton.checkpoint),
+            "fingerprint": job.fingerprint(facts.prepared.skeleton.checkpoint),
         },
         "recipe": recipe.fingerprint(facts.job.recipe),
         "seed": facts.job.seed,

@@ -8,6 +8,7 @@ a file that has its final name is complete.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -216,6 +217,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> str
             stream.write(chunk)
         sync(stream)
     os.replace(part, path)
+    sync_directory(path.parent)
     return digest.hexdigest()
 
 
@@ -243,12 +245,25 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode())
         sync(stream)
     os.replace(part, path)
+    sync_directory(path.parent)
 
 
 def sync(stream: BinaryIO) -> None:
     """Force a file to disk before it is renamed into place."""
     stream.flush()
     os.fsync(stream.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in a directory to disk, so that what was renamed stays so after a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

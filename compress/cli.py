@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -221,7 +222,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
 
         with display.progress_bar() as progress:
             counts = checks.verify(directory, progress)
-        print(json.dumps(counts) if as_json else checks.report_line(counts, directory))
+        print(json.dumps(counts) if as_json else display.verify_line(counts, str(directory)))
 
 
 @app.command(epilog="Example: compress recipes int4 > mine.yaml")
@@ -279,7 +280,7 @@ def _job(
     return Job(
         model=model,
         recipe=loaded,
-        out=out or Path("models_out") / f"{name}-{loaded.name}",
+        out=out or Path("models_out") / re.sub(r"[^\w.-]+", "-", f"{name}-{loaded.name}"),
         calib=calib,
         max_memory=limit,
         device=_device(device),

@@ -145,6 +145,14 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     return lines
 
 
+def verify_line(counts: dict[str, int], directory: str) -> str:
+    """What was found to be right."""
+    return (
+        f"{directory}: {counts['files']} files, {counts['tensors']} tensors ({size(counts['nbytes'])}) and "
+        f"{counts['blocks']} blocks are as written"
+    )
+
+
 def evaluation_table(values: dict[str, Any]) -> Table:
     """Scores as two columns."""
     table = Table(box=None, show_header=False)

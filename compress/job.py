@@ -61,7 +61,7 @@ def prepare(job: Job) -> Prepared:
     if job.out.resolve() in (checkpoint.directory.resolve(), *checkpoint.directory.resolve().parents):
         raise OutputError(f"the output {job.out} holds the model itself; give another --out")
     if packed := checkpoint.config.get("quantization_config"):
-        method = packed.get("quant_method")
+        method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
@@ -96,25 +96,46 @@ def resolve(model: str) -> Path:
         ) from error
 
 
-def calibration(job: Job, prepared: Prepared, progress: Progress) -> calib_data.Calibration | None:
-    """The calibration tokens; None if the recipe needs none."""
+def calibration(
+    job: Job, prepared: Prepared, progress: Progress, cache: Path | None = None
+) -> calib_data.Calibration | None:
+    """The calibration tokens; None if the recipe needs none.
+
+    Text that the model writes itself is kept in the folder `cache`, and taken from there by the next run that asks for
+    the same.
+    """
     if not prepared.samples:
         return None
-    directory = prepared.skeleton.checkpoint.directory
-    if job.calib is None:
-        return calib_data.self_generated(
-            directory,
-            prepared.samples,
-            prepared.seq_len,
-            job.seed,
-            job.max_memory and max(0, job.max_memory - memory.resident()),
-            lambda done, total: progress("generating calibration text", done, total),
+    checkpoint = prepared.skeleton.checkpoint
+    if job.calib is not None:
+        progress("reading calibration text", 0, 0)
+        vocabulary = prepared.skeleton.config.get_text_config().vocab_size
+        tokenizer = lm.load_tokenizer(checkpoint.directory)
+        return calib_data.calibration(
+            job.calib, tokenizer, prepared.samples, prepared.seq_len, job.seed, vocabulary
         )
-    progress("reading calibration text", 0, 0)
-    vocabulary = prepared.skeleton.config.get_text_config().vocab_size
-    return calib_data.calibration(
-        job.calib, lm.load_tokenizer(directory), prepared.samples, prepared.seq_len, job.seed, vocabulary
+    request = {
+        "source": calib_data.SELF_SOURCE,
+        "model": fingerprint(checkpoint),
+        "seed": job.seed,
+        "num_samples": prepared.samples,
+        "seq_len": prepared.seq_len,
+        "software versions": versions(),
+    }
+    if cache is not None and (found := calib_data.restore(cache, request)) is not None:
+        return found
+    progress("loading the model to write calibration text", 0, 0)
+    written = calib_data.self_generated(
+        checkpoint.directory,
+        prepared.samples,
+        prepared.seq_len,
+        job.seed,
+        max(0, job.max_memory - memory.resident()) if job.max_memory is not None else int(0.8 * memory.available()),
+        lambda done, total: progress("generating calibration text", done, total),
     )
+    if cache is not None:
+        calib_data.store(cache, request, written)
+    return written
 
 
 def identity(job: Job, checkpoint: Checkpoint, calibrated: calib_data.Calibration | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from compress.types import LayerPlan, LinearSpec, Plan
 
 GIB = 1 << 30
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
+MEASURING = 16  # bytes a weight that the errors in the report take
 TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
@@ -77,8 +78,14 @@ def reset_peak() -> None:
 
 
 def available() -> int:
-    """Memory that the system can still give, in bytes."""
-    return _meminfo("MemAvailable") or 1 << 40
+    """Memory that the system, or the container this runs in, can still give, in bytes."""
+    free = _proc("/proc/meminfo", "MemAvailable") or 1 << 40
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
 
 
 def return_freed_memory() -> None:
@@ -93,8 +100,8 @@ def check(limit: int | None) -> None:
     """Raise BudgetError if the peak so far is over the limit."""
     if limit is not None and (used := peak()) > limit:
         raise BudgetError(
-            f"the run used {show(used)}, more than --max-memory {show(limit)}; finished blocks are kept: run the same "
-            "command with a larger limit"
+            f"the run used {show(used)}, more than --max-memory {show(limit)}; blocks that were finished are kept: run "
+            "the same command with a larger limit"
         )
 
 
@@ -117,6 +124,15 @@ def arrange(plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: i
         f"itself), more than {'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
         "raise it, or use fewer or shorter calibration samples"
     )
+
+
+def check_prediction(arrangement: Arrangement, limit: int | None) -> None:
+    """Raise BudgetError if an arrangement, that of a run to be resumed, was made for more than the limit."""
+    if limit is not None and arrangement.peak_nbytes > limit:
+        raise BudgetError(
+            f"the unfinished run was arranged for {show(arrangement.peak_nbytes)}, more than --max-memory "
+            f"{show(limit)}; give at least that to resume it, or --restart to start over"
+        )
 
 
 def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
@@ -187,7 +203,7 @@ class _Needs:
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
-        first = self.rest + batch * self.seq_len * 12 * self.hidden if self.samples else 0
+        first = self.rest + batch * self.seq_len * 12 * self.hidden
         total = self.base + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first))))
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total)
@@ -211,17 +227,15 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
 
 
 def _workspace(layers: Sequence[LayerPlan]) -> int:
-    """Bytes that the most demanding linear needs beside its weight and statistics."""
+    """Bytes that the most demanding linear needs beside its weight and statistics, to be quantized or measured."""
     distinct = {(x.scheme.method, x.scheme.config, x.spec.shape) for x in layers if x.scheme.config is not None}
-    return max((plugins.load("quant", m).workspace(config, shape) for m, config, shape in distinct), default=0)
+    needs = [plugins.load("quant", method).workspace(config, shape) for method, config, shape in distinct]
+    largest = max((layer.spec.numel for layer in layers), default=0)
+    return max([*needs, MEASURING * largest])
 
 
 def _status(field: str) -> int:
     return _proc("/proc/self/status", field)
-
-
-def _meminfo(field: str) -> int:
-    return _proc("/proc/meminfo", field)
 
 
 def _proc(path: str, field: str) -> int:

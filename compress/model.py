@@ -8,12 +8,14 @@ the experts, which transformers stores as three-dimensional parameters and which
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,10 +27,11 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from compress.checkpoint import Checkpoint, StoredTensor
+from compress.checkpoint import CONFIG, Checkpoint, StoredTensor
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import LinearSpec
 
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
@@ -43,7 +46,7 @@ class Skeleton:
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
         transformers.utils.logging.disable_progress_bar()
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _one_line(checkpoint):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         self.model.eval()
         self.model.tie_weights()
@@ -72,11 +75,22 @@ class Skeleton:
         Tensors that are merged or (of three dimensions only) turned while they are loaded have shapes of their own.
         """
         others = {name: group for group in self.aliases for name in group}
+        packed = {
+            f"{name}.{key}"
+            for name, module in self.model.named_modules()
+            if isinstance(module, PackedLinear)
+            for key in module.specs
+        }
         for name, parameter in self.model.named_parameters():
             stored_as = [alias for alias in others.get(name, [name]) if alias in self.sources]
             if not stored_as:
                 raise CheckpointError(f"{self.checkpoint.directory} has no tensor for {name}; download it again")
             found, shape = self.sources[stored_as[0]], tuple(parameter.shape)
+            if name in packed and found[0].dtype != parameter.dtype:
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {name} is stored as {found[0].dtype}, its format says "
+                    f"{parameter.dtype}"
+                )
             if len(found) == 1 and found[0].name == name and found[0].shape != shape and len(shape) < 3:
                 raise CheckpointError(
                     f"{self.checkpoint.directory}: {name} has shape {found[0].shape}, the configuration asks for "
@@ -153,10 +167,11 @@ class Skeleton:
             prefix = self.block_prefix(index)
             for name, module in block.named_modules():
                 full = prefix + name
-                if isinstance(module, nn.Linear):
-                    shape = (module.out_features, module.in_features)
-                    bias = module.bias is not None
-                    self._add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full), bias), specs, kept)
+                if is_plain_linear(module):
+                    shape = tuple(module.get_parameter("weight").shape)
+                    self._add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
+                elif isinstance(module, nn.Linear):
+                    kept[full] = "a linear with a forward pass of its own"
                 elif is_fused_experts(module) and is_supported(module):
                     for spec in _expert_specs(full, module, self.dtype, index):
                         self._add(spec, specs, kept)
@@ -251,14 +266,32 @@ def _fused_shape(module: nn.Module) -> tuple[int, int, int]:
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
-    try:
+    with _one_line(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise UnsupportedModelError(f"{checkpoint.directory}: {line}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # packed linears are put in place here, not by transformers
     return config
+
+
+@contextmanager
+def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
+    """What a damaged or unknown configuration makes transformers raise, as one clear line."""
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+        OSError,
+        StrictDataclassError,
+    ) as error:
+        reason = " ".join(str(error).split())[:200] or "no reason given"
+        raise UnsupportedModelError(
+            f"{checkpoint.directory / CONFIG} does not give a causal language model ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
@@ -274,12 +307,13 @@ def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> tor
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [(name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)]
     if not outer:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
-    return max(outer, key=lambda pair: len(pair[1]))
+    decoder = set(model.get_decoder().modules())  # of a model with a vision tower, the text part
+    return max([pair for pair in outer if pair[1] in decoder] or outer, key=lambda pair: len(pair[1]))
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:

@@ -2,13 +2,16 @@
 
 A run into OUT works in the sibling OUT.partial:
 
-    OUT.partial/lock        held (flock) while a run lives
+    OUT.partial/lock        held (flock) while a run lives; made first, removed last
     OUT.partial/run.json    what the run is: model, recipe, calibration, versions; how it was arranged
     OUT.partial/blocks/     one file for each finished block, written after its shard
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
+    OUT.partial/stream      hidden states that do not fit into memory
+    OUT.partial/old         the former OUT, while the new one takes its place
 
 Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
-refused.
+refused. Nothing but these names is ever removed, and OUT itself only if --overwrite was given and it is a checkpoint
+of ours, or empty.
 """
 
 from __future__ import annotations
@@ -19,16 +22,18 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from compress import memory
-from compress.checkpoint import read_json, write_text
+from compress.checkpoint import read_json, sync_directory, write_text
 from compress.errors import CheckpointError, OutputError
+from compress.verify import MANIFEST
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
+NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "old"}
 
 
 class Output:
@@ -37,41 +42,35 @@ class Output:
     def __init__(self, out: Path, overwrite: bool = False, restart: bool = False) -> None:
         self.out, self.overwrite, self.restart = out, overwrite, restart
         self.work = out.with_name(out.name + ".partial")
-        self.model = self.work / "model"
-        self.blocks = self.work / "blocks"
-        self._lock: int | None = None
+        self.model, self.blocks, self.old = self.work / "model", self.work / "blocks", self.work / "old"
+        self.run = self.work / "run.json"
+        self._lock: ExitStack | None = None  # closes it
 
     def __enter__(self) -> Output:
+        """Raises OutputError if OUT must not be replaced, OUT.partial is not ours, or another run lives."""
         if self.out.name in ("", ".."):
             raise OutputError(f"{self.out} cannot be an output directory; give --out a new name")
         with writing(self.work):
-            if self.out.exists() and not self.overwrite:
-                raise OutputError(f"{self.out} exists already; give another --out, or --overwrite to replace it")
-            published = self.blocks.exists() and not self.model.exists()  # what a killed run was removing at its end
-            self.blocks.mkdir(parents=True, exist_ok=True)
-            self.model.mkdir(exist_ok=True)
-            self._lock = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._take_lock()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            self._lock = None
-            raise OutputError(f"another run is writing {self.out}; wait for it, or give another --out") from error
-        for part in [*self.model.glob("*.part"), *self.blocks.glob("*.part"), *self.work.glob("*.part")]:
-            part.unlink()  # what a killed run was writing
-        if self.restart or published:
-            self._forget()
+            with writing(self.work):
+                self._settle()
+                self._check_out()
+                if self.restart or not self._resumable():
+                    self._forget()
+                self.blocks.mkdir(exist_ok=True)
+                self.model.mkdir(exist_ok=True)
+                for part in [*self.model.glob("*.part"), *self.blocks.glob("*.part")]:
+                    part.unlink()  # what a killed run was writing
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is None:
-            return
-        os.close(self._lock)
-        self._lock = None
-        if kind is not None and not self.finished_blocks():
-            shutil.rmtree(self.work, ignore_errors=True)  # nothing worth resuming
+        self._leave()
 
     def begin(self, identity: dict[str, Any], arrangement: dict[str, Any]) -> dict[str, Any]:
         """Start or resume: returns the arrangement to use, which is the first run's.
@@ -79,16 +78,15 @@ class Output:
         identity: JSON values that must not change between a run and its resumption. Raises OutputError naming those
         that did.
         """
-        path = self.work / "run.json"
-        if not path.exists():
+        if not self.run.exists():
             with writing(self.work):
-                write_text(path, json.dumps({"identity": identity, "arrangement": arrangement}, indent=1))
+                write_text(self.run, json.dumps({"identity": identity, "arrangement": arrangement}, indent=1))
             return arrangement
         try:
-            stored = read_json(path)
+            stored = read_json(self.run)
             known, first = dict(stored["identity"]), dict(stored["arrangement"])
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            raise OutputError(f"{path} is damaged; give --restart to start over") from error
+            raise OutputError(f"{self.run} is damaged; give --restart to start over") from error
         changed = sorted(k for k in {*known, *identity} if known.get(k) != identity.get(k))
         if changed:
             raise OutputError(
@@ -112,28 +110,104 @@ class Output:
         with writing(self.work):
             write_text(self._block(index), json.dumps(record))
 
+    def forget_from(self, index: int) -> None:
+        """Drop the records of block `index` and all after it, which are then computed again."""
+        with writing(self.work):
+            for path in sorted(self.blocks.glob("*.json"), reverse=True):  # the last first: never a gap
+                if path >= self._block(index):
+                    path.unlink()
+            if self.blocks.exists():
+                sync_directory(self.blocks)
+
     def written(self) -> int:
         """Bytes that an interrupted run has left."""
         return sum(path.stat().st_size for path in self.model.iterdir())
 
     def publish(self) -> None:
-        """Put the finished model in place; the only moment at which OUT changes."""
+        """Put the finished model in place; the only moment at which OUT changes.
+
+        Raises OutputError if OUT has appeared since the start; the finished work stays for the next run.
+        """
         with writing(self.out):
-            old = self.out.with_name(f"{self.out.name}.old-{os.getpid()}")
-            if self.out.exists():
-                os.rename(self.out, old)
-            os.rename(self.model, self.out)
-            if old.is_symlink() or old.is_file():
-                old.unlink()
-            shutil.rmtree(old, ignore_errors=True)
-            shutil.rmtree(self.work, ignore_errors=True)
+            self._check_out()
+            try:
+                if os.path.lexists(self.out):
+                    os.rename(self.out, self.old)
+                os.rename(self.model, self.out)
+                sync_directory(self.work)
+                sync_directory(self.out.parent)
+            finally:
+                self._settle()
 
     def _block(self, index: int) -> Path:
         return self.blocks / f"{index:05d}.json"
 
+    def _resumable(self) -> bool:
+        """Whether there is work to go on with; a run that has published has no model left."""
+        return self._block(0).is_file() and self.run.is_file() and self.model.is_dir()
+
+    def _take_lock(self) -> None:
+        for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
+            self.work.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError), ExitStack() as opened:
+                self._check_work()
+                lock = opened.enter_context((self.work / "lock").open("ab"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break
+                if os.path.samestat(os.fstat(lock.fileno()), (self.work / "lock").stat()):
+                    self._lock = opened.pop_all()
+                    return
+        raise OutputError(f"another run is writing {self.out}; wait for it, or give another --out")
+
+    def _check_work(self) -> None:
+        """Refuse a directory that has the name of ours by chance."""
+        names = set(os.listdir(self.work))
+        if names and self.run.name not in names and not ("lock" in names and names <= NAMES):
+            raise OutputError(f"{self.work} holds files that are not ours; move them away, or give another --out")
+
+    def _check_out(self) -> None:
+        """Refuse to replace what must stay."""
+        if not os.path.lexists(self.out):
+            return
+        if not self.overwrite:
+            raise OutputError(f"{self.out} exists already; give another --out, or --overwrite to replace it")
+        if not self.out.is_dir() or (os.listdir(self.out) and not (self.out / MANIFEST).is_file()):
+            raise OutputError(
+                f"{self.out} is not a checkpoint that compress wrote; delete it yourself or give another --out"
+            )
+
+    def _settle(self) -> None:
+        """Put the former output back if the new one has not taken its place (the model is still here), else drop it."""
+        if self.model.exists() and os.path.lexists(self.old) and not os.path.lexists(self.out):
+            os.rename(self.old, self.out)
+        elif self.old.is_symlink():
+            self.old.unlink()
+        elif self.old.exists():
+            shutil.rmtree(self.old)
+
     def _forget(self) -> None:
-        for path in (self.work / "run.json", *self.blocks.iterdir(), *self.model.iterdir()):
-            path.unlink(missing_ok=True)
+        """Start over; records go first and the identity last, so that no run takes them for its own."""
+        self.forget_from(0)
+        for directory in (self.blocks, self.model):
+            if directory.exists():
+                shutil.rmtree(directory)
+        for name in ("stream", "run.json.part", "run.json"):
+            (self.work / name).unlink(missing_ok=True)
+
+    def _leave(self) -> None:
+        """Remove what is not worth resuming, then let the lock go; what cannot be removed is left to the next run."""
+        if self._lock is None:
+            return
+        with self._lock:
+            self._lock = None
+            if not self._resumable():
+                with suppress(OSError, OutputError):
+                    self._settle()
+                    self._forget()
+                    (self.work / "lock").unlink()
+                    self.work.rmdir()
 
 
 def check_space(directory: Path, nbytes: int) -> None:
@@ -157,6 +231,9 @@ def writing(path: Path) -> Iterator[None]:
         errno.EROFS: "the file system is read-only; give another --out",
         errno.EACCES: "permission denied; give another --out",
         errno.EPERM: "permission denied; give another --out",
+        errno.EEXIST: "a file of this name is in the way; give another --out",
+        errno.ENOTEMPTY: "something has appeared there; move it away and run the same command to go on",
+        errno.EBUSY: "it is a mount point or in use; give another --out",
         errno.ENOTDIR: "a part of the path is a file; give another --out",
         errno.ENAMETOOLONG: "the name is too long; give another --out",
     }

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,10 +50,12 @@ def quantize(
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
         arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
         arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
-        torch.set_num_threads(arrangement.pop("threads"))  # the first run's, so that sums are taken in the same order
+        threads = arrangement.pop("threads")  # the first run's, so that sums are taken in the same order
         prepared = dataclasses.replace(prepared, arrangement=Arrangement(**arrangement))
+        memory.check_prediction(prepared.arrangement, asked.max_memory)
         run = _Run(asked, prepared, output, calibration.tokens if calibration is not None else None, progress)
-        run.blocks()
+        with _threads(threads):
+            run.blocks()
         facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
         return assemble.finish(output, facts, run.probes, started, progress)
 
@@ -68,6 +71,17 @@ def predict_seconds(asked: Job, prepared: Prepared) -> float:
     tokens = torch.randint(vocabulary, (batch, prepared.seq_len), generator=generator) if batch else None
     run = _Run(asked, trial, Output(asked.out), tokens, silent)
     return run.trial_seconds(-(-prepared.samples // batch) if batch else 0)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """This many threads for sums, and the former number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _disk_need(prepared: Prepared) -> int:
@@ -228,7 +242,10 @@ class _Run:
         if layer.scheme.config is None:
             packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
         else:
-            result = plugins.load("quant", layer.scheme.method).quantize(weight, stats, layer.scheme.config)
+            try:
+                result = plugins.load("quant", layer.scheme.method).quantize(weight, stats, layer.scheme.config)
+            except NumericalError as error:
+                raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
             packed, notes = result.weight, (*notes, *result.notes)
         assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
         row = report.measure(layer, weight, packed, stats, notes)

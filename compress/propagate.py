@@ -85,34 +85,42 @@ class Stream:
 @torch.no_grad()
 def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
     """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""
-    real = list(skeleton.blocks)
-    calls: Calls = [{} for _ in real]
+    calls: Calls = [{} for _ in skeleton.blocks]
     skeleton.load_rest(device)
     try:
         for start in range(0, tokens.shape[0], batch):
             part = tokens[start : start + batch].to(device)
-            recorders = [_Recorder(block) for block in real]
-            for i, recorder in enumerate(recorders):
-                skeleton.blocks[i] = recorder
-            skeleton.model.base_model(input_ids=part, use_cache=False)
-            hidden = recorders[0].hidden
-            if hidden is None:
-                raise UnsupportedModelError("the first decoder block was not called with hidden states")
+            hidden, found = _calls(skeleton, part)
             stream.write(start, hidden)
-            for recorder, known in zip(recorders, calls, strict=True):
-                call = recorder.call
-                if call is None:
-                    raise UnsupportedModelError("some decoder blocks are not called in a plain forward pass")
+            for call, known in zip(found, calls, strict=True):
                 if not _equal(known.setdefault(part.shape[0], call), call):
                     raise UnsupportedModelError(
                         "the decoder blocks take arguments that differ between samples; such a model cannot be "
                         "calibrated block by block"
                     )
     finally:
-        for i, block in enumerate(real):
-            skeleton.blocks[i] = block
         skeleton.free()
     return calls
+
+
+def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[Call]]:
+    """The hidden states that reach the first block, and what every block is called with."""
+    real = list(skeleton.blocks)
+    for as_tuple in (False, True):  # what a block returns is not written anywhere: try a tensor, then a tuple
+        seen: list[tuple[Any, Call]] = []
+        for i, block in enumerate(real):
+            skeleton.blocks[i] = _Recorder(block, seen, len(real), as_tuple)
+        try:
+            skeleton.model.base_model(input_ids=tokens, use_cache=False)
+        except _AllSeenError:
+            return seen[0][0], [call for _, call in seen]
+        except _WrongKindError:
+            continue
+        finally:
+            for i, block in enumerate(real):
+                skeleton.blocks[i] = block
+        break
+    raise UnsupportedModelError("some decoder blocks are not called with hidden states in a plain forward pass")
 
 
 @torch.no_grad()
@@ -127,14 +135,21 @@ def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor
     return states
 
 
-class _Recorder(nn.Module):
-    """Takes a block's place: keeps what it is called with and passes the hidden states on."""
+class _AllSeenError(Exception):
+    """Every block has been called: the rest of the forward pass is not needed."""
 
-    def __init__(self, real: nn.Module) -> None:
+
+class _WrongKindError(Exception):
+    """The model wants its blocks to return the other of tensor and tuple."""
+
+
+class _Recorder(nn.Module):
+    """Takes a block's place: notes what it is called with and passes the hidden states on."""
+
+    def __init__(self, real: nn.Module, seen: list[tuple[Any, Call]], blocks: int, as_tuple: bool) -> None:
         super().__init__()
-        self.__dict__["real"] = real  # not registered as a child
-        self.hidden: Tensor | None = None
-        self.call: Call | None = None
+        # not registered as a child
+        self.__dict__.update(real=real, seen=seen, blocks=blocks, as_tuple=as_tuple)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,9 +157,13 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.hidden, self.call = hidden_states, Call(args, kwargs)
-        return hidden_states
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(hidden_states, Tensor) or (self.seen and hidden_states.shape != self.seen[0][0].shape):
+            raise _WrongKindError
+        self.seen.append((hidden_states, Call(args, kwargs)))
+        if len(self.seen) == self.blocks:
+            raise _AllSeenError
+        return (hidden_states,) if self.as_tuple else hidden_states
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -21,7 +21,6 @@ class LinearSpec:
     dtype: torch.dtype  # of the stored weight
     block: int  # index of the decoder block
     input_key: str
-    has_bias: bool = False
     is_expert: bool = False
 
     @property
@@ -126,7 +125,7 @@ class LayerReport:
     bpw: float
     nbytes: int
     weight_error: float  # ||W - Q||^2 / ||W||^2
-    output_error: float | None  # tr(R H R^T) / tr(W H W^T); None for data-free methods
+    output_error: float | None  # tr(R H R^T) / tr(W H W^T), over at most 512 rows; None for data-free methods
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()

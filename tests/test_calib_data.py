@@ -187,9 +187,60 @@ def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monke
     assert len(seen) == 9  # 8 tokens, then 9 with each separator
 
 
-def test_a_text_file_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("floor", "available", "pieces"), [(900, 900, 50), (901, 900, 50), (450, 450, 25), (30, 80, 5)]
+)
+def test_a_text_file_is_read_up_to_a_generous_limit(
+    floor: int, available: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "PIECE_NBYTES", 10)
-    assert pico_calibration(write(tmp_path / "a.txt", "12345678\n" * 100), 2, 10).tokens_available == 900
+    monkeypatch.setattr(data, "TEXT_TOKENS", floor)
+    seen: list[str] = []
+    real = data.documents
+    monkeypatch.setattr(data, "documents", lambda source: (seen.append(text) or text for text in real(source)))
+
+    found = pico_calibration(write(tmp_path / "a.txt", "12345678\n" * 100), 2, 10)
+
+    assert found.tokens_available == available and len(seen) == pieces  # of two lines each
+    assert found.notes == (() if floor > 900 else (f"Of the calibration text the first {available} tokens were read.",))
+
+
+def test_no_more_windows_of_a_text_file_are_read_than_asked_for(
+    tmp_path: Path, books_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "books.txt", books_text.encode() + b"\xff")  # not reached
+    monkeypatch.setattr(data, "PIECE_NBYTES", 1000)
+    windows, available = token_windows(source, pico_tokenizer(), 100, VOCAB_SIZE, 2050)
+    assert available == 2050 and windows.dtype == torch.int64
+    assert windows.flatten().tolist() == pico_ids(books_text)[:2000]
+
+
+@pytest.mark.parametrize("text", ["a\u00fc\u20ac\U0001f600" * 50, "\U0001f600" * 50, "12\n" + "\u20ac" * 100])
+@pytest.mark.parametrize("piece", [7, 8, 9, 10])
+def test_a_line_without_end_is_cut_between_characters(
+    text: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "PIECE_NBYTES", piece)
+    monkeypatch.setattr(data, "LINE_NBYTES", 1)
+    pieces = list(data.documents(write(tmp_path / "a.txt", text)))
+    assert "".join(pieces) == text and max(len(part.encode()) for part in pieces) <= piece + 4
+
+
+def test_a_text_file_is_tokenized_by_the_piece(
+    tmp_path: Path, books_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "PIECE_NBYTES", 1000)
+    tokenizer = pico_tokenizer()
+    sizes: list[int] = []
+
+    def tokenize(texts: list[str], **settings: Any) -> Any:
+        sizes.append(sum(len(text) for text in texts))
+        return pico_tokenizer()(texts, **settings)
+
+    tokenize.eos_token_id = tokenizer.eos_token_id  # type: ignore[attr-defined]
+    source = write(tmp_path / "books.txt", books_text[:9000])
+    token_windows(source, tokenize, 1, VOCAB_SIZE)  # type: ignore[arg-type]
+    assert sizes == [len(piece) for piece in data.documents(source)] and len(sizes) > 3
 
 
 def test_without_end_of_text_documents_just_follow_each_other(tmp_path: Path) -> None:

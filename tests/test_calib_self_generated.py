@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from compress.calib import data
+from compress import job
+from compress.calib import data, lm
 from compress.calib.data import self_generated
 from compress.errors import BudgetError, CalibrationError, NumericalError
 from pico import EOS_ID, VOCAB_SIZE
@@ -24,12 +26,12 @@ ReadOnly = Callable[..., Path]
 def slow_text(directory: Path, num_samples: int, seq_len: int, seed: int, start: Tensor) -> Tensor:
     """One forward pass over everything for each token, no cache, inverse distribution in float64."""
     model = AutoModelForCausalLM.from_pretrained(directory)
-    generator = torch.Generator().manual_seed(seed)
+    generators = [data._generator(seed, index) for index in range(num_samples)]
     tokens = start
     for _ in range(seq_len - 1):
         with torch.no_grad():
             probability = model(tokens).logits[:, -1].double().softmax(-1)
-        uniform = torch.rand(num_samples, 1, dtype=torch.float64, generator=generator)
+        uniform = torch.stack([torch.rand(1, dtype=torch.float64, generator=own) for own in generators])
         token = (probability.cumsum(-1) <= uniform).sum(-1, keepdim=True)
         tokens = torch.cat([tokens, token], 1)
     return tokens
@@ -82,14 +84,110 @@ def test_self_generated_text_starts_with_what_the_model_has(pico_dir: ReadOnly, 
     assert torch.equal(self_generated(neither, 20, 1, 0).tokens, starts)
 
 
-def test_self_generated_text_needs_the_memory(pico_dir: ReadOnly) -> None:
+def test_a_sequence_has_its_own_random_numbers() -> None:
+    def numbers(seed: int, index: int) -> tuple[float, ...]:
+        return tuple(torch.rand(4, generator=data._generator(seed, index)).tolist())
+
+    assert numbers(3, 5) == numbers(3, 5)
+    assert len({numbers(seed, index) for seed in (0, 1, 2**63) for index in range(50)}) == 150
+
+
+def test_self_generated_text_shrinks_its_batches_to_the_memory(
+    pico_dir: ReadOnly, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = pico_dir("llama")
-    nbytes = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(directory).parameters())
+    weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(directory).parameters())
+    sequence = 2 * (2 * 2 * 2 * 16 * 12 * 4) + 48 * VOCAB_SIZE  # keys and values, layers, heads, head_dim, seq_len
+    batches: list[int] = []
+    real = lm.write
+
+    def write(model: Any, start: Tensor, new_tokens: int, draw: lm.Draw) -> Tensor:
+        batches.append(len(start))
+        return real(model, start, new_tokens, draw)
+
+    monkeypatch.setattr(lm, "write", write)
+    expected = self_generated(directory, 5, 12, 0)
+    for fitting, sizes in ((1, [1] * 5), (2, [2, 2, 1]), (40, [5])):
+        batches.clear()
+        allowed = weights + data.SELF_SPARE + fitting * sequence
+        found = self_generated(directory, 5, 12, 0, max_nbytes=allowed + sequence - 1)
+        assert batches == sizes and torch.equal(found.tokens, expected.tokens)
     with pytest.raises(
-        BudgetError, match="needs the whole model in memory .* give --calib a text file or raise --max-"
+        BudgetError, match=r"model in memory \(\d+ MiB .*\), \d+ MiB are left for it; give --calib a text file or raise"
     ):
-        self_generated(directory, 1, 4, 0, max_nbytes=nbytes - 1)
-    assert self_generated(directory, 1, 4, 0, max_nbytes=nbytes).tokens.shape == (1, 4)
+        self_generated(directory, 5, 12, 0, max_nbytes=weights + data.SELF_SPARE + sequence - 1)
+
+
+def test_weights_that_are_converted_are_in_memory_twice(pico_dir: ReadOnly) -> None:
+    directory = pico_dir("llama", dtype=torch.bfloat16)
+    weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(directory).parameters())
+    allowed = weights + weights // 2 + data.SELF_SPARE
+    assert self_generated(directory, 1, 4, 0, max_nbytes=allowed).tokens.shape == (1, 4)
+    with pytest.raises(BudgetError):
+        self_generated(directory, 1, 4, 0, max_nbytes=allowed - 1)
+
+
+def test_the_memory_of_a_sequence_whatever_the_configuration_lacks() -> None:
+    def keys_and_values(**config: Any) -> int:
+        return lm.sequence_nbytes(PretrainedConfig(vocab_size=0, **config), 10) // (2 * 2 * 4 * 10)
+
+    assert keys_and_values(num_hidden_layers=3, num_attention_heads=8, hidden_size=64) == 3 * 64
+    assert keys_and_values(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, hidden_size=64) == 3 * 16
+    assert keys_and_values(num_hidden_layers=3, num_attention_heads=8, hidden_size=64, v_head_dim=32) == 3 * 256
+    assert keys_and_values(num_hidden_layers=3, num_key_value_heads=[1, 4], head_dim=16) == 3 * 64
+    assert keys_and_values(hidden_size=64) == 256 * 64
+
+
+# kept for the next run
+
+
+def test_stored_text_is_taken_again(tmp_path: Path) -> None:
+    folder, request = tmp_path / "work" / "calibration", {"seed": 3, "seq_len": 4}
+    written = data._of_model(torch.arange(12).view(3, 4))
+    assert data.restore(folder, request) is None
+    data.store(folder, request, written)
+    found = data.restore(folder, request)
+    assert found is not None and torch.equal(found.tokens, written.tokens) and found.facts() == written.facts()
+    assert data.restore(folder, {**request, "seed": 4}) is None
+
+
+@pytest.mark.parametrize("file", ["tokens.safetensors", "calibration.json"])
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: raw[:-9] + b"\x01" + raw[-8:], lambda raw: None])
+def test_damaged_stored_text_is_not_taken(
+    file: str, damage: Callable[[bytes], bytes | None], tmp_path: Path
+) -> None:
+    data.store(tmp_path, {}, data._of_model(torch.arange(12).view(3, 4)))
+    raw = damage((tmp_path / file).read_bytes())
+    (tmp_path / file).unlink()
+    if raw is not None:
+        (tmp_path / file).write_bytes(raw)
+    assert data.restore(tmp_path, {}) is None
+    data.store(tmp_path, {}, data._of_model(torch.arange(12).view(3, 4)))
+    assert data.restore(tmp_path, {}) is not None
+
+
+def test_a_job_writes_its_text_once(pico_dir: ReadOnly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(overrides=["method=gptq", "calibration.num_samples=2", "calibration.seq_len=8"])
+    asked = job.Job(str(pico_dir("llama")), recipe, tmp_path / "out")
+    said: list[str] = []
+
+    def text(asked: job.Job, cache: Path | None) -> data.Calibration:
+        said.clear()
+        found = job.calibration(asked, job.prepare(asked), lambda text, done, total: said.append(text), cache)
+        assert found is not None
+        return found
+
+    expected = text(asked, None)
+    assert said[0] == "loading the model to write calibration text" and said[-1] == "generating calibration text"
+    assert text(asked, tmp_path / "cache").sha256 == expected.sha256 and said
+    assert text(asked, tmp_path / "cache").sha256 == expected.sha256 and not said
+    others = [{"seed": 1}, {"model": str(pico_dir("qwen3"))}]
+    for other in others:
+        assert text(dataclasses.replace(asked, **other), tmp_path / "cache").sha256 != expected.sha256 and said
+    with pytest.raises(BudgetError, match="give --calib a text file"):
+        monkeypatch.setattr("compress.memory.available", lambda: 0)
+        monkeypatch.setattr("compress.memory.arrange", lambda *_: None)
+        text(asked, None)
 
 
 def test_self_generated_text_longer_than_the_model(pico_dir: ReadOnly) -> None:

@@ -53,6 +53,10 @@ class Params:
         if self.scale_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"scale_dtype {self.scale_dtype!r} is not float16 or bfloat16")
 
+    def group(self, in_features: int) -> int:
+        """Columns of a group, the whole row if group_size is -1."""
+        return in_features if self.group_size == -1 else self.group_size
+
 
 def tile_words(bits: int, group_size: int, in_features: int) -> int:
     """The tile that pads least; of those one within a group, so that a field meets one scale; of those the widest."""
@@ -136,7 +140,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     """The dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
     out_features, in_features = shape
     rows, columns = padded_shape(params, shape)
-    group = columns if params.group_size == -1 else params.group_size
+    group = params.group(columns)
     scales = tensors["scales"].T.float()  # [N, G]
     if params.symmetric:
         zeros = torch.full_like(scales, 2 ** (params.bits - 1))

@@ -31,7 +31,7 @@ def improve(
     The loss is tr(R H R^T) with H = hessian + damping * I, and never rises.
     """
     columns = target.shape[0]
-    size = columns if params.group_size == -1 else params.group_size
+    size = params.group(columns)
     state = _Descent(target, hessian, damping, codes, fitted, params)
     for _ in range(sweeps):
         for index, start in enumerate(range(0, columns, size)):
@@ -47,7 +47,7 @@ class _Descent:
         self.hessian, self.damping, self.top = hessian, damping, 2**params.bits - 1
         self.dtype = getattr(torch, params.scale_dtype)
         self.codes, self.scale, self.zero = codes.clone(), fitted.scale.clone(), fitted.zero
-        size = columns if params.group_size == -1 else params.group_size
+        size = params.group(columns)
         owner = torch.arange(columns, device=target.device) // size
         self.values = codes.float().sub_(self.zero[owner]).mul_(self.scale[owner])  # Q, [columns, rows]
         residual = target - self.values

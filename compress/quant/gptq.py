@@ -42,7 +42,7 @@ class Config(grid.GridConfig):
     act_order: bool = True  # columns with large inputs first
     static_groups: bool = True  # fit all scales before the loop; false: each group when the loop reaches it
     damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
-    sweeps: int = 3  # coordinate-descent sweeps after the loop; 0: plain GPTQ
+    sweeps: int = 1  # coordinate-descent sweeps after the loop, each at twice its cost; 0: plain GPTQ
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ class _GridRounder:
         columns, rows = target.shape
         self.config, self.dtype = config, getattr(torch, params.scale_dtype)
         self.top = 2**config.bits - 1
-        self.size = columns if params.group_size == -1 else params.group_size
+        self.size = params.group(columns)
         self.owner = (order // self.size).tolist()  # group of the k-th column
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
         if config.static_groups:

@@ -33,8 +33,8 @@ def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight: float32 copy (transposed), codes, packing."""
-    return shape[0] * shape[1] * (4 + 1 + 3)
+    """Bytes needed beside the stored weight: float32 copy (transposed), its magnitudes, codes, packing."""
+    return shape[0] * shape[1] * (4 + 4 + 1 + 4)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config) -> Quantized:
@@ -42,7 +42,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config) -> Quantized:
     shape = (weight.shape[0], weight.shape[1])
     target = weight.T.float().contiguous()
     params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
-    group = shape[1] if params.group_size == -1 else params.group_size
+    group = params.group(shape[1])
     fitted = grid.fit_all(target, None, config, getattr(torch, params.scale_dtype), group)
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     for index, start in enumerate(range(0, shape[1], group)):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from compress import formats
 from compress.errors import CheckpointError
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, is_plain_linear
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
@@ -142,11 +142,7 @@ class CompressQuantizer(HfQuantizer):
                 model.set_submodule(name, module.fuse(dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-                linear.weight = nn.Parameter(module.dequantize(dtype))
-                if module.bias is not None:
-                    linear.bias = nn.Parameter(module.bias.detach().to(dtype))
-                model.set_submodule(name, linear.train(module.training))
+                model.set_submodule(name, module.to_linear(dtype))
         return model
 
     def is_serializable(self) -> bool:
@@ -191,9 +187,9 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
         module = model.get_submodule(name)
     except AttributeError as error:
         raise CheckpointError(f"{name} is listed as packed, but {type(model).__name__} has no such module") from error
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+    if not is_plain_linear(module):
         raise CheckpointError(f"{name} is listed as packed, but is a {type(module).__name__}, not a linear")
-    return module
+    return cast(nn.Linear, module)
 
 
 def _check_loaded(name: str, module: PackedLinear) -> None:

@@ -77,6 +77,11 @@ def set_cache_limit(nbytes: int) -> None:
     CACHE.limit = nbytes
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether the module computes just what `nn.Linear` does, so that a PackedLinear can take its place."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 class PackedLinear(nn.Module):
     """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
 
@@ -132,6 +137,14 @@ class PackedLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], decoded anew."""
         return formats.decode(self.packed(), dtype)
+
+    def to_linear(self, dtype: torch.dtype) -> nn.Linear:
+        """A plain linear with the dequantized weight and the bias in `dtype`."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self.dequantize(dtype))
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+        return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] of any floating type -> [..., out_features] of the same type."""
