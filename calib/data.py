@@ -246,6 +246,7 @@ def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int
         for ids in cast(list[list[int]], encoded):
             parts.append(torch.tensor(separator + ids if parts else ids, dtype=torch.int32))
             count += len(parts[-1])
+        del encoded, ids  # else they lie in the way when the next piece is tokenized, and memory grows with each
         if limit is not None and count >= limit:
             break
     return torch.cat(parts)[:limit] if parts else torch.empty(0, dtype=torch.int32)

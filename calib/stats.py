@@ -18,7 +18,7 @@ from compress.errors import NumericalError
 from compress.types import Stats
 
 PANELS = 8  # column panels: the lower triangle of panels, 7/16 of the work, is left out
-MIN_PANEL = 256  # columns; narrower panels make the products inefficient
+MIN_PANEL = 128  # columns; narrower panels make the products inefficient
 
 
 class HessianSum:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compress import formats, job, memory, recipe, report, verify
-from compress.checkpoint import CONFIG, INDEX, StoredTensor, read_header, sha256, write_shard, write_text
+from compress.checkpoint import CONFIG, INDEX, StoredTensor, read_header, sha256, sync, write_shard, write_text
 from compress.model import Skeleton
 from compress.output import Output
 from compress.progress import Progress
@@ -115,6 +115,8 @@ def _copy_files(source: Path, directory: Path) -> None:
         if path.suffix in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
             continue
         shutil.copyfile(path, directory / name)
+        with (directory / name).open("r+b") as stream:
+            sync(stream)
 
 
 def _write_manifest(directory: Path, facts: report.Facts) -> None:

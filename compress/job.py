@@ -111,9 +111,7 @@ def calibration(
         progress("reading calibration text", 0, 0)
         vocabulary = prepared.skeleton.config.get_text_config().vocab_size
         tokenizer = lm.load_tokenizer(checkpoint.directory)
-        return calib_data.calibration(
-            job.calib, tokenizer, prepared.samples, prepared.seq_len, job.seed, vocabulary
-        )
+        return calib_data.calibration(job.calib, tokenizer, prepared.samples, prepared.seq_len, job.seed, vocabulary)
     request = {
         "source": calib_data.SELF_SOURCE,
         "model": fingerprint(checkpoint),

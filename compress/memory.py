@@ -25,6 +25,7 @@ from compress.types import LayerPlan, LinearSpec, Plan
 
 GIB = 1 << 30
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
+SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
 MEASURING = 16  # bytes a weight that the errors in the report take
 TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
@@ -92,6 +93,14 @@ def return_freed_memory() -> None:
     """Make the C library hand freed tensors back to the system instead of keeping them for later."""
     try:
         ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError):
+        return
+
+
+def trim() -> None:
+    """Hand memory that was freed in small pieces back to the system."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         return
 
@@ -204,7 +213,7 @@ class _Needs:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.rest + batch * self.seq_len * 12 * self.hidden
-        total = self.base + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first))))
+        total = self.base + SLACK + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first))))
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total)
 

@@ -178,7 +178,8 @@ class Skeleton:
                 elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
         if not specs:
-            raise UnsupportedModelError(f"{self.blocks_name} has no linear layers that can be quantized")
+            reasons = sorted(set(kept.values()))
+            raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
         return specs, kept
 
     def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:

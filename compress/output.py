@@ -6,6 +6,7 @@ A run into OUT works in the sibling OUT.partial:
     OUT.partial/run.json    what the run is: model, recipe, calibration, versions; how it was arranged
     OUT.partial/blocks/     one file for each finished block, written after its shard
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
+    OUT.partial/calibration text that the model wrote to be calibrated on; kept for the next run
     OUT.partial/stream      hidden states that do not fit into memory
     OUT.partial/old         the former OUT, while the new one takes its place
 
@@ -33,7 +34,7 @@ from compress.errors import CheckpointError, OutputError
 from compress.verify import MANIFEST
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
-NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "old"}
+NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
 
 
 class Output:
@@ -43,7 +44,7 @@ class Output:
         self.out, self.overwrite, self.restart = out, overwrite, restart
         self.work = out.with_name(out.name + ".partial")
         self.model, self.blocks, self.old = self.work / "model", self.work / "blocks", self.work / "old"
-        self.run = self.work / "run.json"
+        self.run, self.calibration = self.work / "run.json", self.work / "calibration"
         self._lock: ExitStack | None = None  # closes it
 
     def __enter__(self) -> Output:
@@ -56,6 +57,8 @@ class Output:
             with writing(self.work):
                 self._settle()
                 self._check_out()
+                if self.restart:
+                    self._remove(self.calibration)
                 if self.restart or not self._resumable():
                     self._forget()
                 self.blocks.mkdir(exist_ok=True)
@@ -136,6 +139,7 @@ class Output:
                 os.rename(self.model, self.out)
                 sync_directory(self.work)
                 sync_directory(self.out.parent)
+                self._remove(self.calibration)
             finally:
                 self._settle()
 
@@ -191,10 +195,13 @@ class Output:
         """Start over; records go first and the identity last, so that no run takes them for its own."""
         self.forget_from(0)
         for directory in (self.blocks, self.model):
-            if directory.exists():
-                shutil.rmtree(directory)
+            self._remove(directory)
         for name in ("stream", "run.json.part", "run.json"):
             (self.work / name).unlink(missing_ok=True)
+
+    def _remove(self, directory: Path) -> None:
+        if directory.exists():
+            shutil.rmtree(directory)
 
     def _leave(self) -> None:
         """Remove what is not worth resuming, then let the lock go; what cannot be removed is left to the next run."""
@@ -202,10 +209,11 @@ class Output:
             return
         with self._lock:
             self._lock = None
-            if not self._resumable():
+            if not self._resumable() and not any(self.calibration.glob("*.json")):
                 with suppress(OSError, OutputError):
                     self._settle()
                     self._forget()
+                    self._remove(self.calibration)
                     (self.work / "lock").unlink()
                     self.work.rmdir()
 

@@ -45,9 +45,15 @@ def quantize(
         on_plan(prepared)
     with Output(asked.out, asked.overwrite, asked.restart) as output, writing(output.work):
         check_space(output.work, _disk_need(prepared) - output.written())
-        calibration = job.calibration(asked, prepared, progress)
+        calibration = job.calibration(asked, prepared, progress, output.calibration)
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
+            if (wanted := asked.recipe.calibration.seq_len) > prepared.seq_len:
+                note = (
+                    f"Samples have {prepared.seq_len} tokens instead of {wanted}: the model knows no longer positions."
+                )
+                calibration = dataclasses.replace(calibration, notes=(*calibration.notes, note))
+            memory.trim()
         arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
         arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
         threads = arrangement.pop("threads")  # the first run's, so that sums are taken in the same order
@@ -112,7 +118,7 @@ class _Run:
 
     def blocks(self) -> None:
         """All blocks, those of an interrupted run replayed."""
-        records = self.output.finished_blocks()
+        records = self._intact(self.output.finished_blocks())
         self.replayed = len(records)
         self._embed()
         probe = verify.Probe(self.skeleton, self.device)
@@ -121,6 +127,15 @@ class _Run:
                 self._block(index, records[index] if index < len(records) else None, probe)
         finally:
             self.stream.close()
+
+    def _intact(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The finished blocks up to the first whose shard is not the file that was recorded; the rest is done again."""
+        for index, record in enumerate(records):
+            path = self.output.model / record["file"]
+            if not path.is_file() or sha256(path) != record["sha256"]:
+                self.output.forget_from(index)
+                return records[:index]
+        return records
 
     @torch.no_grad()
     def trial_seconds(self, batches: int) -> float:
@@ -277,11 +292,8 @@ class _Run:
     def _restore(
         self, record: dict[str, Any], layers: list[LayerPlan]
     ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
-        """A finished block's packed weights from its shard, which must be the file that was recorded."""
-        path = self.output.model / record["file"]
-        if not path.is_file() or sha256(path) != record["sha256"]:
-            raise CheckpointError(f"{path} is damaged; use --restart to start over")
-        on_disk = read_header(path)
+        """A finished block's packed weights from its shard."""
+        on_disk = read_header(self.output.model / record["file"])
         reports = [
             LayerReport(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in record["layers"]
         ]

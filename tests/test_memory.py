@@ -180,7 +180,7 @@ def test_check(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.check(None)
     memory.check(3 * MIB)
     with pytest.raises(
-        BudgetError, match=r"used 3\.00 MiB, more than --max-memory 2\.00 MiB; finished blocks are kept"
+        BudgetError, match=r"used 3\.00 MiB, more than --max-memory 2\.00 MiB; blocks that were finished are kept"
     ):
         memory.check(2 * MIB)
 
@@ -197,7 +197,7 @@ def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
         real = memory.arrange
         patch.setattr(memory, "arrange", lambda *given: dataclasses.replace(real(*given), spill=True, batch=3))
         patch.setattr(memory, "peak", lambda: 1 << 41 if done.exists() else 1)
-        with pytest.raises(BudgetError, match="finished blocks are kept"):
+        with pytest.raises(BudgetError, match="blocks that were finished are kept"):
             pipeline.quantize(asked)
     assert not out.exists()
     report = pipeline.quantize(dataclasses.replace(asked, max_memory=1 << 42))
