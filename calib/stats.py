@@ -2,8 +2,8 @@
 
 A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float32 (TF32 off). It is a plain sum, so
 that batches, shards and processes add up; the token count is kept beside it. Tokens are added in chunks of one window
-in the order they come, so that the batch size of the forward pass does not change the sum. Only the upper block
-triangle is computed; `finish` mirrors it.
+in the order they come, so that the batch size of the forward pass does not change the sum (except for experts, whose
+tokens are gathered from a whole batch). Only the upper block triangle is computed; `finish` mirrors it.
 """
 
 from __future__ import annotations

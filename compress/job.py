@@ -56,7 +56,7 @@ class Prepared:
 
 
 def prepare(job: Job) -> Prepared:
-    """Open the model, apply the recipe, arrange the memory. Reads headers only."""
+    """Open the model, apply the recipe, arrange the memory. Of the weights only headers are read."""
     checkpoint = open_checkpoint(resolve(job.model))
     if job.out.resolve() in (checkpoint.directory.resolve(), *checkpoint.directory.resolve().parents):
         raise OutputError(f"the output {job.out} holds the model itself; give another --out")

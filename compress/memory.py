@@ -4,8 +4,8 @@ A run's peak is predicted from shapes before it starts, as the process's memory 
 phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches
 shrink, the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with
 what it would need. While it runs, the peak that the operating system recorded is checked against the limit, and the
-run stops, resumable, before it goes on past it. The arrangement never changes results beyond the order of
-floating-point sums in the model's own batched products.
+run stops, resumable, before it goes on past it. The arrangement changes no result beyond the order of floating-point
+sums: in the model's own batched products, and in the statistics of experts.
 """
 
 from __future__ import annotations
