@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint import Checkpoint, open_checkpoint, read_header, read_json, write_shard, write_text
-from compress.errors import BudgetError, CalibrationError, CheckpointError
+from compress.errors import BudgetError, CalibrationError, CheckpointError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -220,7 +220,7 @@ def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]
         else:
             yield from _read_dataset(str(source), column)
     except OSError as error:
-        raise CalibrationError(f"cannot read {source}: {_first_line(error)}") from error
+        raise CalibrationError(f"cannot read {source}: {first_line(error)}") from error
 
 
 def is_text_file(source: str | Path) -> bool:
@@ -311,7 +311,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
                 for row in batch.to_pylist():
                     yield _text_of(row, column, str(path))
     except pyarrow.ArrowInvalid as error:
-        raise CalibrationError(f"{path} is not a readable parquet file ({_first_line(error)})") from error
+        raise CalibrationError(f"{path} is not a readable parquet file ({first_line(error)})") from error
 
 
 def _read_dataset(source: str, column: str) -> Iterator[str]:
@@ -324,7 +324,7 @@ def _read_dataset(source: str, column: str) -> Iterator[str]:
     except (ConnectionError, FileNotFoundError, HFValidationError) as error:
         raise CalibrationError(_unreachable(source)) from error
     except (ValueError, RuntimeError) as error:  # no such configuration or split, a damaged file, or a script
-        raise CalibrationError(f"data set {source} cannot be read: {_first_line(error)}") from error
+        raise CalibrationError(f"data set {source} cannot be read: {first_line(error)}") from error
 
 
 def _stream(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
@@ -377,7 +377,3 @@ def _check_counts(num_samples: int, seq_len: int) -> None:
 
 def _sha256(tokens: Tensor) -> str:
     return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from compress.checkpoint import open_checkpoint, read_config
-from compress.errors import CalibrationError, CheckpointError, NumericalError
+from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
@@ -30,7 +30,9 @@ def load_config(directory: Path) -> transformers.PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(directory, **_LOCAL).get_text_config()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory}: transformers cannot read its configuration ({_line(error)})") from error
+        raise CheckpointError(
+            f"{directory}: transformers cannot read its configuration ({first_line(error)})"
+        ) from error
 
 
 def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
@@ -40,7 +42,7 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
         with _quiet():
             return AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except (OSError, ValueError) as error:  # ValueError: damaged JSON too
-        raise CheckpointError(f"{directory} has no readable tokenizer ({_line(error)})") from error
+        raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
 
 
 def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> transformers.PreTrainedModel:
@@ -57,7 +59,7 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
                 directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
             )
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory}: transformers cannot load it ({_line(error)})") from error
+        raise CheckpointError(f"{directory}: transformers cannot load it ({first_line(error)})") from error
     model, info = cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if absent:
@@ -191,7 +193,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -68,8 +68,8 @@ def finish(
     _copy_files(skeleton.checkpoint.directory, directory)
     quantization = hf.build_config({row.name: stored(row) for row in facts.layers})
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
-    dtype = str(skeleton.dtype).removeprefix("torch.")
-    config = {"dtype": dtype, **skeleton.checkpoint.config, "quantization_config": quantization.to_dict()}
+    dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
+    config = {**skeleton.checkpoint.config, "dtype": dtype, "quantization_config": quantization.to_dict()}
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(facts.job.recipe))
     verify.self_check(directory, probes, torch.device(facts.job.device), progress)

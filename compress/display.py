@@ -120,8 +120,8 @@ def plan_line(prepared: Prepared) -> str:
     if prepared.samples:
         where = "on disk" if arrangement.spill else "in memory"
         line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "
-        line += f"hidden states {where}"
-    return line
+        return line + f"hidden states {where}"
+    return line + "; the recipe needs no calibration text"
 
 
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:

@@ -13,6 +13,11 @@ A message says what is wrong, where, and what to do next, in one line.
 """
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, its type if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class CompressError(Exception):
     """Base of all errors that a user can cause and mend."""
 

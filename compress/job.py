@@ -18,7 +18,7 @@ from compress import memory, recipe
 from compress.calib import data as calib_data
 from compress.calib import lm
 from compress.checkpoint import Checkpoint, open_checkpoint
-from compress.errors import CheckpointError, OutputError
+from compress.errors import CheckpointError, OutputError, first_line
 from compress.memory import Arrangement
 from compress.model import Skeleton
 from compress.plan import make
@@ -89,10 +89,9 @@ def resolve(model: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{model} is no directory here and could not be fetched from the hub ({reason[:150]}); give the path of a "
-            "downloaded checkpoint"
+            f"{model} is no directory here and could not be fetched from the hub ({first_line(error)[:150]}); give the "
+            "path of a downloaded checkpoint"
         ) from error
 
 

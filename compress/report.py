@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress import formats, job, memory, plan
 from compress.calib.data import Calibration
-from compress.checkpoint import read_json
+from compress.checkpoint import open_checkpoint, read_json
 from compress.errors import CheckpointError
 from compress.job import Job, Prepared
 from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
@@ -117,8 +117,13 @@ def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """The report of a checkpoint that compress wrote; CheckpointError if there is none."""
+    """The report of a checkpoint that compress wrote; CheckpointError if there is none, or if the bytes are not its."""
     path = directory / "report.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")
-    return read_json(path)
+    report, stored = read_json(path), open_checkpoint(directory).nbytes
+    if stored != (said := report.get("nbytes", {}).get("total")):
+        raise CheckpointError(
+            f"{path} speaks of {said} bytes of tensors, {directory} has {stored}; it is of another model"
+        )
+    return report

@@ -315,3 +315,12 @@ def test_the_output_stays_as_it_was(packed: Path) -> None:
         succeeded("verify", packed)
         succeeded("inspect", packed)
     assert contents(packed)
+
+
+def test_inspect_wants_the_report_of_these_tensors(packed: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    report = report_of(copy)
+    report["nbytes"]["total"] -= 1
+    (copy / "report.json").write_text(json.dumps(report))
+    result = cli("inspect", str(copy))
+    assert result.code == 1 and "it is of another model" in one_line(result)

@@ -62,8 +62,9 @@ def test_other_structures(model_type: str, tmp_path: Path) -> None:
     assert difference.norm() < 0.7 * original.norm()
 
 
+@pytest.mark.parametrize("null", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
-def test_a_configuration_without_dtype(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_configuration_without_dtype(name: str, null: bool, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """The packed model loads in the type of the original, not in that of its scales."""
     source = tmp_path / "model"
     source.mkdir()
@@ -71,6 +72,8 @@ def test_a_configuration_without_dtype(name: str, pico_dir: Callable[..., Path],
         (source / path.name).write_bytes(path.read_bytes())
     config = json.loads((source / "config.json").read_text())
     config.pop("dtype")
+    if null:
+        config["dtype"] = None
     (source / "config.json").write_text(json.dumps(config))
     pipeline.quantize(job(source, RTN, tmp_path / "out"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
