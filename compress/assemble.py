@@ -92,7 +92,7 @@ def finish(
 
 def stored(row: LayerReport) -> Stored:
     """How a reported layer is stored."""
-    return Stored(row.format, formats.params_from_dict(row.format, row.params))
+    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops)
 
 
 def _write_index(directory: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress import plugins
+from compress import incoherence, plugins
 from compress.errors import BudgetError
 from compress.model import Skeleton
 from compress.types import LayerPlan, LinearSpec, Plan
@@ -237,10 +237,17 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
 
 def _workspace(layers: Sequence[LayerPlan]) -> int:
     """Bytes that the most demanding linear needs beside its weight and statistics, to be quantized or measured."""
-    distinct = {(x.scheme.method, x.scheme.config, x.spec.shape) for x in layers if x.scheme.config is not None}
-    needs = [plugins.load("quant", method).workspace(config, shape) for method, config, shape in distinct]
-    largest = max((layer.spec.numel for layer in layers), default=0)
-    return max([*needs, MEASURING * largest])
+    distinct = {(x.scheme, x.spec.shape): x for x in layers}
+    return max((_layer_workspace(layer) for layer in distinct.values()), default=0)
+
+
+def _layer_workspace(layer: LayerPlan) -> int:
+    need = MEASURING * layer.spec.numel
+    if layer.scheme.config is None:
+        return need
+    method = plugins.load("quant", layer.scheme.method)
+    need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
+    return need + incoherence.workspace(layer, bool(method.NEEDS))
 
 
 def _status(field: str) -> int:

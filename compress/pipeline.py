@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import assemble, formats, job, memory, plugins, propagate, report, verify
+from compress import assemble, formats, incoherence, job, memory, ops, plugins, propagate, report, verify
 from compress.calib import stats as calib_stats
 from compress.checkpoint import read_header, sha256, write_shard
 from compress.errors import CheckpointError, NumericalError
@@ -26,7 +26,7 @@ from compress.job import Job, Prepared
 from compress.memory import Arrangement
 from compress.output import Output, check_space, writing
 from compress.progress import Meter, Progress, silent
-from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
+from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, Stats
 
 
 def quantize(
@@ -62,8 +62,8 @@ def quantize(
         run = _Run(asked, prepared, output, calibration.tokens if calibration is not None else None, progress)
         with _threads(threads):
             run.blocks()
-        facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
-        return assemble.finish(output, facts, run.probes, started, progress)
+            facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
+            return assemble.finish(output, facts, run.probes, started, progress)
 
 
 def predict_seconds(asked: Job, prepared: Prepared) -> float:
@@ -222,21 +222,24 @@ class _Run:
         packed: dict[str, PackedWeight] = {}
         reports: dict[str, LayerReport] = {}
 
-        def add(layer: LayerPlan, stats: Stats | None, note: str | None) -> None:
-            packed[layer.spec.name], row = self._layer(layer, self._linear(block, layer.spec.name), stats, note)
-            reports[layer.spec.name] = row
+        def add(layer: LayerPlan, stats: Stats | None, rotated: Stats | None, notes: tuple[str, ...]) -> None:
+            name = layer.spec.name
+            weight = self._linear(block, name).weight.detach()
+            packed[name], reports[name] = self._layer(layer, weight, stats, rotated, notes)
 
         readers = memory.readers(layers)
         for keys in memory.split(memory.statistics(layers), self.prepared.arrangement.statistics_nbytes):
             sums = self._collect(index, block, keys)
             for key in keys:
                 stats, note = calib_stats.shrink(sums.pop(key).finish(key))
+                around = next((layer for layer in readers[key] if layer.ops), None)
+                rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None
                 for layer in readers[key]:
-                    add(layer, stats, note)
-                del stats
+                    add(layer, stats, rotated, () if note is None else (note,))
+                del stats, rotated
         for layer in layers:
             if layer.spec.name not in packed:
-                add(layer, None, None)
+                add(layer, None, None, ())
         return packed, [reports[layer.spec.name] for layer in layers]
 
     def _collect(self, index: int, block: nn.Module, keys: list[str]) -> dict[str, calib_stats.HessianSum]:
@@ -248,25 +251,35 @@ class _Run:
         return sums
 
     def _layer(
-        self, layer: LayerPlan, linear: nn.Linear, stats: Stats | None, note: str | None
+        self, layer: LayerPlan, weight: Tensor, stats: Stats | None, rotated: Stats | None, notes: tuple[str, ...]
     ) -> tuple[PackedWeight, LayerReport]:
-        name, weight = layer.spec.name, linear.weight.detach()
+        """Quantize and measure one weight [out, in]; `rotated`: the statistics in the layer's rotated basis."""
+        name = layer.spec.name
         self.meter.say(f"quantizing {name}")
         started = time.monotonic()
-        notes = () if note is None else (note,)
         if layer.scheme.config is None:
             packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
         else:
-            try:
-                result = plugins.load("quant", layer.scheme.method).quantize(weight, stats, layer.scheme.config)
-            except NumericalError as error:
-                raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
+            result = self._rounded(layer, weight, rotated if layer.ops else stats)
             packed, notes = result.weight, (*notes, *result.notes)
         assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
         row = report.measure(layer, weight, packed, stats, notes)
         memory.check(self.asked.max_memory)
         self.meter.step()
         return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
+
+    def _rounded(self, layer: LayerPlan, weight: Tensor, stats: Stats | None) -> Quantized:
+        """What the layer's method makes of a weight [out, in], in the rotated basis if the layer has one."""
+        name, seed = layer.spec.name, self.asked.seed
+        given = incoherence.rotated_weight(weight, layer, seed) if layer.ops else weight
+        method = plugins.load("quant", layer.scheme.method)
+        try:
+            result = method.quantize(given, stats, layer.scheme.config, incoherence.derived_seed(seed, "method", name))
+        except NumericalError as error:
+            raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
+        if not layer.ops:
+            return result
+        return Quantized(incoherence.wrapped(result.weight, layer, seed), (*incoherence.notes(layer), *result.notes))
 
     def _forward(self, index: int, block: nn.Module, what: str, keep: bool) -> None:
         """Run the block over the whole stream; keep: its outputs become the stream."""
@@ -295,12 +308,20 @@ class _Run:
         """A finished block's packed weights from its shard."""
         on_disk = read_header(self.output.model / record["file"])
         reports = [
-            LayerReport(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in record["layers"]
+            LayerReport(
+                **{
+                    **r,
+                    "shape": tuple(r["shape"]),
+                    "notes": tuple(r["notes"]),
+                    "ops": ops.from_dict(r["ops"], r["name"]),
+                }
+            )
+            for r in record["layers"]
         ]
         packed = {}
         for layer, row in zip(layers, reports, strict=True):
-            format, params = assemble.stored(row)
-            names = formats.get(format).specs(params, row.shape)
+            form = assemble.stored(row)
+            names = formats.specs(form.format, form.params, row.shape, form.ops)
             tensors = {key: on_disk[f"{row.name}.{key}"].read() for key in names}
-            packed[layer.spec.name] = PackedWeight(format, params, tensors, row.shape)
+            packed[layer.spec.name] = PackedWeight(form.format, form.params, tensors, row.shape, form.ops)
         return packed, reports

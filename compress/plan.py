@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import ModuleType
 
-from compress import formats, plugins
+from compress import formats, incoherence, ops, plugins
 from compress.errors import RecipeError
 from compress.formats import dense
 from compress.model import Skeleton
 from compress.recipe import Recipe
-from compress.types import LayerPlan, LinearSpec, Plan, Scheme
+from compress.types import NO_OPS, LayerPlan, LinearSpec, Plan, Scheme
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,20 @@ def describe(layer: LayerPlan) -> str:
         for key, value in vars(layer.params).items()
         if key not in ("tile_words", "scale_dtype") and value is not None
     ]
-    return " ".join([layer.format, *shown])
+    return " ".join(filter(None, [layer.format, *shown, ops.describe(layer.ops)]))
 
 
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType) -> LayerPlan:
-    params = method.plan_params(scheme.config, spec.shape)
-    return LayerPlan(spec, scheme, method.FORMAT, params, formats.nbytes(method.FORMAT, params, spec.shape))
+    around = incoherence.OPS if scheme.incoherence else NO_OPS
+    try:
+        params = method.plan_params(scheme.config, spec.shape)
+        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around)
+    except ValueError as error:  # a setting that cannot be for this shape
+        shape = f"{spec.shape[0]} x {spec.shape[1]}"
+        raise RecipeError(
+            f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
+        ) from error
+    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:

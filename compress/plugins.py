@@ -19,7 +19,7 @@ from compress.errors import RecipeError
 # kind (a sub-package of compress) -> what each of its plugins defines. The first two names tell a plugin from a file
 # that plugins share, such as quant/feedback.py.
 KINDS = {
-    "quant": ("Config", "quantize", "FORMAT", "NEEDS", "plan_params", "workspace"),
+    "quant": ("Config", "quantize", "FORMAT", "NEEDS", "INCOHERENCE", "plan_params", "workspace"),
     "formats": ("Params", "decode", "specs", "pack"),
 }
 

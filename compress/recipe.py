@@ -8,6 +8,7 @@
     quantize:                  # a method of compress/quant and its settings (its `Config`)
       method: gptq
       bits: 4
+      incoherence: false       # true: choose codes in a random rotated basis; by default what suits the method
     rules:                     # the first match decides; fnmatch on the linear's full module name, case counts
       - match: "*.mlp.down_proj"
         bits: 8                # over the settings above; with `method:` over that method's defaults; or `keep: true`
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -55,7 +57,8 @@ if TYPE_CHECKING:
     from compress.types import Scheme
 
 TOP_KEYS = ("name", "description", "calibration", "quantize", "rules", "ignore")
-RULE_KEYS = ("match", "keep", "method")  # beside the method's settings
+SCHEME_KEYS = ("method", "incoherence")  # beside the method's settings
+RULE_KEYS = ("match", "keep", *SCHEME_KEYS)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     """The recipe in the layout of its YAML."""
 
     def settings(scheme: Scheme) -> dict[str, Any]:
-        return {"method": scheme.method, **dataclasses.asdict(scheme.config)}
+        return {"method": scheme.method, "incoherence": scheme.incoherence, **dataclasses.asdict(scheme.config)}
 
     return {
         "name": recipe.name,
@@ -202,19 +205,21 @@ def _scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sch
     from compress.types import Scheme
 
     if "method" in entries:
-        method, base = value(entries, "method", str), _method_config(entries)()
+        module = _method(entries)
+        base = Scheme(value(entries, "method", str), module.Config(), module.INCOHERENCE)
     elif above is not None:
-        method, base = above.method, above.config
+        base = above
     else:
         raise error_at(at, f"{where} needs a method, one of {', '.join(plugins.names('quant'))}")
-    settings = {key: entry for key, entry in entries.items() if key != "method"}
-    return Scheme(method, _config(settings, at, f"{where} ({method})", base, RULE_KEYS if above else ("method",)))
+    settings = {key: entry for key, entry in entries.items() if key not in SCHEME_KEYS}
+    config = _config(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
+    return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence))
 
 
-def _method_config(entries: Entries) -> type:
-    """The `Config` of the method that a block names."""
+def _method(entries: Entries) -> ModuleType:
+    """The method that a block names."""
     try:
-        return plugins.load("quant", value(entries, "method", str)).Config
+        return plugins.load("quant", value(entries, "method", str))
     except RecipeError as error:
         raise error_at(entries["method"][0], str(error)) from error
 
@@ -238,7 +243,7 @@ def _overridden(root: Node, overrides: Sequence[str]) -> Node:
     quantize = mapping(mapping(root, "the recipe")["quantize"][1], "quantize")
     if "method" not in quantize:
         return root
-    known = ["method", *_fields(_method_config(quantize))]
+    known = [*SCHEME_KEYS, *_fields(_method(quantize).Config)]
     others = [*TOP_KEYS, *(f"calibration.{name}" for name in _fields(CalibrationConfig))]
     for override in overrides:
         key = _key(override)
@@ -255,7 +260,7 @@ def _replaced(root: Node, override: str) -> Node:
     new = compose(override.partition("=")[2], source)
     root = changed(root, path, lambda old: new, source)
     if path == ["quantize", "method"] or (path[0] == "rules" and path[2:] == ["method"]):
-        root = _fitted(root, path[:-1], _method_config({"method": (new, new)}), source)
+        root = _fitted(root, path[:-1], _method({"method": (new, new)}).Config, source)
     return root
 
 

@@ -62,6 +62,7 @@ def measure(
         tokens=stats.count if stats is not None else 0,
         seconds=0.0,
         notes=notes,
+        ops=packed.ops,
     )
 
 

@@ -37,16 +37,34 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Ops:
+    """Operations around a stored matrix M, by their names in compress/ops.py, in the order in which they are applied.
+
+    y = output ops(M input ops(x)): the effective weight is Out M In.
+    """
+
+    input: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.input or self.output)
+
+
+NO_OPS = Ops()
+
+
+@dataclass(frozen=True)
 class PackedWeight:
     """A quantized weight [out_features, in_features] in the form that goes to disk.
 
-    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors.
+    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors, those of `ops` included.
     """
 
     format: str
     params: Any
     tensors: dict[str, Tensor]
     shape: tuple[int, int]
+    ops: Ops = NO_OPS
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +82,7 @@ class Scheme:
 
     method: str
     config: Any
+    incoherence: bool = False  # the method is given the weight and its statistics in a random rotated basis
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,7 @@ class LayerPlan:
     format: str
     params: Any
     nbytes: int
+    ops: Ops = NO_OPS
 
     @property
     def bpw(self) -> float:
@@ -129,10 +149,12 @@ class LayerReport:
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()
+    ops: Ops = NO_OPS
 
 
 class Stored(NamedTuple):
-    """How a weight is stored: a format and its `Params`."""
+    """How a weight is stored: a format and its `Params`, and the operations around it."""
 
     format: str
     params: Any
+    ops: Ops = NO_OPS

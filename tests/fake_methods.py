@@ -23,7 +23,7 @@ More.
 '''
 from dataclasses import dataclass
 from typing import Literal, Optional
-FORMAT, NEEDS = "int", frozenset()
+FORMAT, NEEDS, INCOHERENCE = "int", frozenset(), False
 @dataclass(frozen=True)
 class Config:
 {fields}
@@ -34,7 +34,7 @@ class Config:
             raise ValueError("8 bits for each weight of its own")
 def plan_params(config, shape): pass
 def workspace(config, shape): pass
-def quantize(weight, stats, config): pass
+def quantize(weight, stats, config, seed=0): pass
 """
 ALPHA = METHOD.format(
     fields="""

@@ -20,17 +20,20 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 SHARED = {f"compress.quant.{p.stem}" for p in (ROOT / "compress/quant").glob("*.py")}
 SHARED -= {f"compress.quant.{name}" for name in plugins.names("quant")}
 BASE = {"compress.types", "compress.errors", "compress.packing"}
+AROUND = {"compress.ops", "compress.hadamard"}  # what lies around a stored matrix
 ALLOWED: dict[str, set[str]] = {
     "compress.packing": set(),
     "compress.errors": set(),
     "compress.types": set(),
+    "compress.hadamard": set(),
+    "compress.ops": {"compress.types", "compress.errors", "compress.hadamard"},
     "compress.autoload": {"compress.runtime"},
     "compress.plugins": {"compress.errors"},
     "compress.strict_yaml": {"compress.errors", "compress.plugins"},
     "compress.recipe": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
-    "compress.formats": BASE,
+    "compress.formats": BASE | AROUND,
     "compress.kernels": BASE | {"compress.formats", "compress.kernels"},
-    "compress.runtime": BASE | {"compress.formats", "compress.kernels", "compress.runtime"},
+    "compress.runtime": BASE | AROUND | {"compress.formats", "compress.kernels", "compress.runtime"},
     "compress.quant": BASE | {"compress.formats", "compress.linalg", "compress.hadamard"} | SHARED,
 }
 MAY_IMPORT_PIPELINE = {"compress", "compress.cli", "compress.pipeline"}  # compress/__init__.py is the public API

@@ -230,7 +230,7 @@ def test_the_most_common_scheme_is_the_default() -> None:
     assert config.modules["a"].keys() == {"params"} and config.modules["d"].keys() == {"format", "params"}
     again = CompressConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert {name: scheme(again, name) for name in weights} == {
-        name: (w.format, w.params) for name, w in weights.items()
+        name: (w.format, w.params, w.ops) for name, w in weights.items()
     }
 
 
@@ -275,6 +275,8 @@ def test_tables_of_other_shapes_are_errors() -> None:
         (lambda c: c["default"].update(format="../int"), "not a valid name"),
         (lambda c: c["default"]["params"].update(colour=1), "unknown parameters"),
         (lambda c: c["default"]["params"].update(bits=11), "bits 11"),
+        (lambda c: c["default"].update(ops={"input": ["spin"]}), "operation 'spin' is unknown to this version"),
+        (lambda c: c["default"].update(ops={"input": ["signs"]}), "_proj.in_signs is not in the checkpoint"),
         (lambda c: c.pop("default"), "needs just 'format' and 'params'"),
         (lambda c: c["modules"].update({"model.layers.7.mlp.up_proj": {}}), "no such module"),
         (lambda c: c["modules"].update({"model.norm": {}}), "LlamaRMSNorm, not a linear"),

@@ -273,10 +273,10 @@ def test_a_block_is_calibrated_on_what_the_quantized_ones_before_it_give(
     seen: dict[str, Stats] = {}
     real_measure, real_quantize = pipeline.report.measure, gptq.quantize
 
-    def quantize(weight: Tensor, stats: Stats | None, config: gptq.Config) -> Quantized:
+    def quantize(weight: Tensor, stats: Stats | None, config: gptq.Config, seed: int) -> Quantized:
         assert stats is not None
         kept.append(Stats(stats.hessian.clone(), stats.count))
-        return real_quantize(weight, stats, config)
+        return real_quantize(weight, stats, config, seed)
 
     def measure(layer: Any, *rest: Any) -> Any:
         seen[layer.spec.name] = kept.pop()

@@ -54,7 +54,7 @@ def test_load_returns_the_module(add: Add) -> None:
 
 
 def test_load_names_what_is_missing(add: Add) -> None:
-    add("zz_method", BETA.replace("FORMAT, NEEDS =", "FORMAT, other =").replace("plan_params", "plan"))
+    add("zz_method", BETA.replace("NEEDS", "other").replace("plan_params", "plan"))
     with pytest.raises(TypeError, match=r"zz_method\.py does not define NEEDS, plan_params, which every quant"):
         plugins.load("quant", "zz_method")
 
@@ -107,7 +107,7 @@ def test_every_method_keeps_the_contract(name: str) -> None:
     module = plugins.load("quant", name)
     config = module.Config()  # every setting has a default
     assert module.Config.__dataclass_params__.frozen
-    assert isinstance(module.NEEDS, frozenset)
+    assert isinstance(module.NEEDS, frozenset) and isinstance(module.INCOHERENCE, bool)
     assert module.FORMAT in plugins.names("formats")
     assert not {f.name for f in dataclasses.fields(config)} & set(RULE_KEYS), "keys of a recipe's rules"
     params = module.plan_params(config, (32, 256))

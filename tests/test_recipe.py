@@ -128,7 +128,7 @@ def random_recipe(seed: int) -> Recipe:
             label=rng.choice(words),
             dims=tuple(range(rng.randint(0, 3))),
         )
-        return Scheme("alpha", config)
+        return Scheme("alpha", config, rng.random() < 0.5)
 
     return Recipe(
         name=rng.choice(words),
@@ -153,8 +153,9 @@ def test_dump_writes_every_default(make: Make) -> None:
     content = recipe.dump(make("quantize: {method: beta}\nrules: [{match: a, bits: 8}]"))
     assert content == (
         "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n"
-        "quantize:\n  method: beta\n  bits: 3\n  group_size: 64\n  rounds: 1\n"
-        "rules:\n- match: a\n  method: beta\n  bits: 8\n  group_size: 64\n  rounds: 1\nignore: []\n"
+        "quantize:\n  method: beta\n  incoherence: false\n  bits: 3\n  group_size: 64\n  rounds: 1\n"
+        "rules:\n- match: a\n  method: beta\n  incoherence: false\n  bits: 8\n  group_size: 64\n  rounds: 1\n"
+        "ignore: []\n"
     )
 
 
@@ -163,6 +164,7 @@ def test_fingerprint_depends_on_everything_but_name_and_description(make: Make) 
     same = [make(FULL, "name=x"), make(FULL, "description=x"), make(FULL, "quantize.group_size=128")]
     assert {recipe.fingerprint(r) for r in same} == {base}
     others = ["bits=3", "method=beta", "calibration.seq_len=32", "ignore=[a]", "rules=[]", "rules.0.match=z"]
+    others.append("incoherence=true")
     prints = {recipe.fingerprint(make(FULL, o)) for o in others}
     swapped = make("quantize: {method: beta}\nrules: [{match: a, bits: 8}, {match: b, keep: true}]")
     other = make("quantize: {method: beta}\nrules: [{match: b, keep: true}, {match: a, bits: 8}]")
@@ -249,3 +251,20 @@ def test_listing_recipes_imports_neither_torch_nor_transformers() -> None:
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout == "done\n", run.stderr
+
+
+def test_incoherence_is_what_suits_the_method_unless_it_is_said(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins.load("quant", "beta"), "INCOHERENCE", True)
+
+    def asked(content: str, *overrides: str) -> list[bool]:
+        loaded = make(content, *overrides)
+        return [s.incoherence for s in (loaded.quantize, *(rule.scheme for rule in loaded.rules)) if s is not None]
+
+    rules = "rules: [{match: a, bits: 8}, {match: b, method: beta}, {match: c, method: alpha}, {match: d, keep: true}]"
+    assert asked(f"quantize: {{method: alpha}}\n{rules}") == [False, False, True, False]
+    assert asked(f"quantize: {{method: beta}}\n{rules}") == [True, True, True, False]
+    assert asked(f"quantize: {{method: beta, incoherence: false}}\n{rules}") == [False, False, True, False]
+    own = "rules: [{match: a, incoherence: false}]"
+    assert asked(f"quantize: {{method: alpha, incoherence: true}}\n{own}") == [True, False]
+    assert asked("quantize: {method: alpha}", "method=beta") == [True]
+    assert asked("quantize: {method: alpha, incoherence: false}", "method=beta") == [False]  # the file says so

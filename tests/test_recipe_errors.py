@@ -47,7 +47,7 @@ def test_errors_at_the_top(make: Make, content: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("bitz: 3", "quantize (alpha): unknown key 'bitz'; known: method, bits, group_size, damp, act_order, order, "),
+        ("bitz: 3", "quantize (alpha): unknown key 'bitz'; known: method, incoherence, bits, group_size, damp, "),
         ("bitz: 3", "; did you mean 'bits'?"),
         ("match: x", "unknown key 'match'"),
         ('bits: "4"', "bits must be an integer, found the text '4'"),

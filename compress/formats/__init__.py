@@ -5,6 +5,8 @@ A format file has
 - `specs(params, shape) -> {tensor name: (shape, dtype)}`: what is stored for a weight [out_features, in_features];
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder.
+
+Operations around the stored matrix (compress/ops.py) are no business of a format: the functions here add them.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from compress import ops as operations
 from compress.errors import CheckpointError
-from compress.types import PackedWeight
+from compress.types import NO_OPS, Ops, PackedWeight
 
 Shape = tuple[int, int]
 
@@ -58,11 +61,26 @@ def params_from_dict(name: str, values: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"format {name!r}: {error}") from error
 
 
-def nbytes(name: str, params: Any, shape: Shape) -> int:
-    """Stored bytes of a weight of this shape, exact."""
-    return sum(math.prod(s) * dtype.itemsize for s, dtype in get(name).specs(params, shape).values())
+def specs(name: str, params: Any, shape: Shape, ops: Ops = NO_OPS) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """All tensors stored for a weight of this shape: those of the format, then those of the operations around it.
+
+    Raises ValueError for a shape that an operation cannot have.
+    """
+    return {**get(name).specs(params, shape), **operations.specs(ops, shape)}
+
+
+def nbytes(name: str, params: Any, shape: Shape, ops: Ops = NO_OPS) -> int:
+    """Stored bytes of a weight of this shape, exact; ValueError as `specs`."""
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in specs(name, params, shape, ops).values())
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out_features, in_features]."""
+    """The dequantized weight [out_features, in_features], the operations around the stored matrix multiplied in."""
+    if not weight.ops:
+        return decode_stored(weight, dtype)
+    return operations.effective(decode_stored(weight, torch.float32), weight.ops, weight.tensors).to(dtype)
+
+
+def decode_stored(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The stored matrix itself [out_features, in_features], without the operations around it."""
     return get(weight.format).decode(weight.tensors, weight.params, weight.shape, dtype)

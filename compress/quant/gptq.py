@@ -29,10 +29,12 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.linalg import upper_factor
 from compress.quant import descent, feedback, grid
+from compress.quant.hessian import usable
 from compress.types import Quantized, Stats
 
 FORMAT = "int"
 NEEDS = frozenset({"hessian"})
+INCOHERENCE = False
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,13 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     return (8 if n <= 4096 else 4) * 3 * n * n + shape[0] * n * (5 * 4 + 1)
 
 
-def quantize(weight: Tensor, stats: Stats | None, config: Config) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight."""
+def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
+    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight. `seed` is unused."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     target = weight.T.float().contiguous()  # [in, out]
     params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
-    hessian, notes = _usable(stats)
+    hessian, notes = usable(stats)
     order = _order(hessian.diagonal(), config, params)
     factor = upper_factor(hessian, config.damp, order)
     if factor.retries:
@@ -138,14 +140,3 @@ def _order(diagonal: Tensor, config: Config, params: int_format.Params) -> Tenso
         mean[-1] = -1
     rank = torch.argsort(torch.argsort(mean, descending=True, stable=True))
     return within[torch.argsort(rank[owner[within]], stable=True)]
-
-
-def _usable(stats: Stats) -> tuple[Tensor, list[str]]:
-    """The Hessian, or the identity (plain rounding) where no token gave one; notes for the report."""
-    diagonal = stats.hessian.diagonal()
-    if stats.count == 0 or not (diagonal > 0).any():
-        reason = "no calibration token reached this input" if stats.count == 0 else "all calibration inputs were zero"
-        return torch.eye(diagonal.shape[0], device=diagonal.device), [f"{reason}: rounded to nearest"]
-    dead = int((diagonal == 0).sum())
-    notes = [f"{dead} input channels were always zero: their weights are rounded to nearest"] if dead else []
-    return stats.hessian, notes

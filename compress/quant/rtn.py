@@ -20,6 +20,7 @@ from compress.types import Quantized, Stats
 
 FORMAT = "int"
 NEEDS: frozenset[str] = frozenset()
+INCOHERENCE = False
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     return shape[0] * shape[1] * (4 + 4 + 1 + 4)
 
 
-def quantize(weight: Tensor, stats: Stats | None, config: Config) -> Quantized:
-    """weight [out, in], any float dtype, finite -> packed weight. `stats` is ignored."""
+def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
+    """weight [out, in], any float dtype, finite -> packed weight. `stats` and `seed` are unused."""
     shape = (weight.shape[0], weight.shape[1])
     target = weight.T.float().contiguous()
     params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))

@@ -8,8 +8,9 @@ config.json holds
         "modules": {"model.layers.0.self_attn.q_proj": {}, "model.layers.0.mlp.up_proj": {"params": {...}}, ...}
     }
 
-Every packed linear is listed; its entry is laid over `default`, "format" and "params" each as a whole. What is not
-listed is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
+Every packed linear is listed; its entry is laid over `default`, "format", "params" and "ops" each as a whole. "ops",
+{"input": [...], "output": [...]} with names of compress/ops.py, may be absent where there are none. What is not listed
+is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress import formats
+from compress import ops as operations
 from compress.errors import CheckpointError
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.types import Ops, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
@@ -45,6 +48,9 @@ class Packed(Protocol):
 
     @property
     def params(self) -> Any: ...
+
+    @property
+    def ops(self) -> Ops: ...
 
 
 class CompressConfig(QuantizationConfigMixin):
@@ -72,29 +78,33 @@ class CompressConfig(QuantizationConfigMixin):
 
 def build_config(modules: Mapping[str, Packed]) -> CompressConfig:
     """The configuration that lists these linears, with the most common scheme as default."""
-    schemes = {name: (m.format, dataclasses.asdict(m.params)) for name, m in modules.items()}
+    schemes = {name: _entry(module) for name, module in modules.items()}
     if not schemes:
         return CompressConfig()
     counts = Counter(repr(scheme) for scheme in schemes.values())
     default = max(schemes.values(), key=lambda scheme: counts[repr(scheme)])  # the first of the most common
     entries: dict[str, dict[str, Any]] = {}
-    for name, (format, params) in schemes.items():
-        if format != default[0]:
-            entries[name] = {"format": format, "params": params}
-        else:
-            entries[name] = {} if params == default[1] else {"params": params}
-    return CompressConfig(default={"format": default[0], "params": default[1]}, modules=entries)
+    for name, entry in schemes.items():
+        entries[name] = {key: value for key, value in entry.items() if value != default[key]}
+        if "format" in entries[name]:
+            entries[name]["params"] = entry["params"]  # equal ones of another format are other ones
+    if not any(default["ops"].values()):
+        del default["ops"]
+    return CompressConfig(default=default, modules=entries)
 
 
-def scheme(config: CompressConfig, name: str) -> tuple[str, Any]:
-    """(format, its Params) of a listed linear."""
+def scheme(config: CompressConfig, name: str) -> Stored:
+    """How a listed linear is stored."""
     try:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
         raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    if set(entry) != {"format", "params"} or not isinstance(entry["format"], str):
-        raise CheckpointError(f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params'")
-    return entry["format"], formats.params_from_dict(entry["format"], entry["params"])
+    if set(entry) - {"ops"} != {"format", "params"} or not isinstance(entry["format"], str):
+        raise CheckpointError(
+            f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params' ('ops' if it has any)"
+        )
+    ops = operations.from_dict(entry.get("ops", {}), f"quantization_config: {name}")
+    return Stored(entry["format"], formats.params_from_dict(entry["format"], entry["params"]), ops)
 
 
 def swap(model: nn.Module, config: CompressConfig) -> None:
@@ -109,15 +119,27 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         linear = _linear(model, name)
         if f"{name}.weight" in tied:
             raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
-        format, params = scheme(config, listed_name)
+        stored = scheme(config, listed_name)
         bias, weight = linear.bias, linear.weight
         dtype = weight.dtype if bias is None else bias.dtype
         shape = (linear.out_features, linear.in_features)
-        model.set_submodule(name, PackedLinear(format, params, shape, bias is not None, dtype, weight.device))
+        try:
+            packed = PackedLinear(
+                stored.format, stored.params, shape, bias is not None, dtype, weight.device, stored.ops
+            )
+        except ValueError as error:
+            raise CheckpointError(f"quantization_config: {name}: {error}") from error
+        model.set_submodule(name, packed)
     for name in opened:
         for part, module in model.get_submodule(name).named_modules(prefix=name):
             if isinstance(module, nn.Linear):
                 raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
+
+
+def _entry(module: Packed) -> dict[str, Any]:
+    """What the configuration says of one linear, in full."""
+    sides = {side: list(names) for side, names in dataclasses.asdict(module.ops).items()}
+    return {"format": module.format, "params": dataclasses.asdict(module.params), "ops": sides}
 
 
 class CompressQuantizer(HfQuantizer):

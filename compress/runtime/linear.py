@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress import formats
+from compress import ops as operations
 from compress.runtime import fastpath
-from compress.types import PackedWeight
+from compress.types import NO_OPS, Ops, PackedWeight
 
 CACHE_LIMIT = 1 << 30  # bytes; a model of two billion 4-bit weights keeps its fast-path operands
 
@@ -85,6 +86,9 @@ def is_plain_linear(module: nn.Module) -> bool:
 class PackedLinear(nn.Module):
     """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
 
+    Where `ops` (compress/ops.py) lie around the stored matrix M, W = Out M In: they are applied to the inputs of the
+    product with M, and to its outputs before the bias.
+
     The stored tensors are parameters under their names on disk and keep their types: `to(dtype)`, `half()` and
     `float()` convert the bias only.
     """
@@ -99,12 +103,16 @@ class PackedLinear(nn.Module):
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        ops: Ops = NO_OPS,
     ) -> None:
-        """Uninitialized storage for a weight of `shape`; `params` is the format's `Params`, `dtype` the bias's."""
+        """Uninitialized storage for a weight of `shape`; `params` is the format's `Params`, `dtype` the bias's.
+
+        Raises ValueError if `ops` cannot have this shape.
+        """
         super().__init__()
-        self.format, self.params, self.shape = format, params, shape
+        self.format, self.params, self.shape, self.ops = format, params, shape, ops
         self.out_features, self.in_features = shape
-        self.specs = formats.get(format).specs(params, shape)
+        self.specs = formats.specs(format, params, shape, ops)
         for name, (size, stored) in self.specs.items():
             tensor = torch.empty(size, dtype=stored, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -116,7 +124,7 @@ class PackedLinear(nn.Module):
         cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> PackedLinear:
         """A layer that shares the tensors of `weight`; `dtype` (default: as it is) is that of the bias."""
-        layer = cls(weight.format, weight.params, weight.shape, device="meta")
+        layer = cls(weight.format, weight.params, weight.shape, device="meta", ops=weight.ops)
         for name, tensor in weight.tensors.items():
             size, stored = layer.specs[name]
             assert (tuple(tensor.shape), tensor.dtype) == (size, stored), f"{weight.format}: {name} is not as specified"
@@ -132,7 +140,7 @@ class PackedLinear(nn.Module):
         return {name: getattr(self, name).detach() for name in self.specs}
 
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.format, self.params, self.stored, self.shape)
+        return PackedWeight(self.format, self.params, self.stored, self.shape, self.ops)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], decoded anew."""
@@ -148,21 +156,31 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] of any floating type -> [..., out_features] of the same type."""
+        if not self.ops:
+            return self._product(x, self.bias)
+        tensors = self.stored
+        y = self._product(operations.apply_input(x, self.ops, tensors), None)
+        y = operations.apply_output(y, self.ops, tensors)
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features] times the stored matrix, plus bias."""
         kernel = fastpath.find(self.format, self.params, self.shape, x)
         if kernel is None:
-            (weight,) = CACHE.get(self, x.dtype, lambda: (self.dequantize(x.dtype),))
-            return F.linear(x, weight, self.bias)
+            (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
+            return F.linear(x, weight, bias)
         if not fastpath.suits(x, self.in_features):
             # many rows repay decoding; the cache is left to the operands, which every single-token step needs
-            return F.linear(x, self.dequantize(x.dtype), self.bias)
+            return F.linear(x, formats.decode_stored(self.packed(), x.dtype), bias)
         operand = CACHE.get(self, kernel.name, lambda: kernel.prepare(self.stored, self.params, self.shape))
         y = kernel.matmul(x.reshape(-1, self.in_features), operand, self.params)
         y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}"
+        around = f", {operations.describe(self.ops)}" if self.ops else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}{around}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Applied to the stored tensors for their device only: their types are part of the format."""

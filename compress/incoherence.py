@@ -1,0 +1,77 @@
+"""Incoherence: a method is given a weight, and statistics, in a random rotated basis (QuIP#, arXiv 2402.04396).
+
+Signs and a Hadamard transform on both sides spread outliers over all entries, which are then nearly Gaussian; at run
+time the same operations go around the stored matrix (compress/ops.py). A method knows nothing of it. Input signs are
+drawn for each shared input, so that its rotated Hessian is made once for all the linears that read it; output signs for
+each linear. All draws depend on the job's seed and names alone, not on any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import torch
+from torch import Tensor
+
+from compress import hadamard, ops
+from compress.hadamard import CHUNK
+from compress.types import LayerPlan, LinearSpec, Ops, PackedWeight, Stats
+
+OPS = Ops(input=("signs", "hadamard"), output=("hadamard", "signs"))
+BUFFERS = 8  # float32 temporaries of CHUNK numbers that a rotation has at a time, an upper bound
+
+
+def derived_seed(seed: int, what: str, name: str) -> int:
+    """A seed of its own for each purpose and name, 63 bits."""
+    digest = hashlib.sha256(f"{seed} {what} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def draw(spec: LinearSpec, seed: int) -> dict[str, Tensor]:
+    """The stored tensors of `OPS` around this linear, on the CPU."""
+    sides = {"out_signs": ("output", spec.name, spec.shape[0]), "in_signs": ("input", spec.input_key, spec.shape[1])}
+    return {key: _signs(size, derived_seed(seed, f"{side} signs", name)) for key, (side, name, size) in sides.items()}
+
+
+def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
+    """The statistics of the layer's shared input in its rotated basis: the same for all its readers."""
+    return Stats(ops.rotate_hessian(stats.hessian, layer.ops, _drawn(layer, seed, stats.hessian)), stats.count)
+
+
+def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
+    """weight [out, in] -> what the layer's method is given, float32."""
+    return ops.rotate(weight, layer.ops, _drawn(layer, seed, weight))
+
+
+def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
+    """What a method made of the rotated weight, with the operations that turn it back."""
+    drawn = _drawn(layer, seed, next(iter(packed.tensors.values())))
+    return dataclasses.replace(packed, tensors={**packed.tensors, **drawn}, ops=layer.ops)
+
+
+def notes(layer: LayerPlan) -> tuple[str, ...]:
+    """What the report should say of the transforms."""
+    sizes = dict.fromkeys(layer.spec.shape) if layer.ops else {}
+    odd = {size: hadamard.order(size).K for size in sizes if hadamard.order(size).kind == "hartley"}
+    return tuple(
+        f"no Hadamard matrix of size {n} is known here: a Hartley matrix of {K} is used" for n, K in odd.items()
+    )
+
+
+def workspace(layer: LayerPlan, has_statistics: bool) -> int:
+    """Bytes beside what the method needs: the rotated weight, the rotated Hessian, temporaries."""
+    if not layer.ops:
+        return 0
+    rows, columns = layer.spec.shape
+    hessian = columns * columns if has_statistics else 0
+    return 4 * (rows * columns + hessian + BUFFERS * min(CHUNK, max(rows * columns, hessian)))
+
+
+def _drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
+    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed).items()}
+
+
+def _signs(size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return ops.pack_signs(torch.randint(2, (size,), generator=generator))

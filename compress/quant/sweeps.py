@@ -1,0 +1,96 @@
+"""Coordinate descent over blocks of columns, for any rounding: the clean-up after the column loop.
+
+With all other columns fixed, the loss tr(R H R^T) of column block k is least at Q_k + (R H)_k H_kk^-1, measured in the
+plain block H_kk (in the loop it is the conditional one). Each block in turn is rounded again to that target, and a unit
+of rows takes its new codes only where they lower the loss, so that the loss never rises whatever the rounding does
+(QuIP#, arXiv 2402.04396, calls such sweeps tune iterations). Cost of a sweep: m n^2 for a weight [m, n], and the
+rounding of all its blocks. `compress/quant/descent.py` is the form for integer grids, which also refits scales.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK = 128  # columns that hear of each other's changes at once; the rest hears of them in one product
+
+
+class Revisable(Protocol):
+    """A `feedback.Rounder` whose codes can be taken back."""
+
+    width: int  # columns rounded together
+    unit_rows: int  # rows whose codes are taken or rejected together
+    codes: Tensor  # [blocks, code units along the rows, ...]
+
+    def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
+        """As in the column loop: quantized values [width, rows], `codes[start // width]` set."""
+
+
+def improve(weight: Tensor, hessian: Tensor, damping: float, values: Tensor, rounder: Revisable, sweeps: int) -> Tensor:
+    """Better quantized values [in, out] for weight [in, out], and better `rounder.codes`.
+
+    The loss is tr(R H R^T) with H = hessian + damping * I. Stops early when a sweep changes nothing.
+    """
+    columns = weight.shape[0]
+    values = values.clone()
+    residual = weight - values
+    pull = (hessian @ residual).add_(residual, alpha=damping)  # H R, [in, out]
+    size = max(CHUNK // rounder.width, 1) * rounder.width
+    for _ in range(sweeps):
+        changed = False
+        for start in range(0, columns, size):
+            part = slice(start, min(start + size, columns))
+            before = values[part].clone()
+            changed |= _chunk(hessian, damping, values, pull, rounder, part)
+            moved = before.sub_(values[part])  # change of R
+            rest = torch.cat([hessian[:start, part], hessian[part.stop :, part]])
+            update = rest @ moved
+            pull[:start] += update[:start]
+            pull[part.stop :] += update[start:]
+        if not changed:
+            break
+    return values
+
+
+def _chunk(hessian: Tensor, damping: float, values: Tensor, pull: Tensor, rounder: Revisable, part: slice) -> bool:
+    """One step for each block of a chunk; `pull` is kept up to date for the chunk's own columns."""
+    local, changed = pull[part], False
+    for start in range(part.start, part.stop, rounder.width):
+        block = slice(start, start + rounder.width)
+        own = slice(start - part.start, start - part.start + rounder.width)
+        metric, target = _wanted(hessian[block, block], damping, local[own], values[block])
+        index = start // rounder.width
+        old_codes, old = rounder.codes[index].clone(), values[block]
+        new = rounder.round_block(target, metric, start)
+        gain = _loss(target - old, metric) - _loss(target - new, metric)  # [out]
+        units = torch.nn.functional.pad(gain, (0, -len(gain) % rounder.unit_rows)).view(-1, rounder.unit_rows)
+        better = units.sum(1) > 0
+        per_code = len(gain) / old_codes.shape[0]
+        code_rows = (torch.arange(old_codes.shape[0], device=better.device) * per_code).long() // rounder.unit_rows
+        keep = better[code_rows].view(-1, *(1,) * (old_codes.dim() - 1))
+        rounder.codes[index] = torch.where(keep, rounder.codes[index], old_codes)
+        step = torch.where(better.repeat_interleave(rounder.unit_rows)[: len(gain)], new - old, 0.0)  # [width, out]
+        if not step.any():
+            continue
+        changed = True
+        values[block] += step
+        local.addmm_(hessian[part, block], step, alpha=-1)
+        local[own].add_(step, alpha=-damping)
+    return changed
+
+
+def _wanted(block: Tensor, damping: float, pull: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper factor of the damped block of the Hessian, and the target of its columns [width, out]."""
+    if len(block) == 1:
+        curvature = block + damping
+        return curvature.sqrt(), values + pull / curvature
+    damped = block + damping * torch.eye(len(block), dtype=block.dtype, device=block.device)
+    lower = torch.linalg.cholesky(damped.flip(0, 1))
+    return lower.flip(0, 1), values + torch.cholesky_solve(pull.flip(0), lower).flip(0)
+
+
+def _loss(error: Tensor, metric: Tensor) -> Tensor:
+    """||C^T error||^2 of each row: error [width, out], metric C upper [width, width]."""
+    return (metric.T @ error).square_().sum(0)

@@ -1,0 +1,187 @@
+"""Operations around a stored matrix: what a layer computes, what is decoded, and the way back, are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress import formats, ops
+from compress.errors import CheckpointError
+from compress.formats import dense
+from compress.runtime import fastpath
+from compress.runtime.hf import build_config, scheme
+from compress.runtime.linear import PackedLinear
+from compress.types import NO_OPS, Ops, PackedWeight
+from pico import round_to_nearest
+from problems import inputs, random
+
+BOTH = Ops(("signs", "hadamard"), ("hadamard", "signs"))
+VARIANTS = [BOTH, Ops(("signs",), ()), Ops((), ("signs",)), Ops(("hadamard",), ()), Ops((), ("hadamard",)), NO_OPS]
+SHAPES = [(64, 96), (24, 50), (33, 40), (1, 8), (172, 12)]
+
+
+def signs(ops_: Ops, shape: tuple[int, int]) -> dict[str, Tensor]:
+    sizes = {name: size for name, size in (("out_signs", shape[0]), ("in_signs", shape[1]))}
+    wanted = ops.specs(ops_, shape)
+    return {name: ops.pack_signs(random(size, seed=size) < 0) for name, size in sizes.items() if name in wanted}
+
+
+def matrix(names: tuple[str, ...], size: int, bitmap: Tensor | None) -> Tensor:
+    """The product of operations as a matrix [size, size], float64, from unit vectors."""
+    result = torch.eye(size, dtype=torch.float64)
+    for name in names:
+        result = ops.OPS[name].forward(result.T, bitmap).T  # columns are the images of the unit vectors
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 65])
+def test_signs_are_a_bitmap_with_the_lowest_bit_first(size: int) -> None:
+    negative = random(size) < 0
+    bitmap = ops.pack_signs(negative)
+    assert bitmap.dtype == torch.uint8 and bitmap.shape == (-(-size // 8),)
+    for i in range(size):
+        assert (int(bitmap[i // 8]) >> (i % 8)) & 1 == int(negative[i])
+    assert torch.equal(ops.unpack_signs(bitmap, size, torch.float32), torch.where(negative, -1.0, 1.0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("around", VARIANTS)
+def test_effective_is_out_m_in_and_rotate_undoes_it(around: Ops, shape: tuple[int, int]) -> None:
+    stored, tensors = random(*shape), signs(around, shape)
+    before = matrix(around.input, shape[1], tensors.get("in_signs"))
+    after = matrix(around.output, shape[0], tensors.get("out_signs"))
+    weight = ops.effective(stored, around, tensors)
+    assert torch.allclose(weight.double(), after @ stored.double() @ before, atol=1e-5)
+    assert torch.allclose(ops.rotate(weight, around, tensors), stored, atol=1e-5)
+    assert weight.data_ptr() != stored.data_ptr() and torch.equal(stored, random(*shape))
+
+
+@pytest.mark.parametrize("around", VARIANTS)
+def test_the_loss_is_the_same_in_either_basis(around: Ops) -> None:
+    x = inputs(300, 50)
+    weight, other, tensors = random(24, 50), random(24, 50, seed=9), signs(around, (24, 50))
+    hessian = (x.double().T @ x.double()).float()
+    rotated = ops.rotate_hessian(hessian, around, tensors)
+    moved = ops.apply_input(x.double(), around, tensors)
+    assert torch.equal(rotated, rotated.T)
+    assert torch.allclose(rotated.double(), moved.T @ moved, atol=1e-5 * float(hessian.abs().max()))
+    residual = (weight - other).double()
+    turned = ops.rotate(residual, around, tensors)
+    assert turned.dtype == torch.float64
+    there, here = (turned @ rotated.double() * turned).sum(), (residual @ hessian.double() * residual).sum()
+    assert abs(there / here - 1) < 1e-5
+
+
+def test_matrices_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, tensors = random(24, 40), signs(BOTH, (24, 40))
+    hessian = inputs(99, 40).T @ inputs(99, 40)
+    whole = ops.effective(weight, BOTH, tensors), ops.rotate_hessian(hessian, BOTH, tensors)
+    monkeypatch.setattr(ops, "CHUNK", 7 * 40)
+    parts = ops.effective(weight, BOTH, tensors), ops.rotate_hessian(hessian, BOTH, tensors)
+    assert torch.equal(parts[1], parts[1].T)
+    for part, all_at_once in zip(parts, whole, strict=True):
+        assert torch.allclose(part, all_at_once, rtol=1e-5, atol=1e-6 * float(all_at_once.abs().max()))
+
+
+# ---------------------------------------------------------------- layers
+
+
+def packed(weight: Tensor, around: Ops, bits: int = 4, group: int = 32) -> PackedWeight:
+    shape = (weight.shape[0], weight.shape[1])
+    stored = round_to_nearest(weight, bits, group)
+    return dataclasses.replace(stored, tensors={**stored.tensors, **signs(around, shape)}, ops=around)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (24, 50)])
+@pytest.mark.parametrize("around", VARIANTS)
+def test_a_layer_equals_its_decoded_weight(around: Ops, shape: tuple[int, int]) -> None:
+    weight, bias, x = packed(random(*shape), around), random(shape[0], seed=3), random(2, 5, shape[1], seed=4)
+    layer = PackedLinear.from_packed(weight, bias)
+    plain = layer.to_linear(torch.float32)
+    assert torch.equal(plain.weight, formats.decode(weight, torch.float32))
+    y = layer(x)
+    assert y.shape == (2, 5, shape[0]) and (y - plain(x)).abs().max() < 1e-5 * float(y.abs().max())
+    assert weight.nbytes == formats.nbytes("int", weight.params, shape, around)
+    again = layer.packed()
+    assert again.ops == around and again.tensors.keys() == weight.tensors.keys()
+    assert (around.input == () or "hadamard" not in around.input) or "hadamard" in repr(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_layer_in_other_types(dtype: torch.dtype) -> None:
+    layer = PackedLinear.from_packed(packed(random(64, 96), BOTH), random(64, seed=1)).to(dtype)
+    x = random(3, 96, seed=2)
+    y = layer(x.to(dtype))
+    exact = layer.to_linear(torch.float64)(x.to(dtype).double()).detach()
+    tolerance = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float64: 1e-6}[dtype]
+    assert y.dtype == dtype and (y.double() - exact).abs().max() < tolerance * float(exact.abs().max())
+    assert layer.get_parameter("in_signs").dtype == torch.uint8
+
+
+def test_the_fast_path_multiplies_by_the_stored_matrix() -> None:
+    weight = packed(random(64, 96), BOTH)
+    x = random(2, 96, seed=2).bfloat16()
+    if fastpath.find("int", weight.params, weight.shape, x) is None:
+        pytest.skip("this processor has no fast path")
+    exact = x.double() @ formats.decode(weight, torch.float64).T
+    y = PackedLinear.from_packed(weight)(x).double()
+    assert (y - exact).abs().max() < 0.03 * float(exact.abs().max())
+
+
+def test_gradients_pass_to_the_inputs() -> None:
+    layer, x = PackedLinear.from_packed(packed(random(24, 50), BOTH)), random(3, 50).requires_grad_()
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, layer.dequantize(torch.float32).sum(0).expand(3, 50), atol=1e-5)
+
+
+def test_decoding_leaves_a_dense_matrix_as_it_is() -> None:
+    values = random(8, 12)
+    params = dense.Params("float32")
+    weight = PackedWeight("dense", params, {**dense.pack(values, params), **signs(BOTH, (8, 12))}, (8, 12), BOTH)
+    first = formats.decode(weight, torch.float32)
+    assert torch.equal(first, formats.decode(weight, torch.float32))
+    assert torch.equal(formats.decode_stored(weight, torch.float32), values)
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def test_the_configuration_names_the_operations() -> None:
+    plain, turned = packed(random(24, 50), NO_OPS), packed(random(24, 50), BOTH)
+    config = build_config({"a": turned, "b": turned, "c": plain})
+    assert config.default["ops"] == {"input": ["signs", "hadamard"], "output": ["hadamard", "signs"]}
+    assert config.modules == {"a": {}, "b": {}, "c": {"ops": {"input": [], "output": []}}}
+    assert [scheme(config, name).ops for name in "abc"] == [BOTH, BOTH, NO_OPS]
+    config = build_config({"a": plain, "b": plain, "c": turned})
+    assert config.default.keys() == {"format", "params"} and config.modules["c"].keys() == {"ops"}
+    assert [scheme(config, name).ops for name in "abc"] == [NO_OPS, NO_OPS, BOTH]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"input": ["signs", "spin"]}, "x: operation 'spin' is unknown to this version; upgrade compress"),
+        ({"input": [4]}, "x: operation 4 is unknown"),
+        ({"input": "signs"}, "x: ops needs the lists 'input' and 'output'"),
+        ({"inputs": []}, "x: ops needs the lists"),
+        ([], "x: ops needs the lists"),
+        (None, "x: ops needs the lists"),
+        ({"output": ["signs", "signs"]}, "an operation twice"),
+    ],
+)
+def test_operations_that_cannot_be(values: object, error: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ops.from_dict(values, "x")
+    assert error in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_operations_from_a_configuration() -> None:
+    assert ops.from_dict({}, "x") == NO_OPS
+    assert ops.from_dict(dataclasses.asdict(BOTH), "x") == BOTH
+    assert ops.describe(BOTH) == "hadamard" and ops.describe(Ops(("signs",))) == ops.describe(NO_OPS) == ""
