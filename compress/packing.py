@@ -1,7 +1,8 @@
 """n-bit fields <-> words, nothing else.
 
 Two layouts, both exact for every width:
-- `pack_planar` / `unpack_planar`: the weight codes, in the order a matmul kernel reads them.
+- `pack_planar` / `unpack_planar`: the weight codes, in the order a matmul kernel reads them; `pack_planes` /
+  `unpack_planes` put codes of any width from 1 to 16 bits together from such planes.
 - `pack_stream` / `unpack_stream`: a little-endian bit stream for small side information (zero points).
 
 Planar layout. The unit is an int16 word with F = 16 // width fields. A tile is TW words along K, that is TW * F
@@ -12,11 +13,14 @@ sixteen codes: each word has five 3-bit fields (bits 0-14), and the three spare 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 FIELDS = {1: 16, 2: 8, 3: 16, 4: 4, 8: 2}  # codes that one word (three words for width 3) holds
 WORDS = {1: 1, 2: 1, 3: 3, 4: 1, 8: 1}  # words that belong together
+WIDE = 16  # bits of a code that fills a word by itself
 
 
 def planar_shape(rows: int, columns: int, width: int) -> tuple[int, ...]:
@@ -75,3 +79,49 @@ def unpack_stream(stream: Tensor, width: int) -> Tensor:
     bits = (stream.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=stream.device)) & 1
     fields = bits.reshape(*stream.shape[:-1], -1, width)
     return (fields << torch.arange(width, dtype=torch.uint8, device=stream.device)).sum(-1, dtype=torch.uint8)
+
+
+def plane_widths(bits: int) -> tuple[int, ...]:
+    """The planes that hold a code of `bits` bits (1..16), high bits first: 9 = 8 + 1; 3 and 16 are planes of their own.
+
+    A plane of 16 is one int16 word for each code (WIDE), the others are planar.
+    """
+    if not 1 <= bits <= 16:
+        raise ValueError(f"bits {bits} is not one of 1..16")
+    return (bits,) if bits in (3, WIDE) else tuple(width for width in (8, 4, 2, 1) if bits & width)
+
+
+def plane_fields(bits: int) -> int:
+    """Codes that the narrowest plane puts in a word: columns are padded to a multiple of tile_words * this."""
+    return max(FIELDS.get(width, 1) for width in plane_widths(bits))
+
+
+def planes_shape(rows: int, columns: int, bits: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the int16 tensors that `pack_planes` gives for codes [rows, columns]."""
+    return {f"words{w}": (rows, columns) if w == WIDE else planar_shape(rows, columns, w) for w in plane_widths(bits)}
+
+
+def pack_planes(codes: Tensor, bits: int, tile_words: int) -> dict[str, Tensor]:
+    """codes [rows, columns] of any integer type, 0 <= code < 2**bits, bits 1..16 -> {"words<width>": int16}.
+
+    columns must be a multiple of tile_words * plane_fields(bits).
+    """
+    widths, low = plane_widths(bits), bits
+    if widths == (WIDE,):
+        return {f"words{WIDE}": codes.to(torch.int16)}  # wraps: codes from 2**15 are negative words
+    planes = {}
+    for width in widths:
+        low -= width
+        planes[f"words{width}"] = pack_planar(((codes >> low) & ((1 << width) - 1)).to(torch.uint8), width, tile_words)
+    return planes
+
+
+def unpack_planes(planes: Mapping[str, Tensor], bits: int, tile_words: int) -> Tensor:
+    """Inverse of `pack_planes`: codes [rows, columns] int32."""
+    if bits == WIDE:
+        return planes[f"words{WIDE}"].int() & 0xFFFF
+    first, *rest = plane_widths(bits)
+    codes = unpack_planar(planes[f"words{first}"], first, tile_words).int()
+    for width in rest:
+        codes = codes << width | unpack_planar(planes[f"words{width}"], width, tile_words)
+    return codes

@@ -6,7 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.packing import FIELDS, WORDS, pack_planar, pack_stream, planar_shape, unpack_planar, unpack_stream
+from compress.packing import (
+    FIELDS,
+    WORDS,
+    pack_planar,
+    pack_planes,
+    pack_stream,
+    planar_shape,
+    plane_fields,
+    plane_widths,
+    planes_shape,
+    unpack_planar,
+    unpack_planes,
+    unpack_stream,
+)
 
 WIDTHS = sorted(FIELDS)
 TILES = (16, 32, 64, 128)
@@ -100,3 +113,44 @@ def test_stream_extremes(width: int) -> None:
     full = torch.full((16,), 2**width - 1, dtype=torch.uint8)
     assert (pack_stream(full, width) == 255).all()
     assert torch.equal(unpack_stream(pack_stream(full, width), width), full)
+
+
+# Codes of any width.
+
+
+@pytest.mark.parametrize("tile_words", [1, 4, 32])
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_planes_round_trip(bits: int, tile_words: int) -> None:
+    rows, columns = 3, 2 * tile_words * plane_fields(bits)
+    codes = torch.randint(0, 2**bits, (rows, columns), generator=torch.Generator().manual_seed(bits))
+    codes[0, 0], codes[-1, -1] = 2**bits - 1, 0
+    planes = pack_planes(codes, bits, tile_words)
+    assert {name: tuple(words.shape) for name, words in planes.items()} == planes_shape(rows, columns, bits)
+    assert all(words.dtype == torch.int16 for words in planes.values())
+    assert 16 * sum(words.numel() for words in planes.values()) == codes.numel() * bits  # nothing is wasted
+    unpacked = unpack_planes(planes, bits, tile_words)
+    assert unpacked.dtype == torch.int32 and torch.equal(unpacked, codes.int())
+    cut = {name: words[1:2] for name, words in planes.items()}
+    assert torch.equal(unpack_planes(cut, bits, tile_words), codes[1:2].int())
+
+
+@pytest.mark.parametrize(
+    ("bits", "widths"), [(1, (1,)), (3, (3,)), (5, (4, 1)), (7, (4, 2, 1)), (9, (8, 1)), (12, (8, 4)), (16, (16,))]
+)
+def test_planes_are_those_on_disk(bits: int, widths: tuple[int, ...]) -> None:
+    assert plane_widths(bits) == widths and sum(widths) == bits
+    codes = torch.arange(2**bits).repeat(16)[None, -16 * 16 :]
+    low = bits
+    for width in widths:
+        low -= width
+        words = pack_planes(codes, bits, 1)[f"words{width}"]
+        if width < 16:
+            assert torch.equal(unpack_planar(words, width, 1).long(), codes >> low & (2**width - 1))
+        else:
+            assert torch.equal(words.long() & 0xFFFF, codes)
+
+
+@pytest.mark.parametrize("bits", [0, 17])
+def test_impossible_widths_are_refused(bits: int) -> None:
+    with pytest.raises(ValueError, match=f"bits {bits}"):
+        plane_widths(bits)

@@ -134,8 +134,8 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        decode = formats.decode
-        monkeypatch.setattr(formats, "decode", lambda *a: (self._tick(), decode(*a))[1])
+        decode = formats.decode_stored  # every decode goes through it
+        monkeypatch.setattr(formats, "decode_stored", lambda *a: (self._tick(), decode(*a))[1])
 
     def _tick(self) -> None:
         self.count += 1

@@ -1,0 +1,248 @@
+"""Codebooks, shared by the methods that write the `codebook` format: learning, nearest entries, storage types.
+
+- `learn`: weighted k-means (EM). Vectors come in blocks that share a metric M_b [d, d]: the loss of a vector x with
+  entry c is (x - c) M_b (x - c)^T. Diagonal and scalar weights are special cases. Both steps are exact: the E-step is
+  a Euclidean search after the factor of M_b, the M-step solves c = (sum M_b)^-1 sum M_b x over the members. Empty
+  entries restart at the vectors with the largest loss.
+- `storable`: entries rounded to what is stored, int8 with one float16 scale for each codebook, or float16.
+
+Arrays are transposed, [in, out], as in the column loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SCORES = 1 << 19  # distances computed at a time on a CPU: the table stays in its cache
+DEVICE_SCORES = 1 << 24  # and elsewhere
+LEARNED = 1 << 22  # vectors of whole groups that are learned from together
+SAMPLES = 256  # vectors for each entry that are enough to learn a codebook
+CONVERGED = 1e-4  # of the loss: EM stops when an iteration gains less
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Recipe keys that every method with learned codebooks has."""
+
+    codebook_dtype: str = "int8"  # or float16
+    seeding: str = "kmeans++"  # or mahalanobis
+    iterations: int = 30  # of EM, at most
+    rounds: int = 1  # times that the loop runs again with refitted codebooks
+    sweeps: int = 6  # of coordinate descent, each after a refit
+    refit_steps: int = 20  # of conjugate gradients, at most
+    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
+
+    def __post_init__(self) -> None:
+        check_choice(self, "codebook_dtype", ("int8", "float16"))
+        check_choice(self, "seeding", tuple(SEEDINGS))
+        for key in ("iterations", "rounds", "sweeps", "refit_steps"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} {getattr(self, key)} is negative")
+        if not 0 <= self.damp < 1:
+            raise ValueError(f"damp {self.damp} is not in [0, 1)")
+
+
+def check_choice(config: object, key: str, choices: tuple[str | int, ...]) -> None:
+    """ValueError if a setting is not one of the choices."""
+    if getattr(config, key) not in choices:
+        raise ValueError(f"{key} {getattr(config, key)!r} is not one of {', '.join(str(c) for c in choices)}")
+
+
+def nearest(points: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [batch, count] int64 of the entry [batch, k, d] nearest to each point [batch, count, d], and its squared
+    distance less |point|^2. Memory is bounded by (DEVICE_)SCORES."""
+    batch, count, _ = points.shape
+    norms, books = entries.square().sum(2).unsqueeze(1), entries.transpose(1, 2)
+    index = torch.empty(batch, count, dtype=torch.int64, device=points.device)
+    score = torch.empty(batch, count, dtype=points.dtype, device=points.device)
+    scores = SCORES if points.device.type == "cpu" else DEVICE_SCORES
+    rows = max(1, scores // entries.shape[1])  # points at a time
+    step = max(1, rows // count)  # whole batches at a time
+    for first in range(0, batch, step):
+        part = slice(first, first + step)
+        for start in range(0, count, rows):
+            some = slice(start, start + rows)
+            table = torch.baddbmm(norms[part], points[part, some], books[part], alpha=-2)
+            score[part, some], index[part, some] = table.min(2)
+    return index, score
+
+
+class Vectors(NamedTuple):
+    """What the codebooks of several groups are learned on; the groups share the metrics of their blocks."""
+
+    values: Tensor  # [groups, blocks, count, d]
+    factors: Tensor  # [blocks, d, d]: the loss of x - e is |(x - e) F|^2; or [blocks]: F = factor * I
+    weights: Tensor | None = None  # [groups, blocks, count]: of each vector's loss
+
+    def transformed(self, values: Tensor) -> Tensor:
+        """values [groups, blocks, n, d] in coordinates in which the loss is Euclidean."""
+        return values * self.factors[:, None, None] if self.factors.dim() == 1 else values @ self.factors
+
+    def metrics(self) -> Tensor:
+        """F F^T, [blocks, d, d]."""
+        if self.factors.dim() > 1:
+            return self.factors @ self.factors.transpose(1, 2)
+        unit = torch.eye(self.values.shape[3], dtype=self.factors.dtype, device=self.factors.device)
+        return self.factors.square()[:, None, None] * unit
+
+    def sample(self, size: int) -> Vectors:
+        """About `size` vectors of each group, every n-th of each block."""
+        stride = max(1, self.values.shape[1] * self.values.shape[2] // size)
+        weights = None if self.weights is None else self.weights[:, :, ::stride]
+        return Vectors(self.values[:, :, ::stride].contiguous(), self.factors, weights)
+
+
+def learn(vectors: Vectors, size: int, iterations: int, seeding: str, generator: torch.Generator) -> Tensor:
+    """Entries [groups, size, d] float32 after at most `iterations` of EM; each group stops when it gains no more."""
+    vectors = vectors.sample(SAMPLES * size)
+    groups, blocks, count, _ = vectors.values.shape
+    draws = torch.rand(groups, size, dtype=torch.float64, generator=generator)
+    step = max(1, LEARNED // (blocks * count))
+    parts = []
+    for first in range(0, groups, step):
+        weights = None if vectors.weights is None else vectors.weights[first : first + step]
+        part = Vectors(vectors.values[first : first + step], vectors.factors, weights)
+        entries = SEEDINGS[seeding](part, draws[first : first + step].to(part.values.device))
+        parts.append(_em(part, entries, iterations))
+    return torch.cat(parts)
+
+
+def _em(vectors: Vectors, entries: Tensor, iterations: int) -> Tensor:
+    groups, blocks, count, d = vectors.values.shape
+    size, metrics = entries.shape[1], vectors.metrics()
+    weights = torch.ones_like(vectors.values[..., 0]) if vectors.weights is None else vectors.weights
+    pulled = (vectors.values @ metrics * weights.unsqueeze(3)).view(-1, d)  # M x
+    owner = torch.arange(groups, device=entries.device).view(-1, 1, 1) * blocks
+    owner = (owner + torch.arange(blocks, device=entries.device).view(-1, 1)) * size  # group, block, 1
+    best, least = entries, torch.full((groups,), float("inf"), dtype=torch.float64, device=entries.device)
+    active = torch.ones(groups, dtype=torch.bool, device=entries.device)
+    for step in range(iterations + 1):
+        index, errors = assign(vectors, entries)
+        errors = errors * weights
+        loss = errors.sum((1, 2), dtype=torch.float64)
+        best = torch.where((active & (loss < least)).view(-1, 1, 1), entries, best)
+        active = active & (loss < least * (1 - CONVERGED))
+        least = torch.minimum(loss, least)
+        if step == iterations or not active.any():
+            break
+        members = torch.bincount((index + owner).flatten(), weights.flatten(), groups * blocks * size)
+        members = members.view(groups, blocks, size).to(entries.dtype)
+        place = (index + owner[:, :1] // blocks).flatten()
+        total = torch.zeros_like(entries).view(-1, d).index_add_(0, place, pulled).view_as(entries)
+        entries = _means(total, members, metrics, entries)
+        _reseed(entries, members.sum(1) == 0, vectors, errors)
+    return best
+
+
+def assign(vectors: Vectors, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest entries and losses, both [groups, blocks, count], for entries [groups, k, d]."""
+    groups, blocks, count, d = vectors.values.shape
+    if vectors.factors.dim() == 1:  # one search for all blocks
+        flat = vectors.values.reshape(groups, blocks * count, d)
+        index, score = nearest(flat, entries)
+        loss = (score + flat.square().sum(2)).view(groups, blocks, count) * vectors.factors.square().view(-1, 1)
+    else:
+        points = vectors.transformed(vectors.values).view(groups * blocks, count, d)
+        index, score = nearest(points, vectors.transformed(entries.unsqueeze(1)).flatten(0, 1))
+        loss = score + points.square().sum(2)
+    return index.view(groups, blocks, count), loss.view(groups, blocks, count).clamp_(min=0)
+
+
+def _means(total: Tensor, members: Tensor, metrics: Tensor, old: Tensor) -> Tensor:
+    """(sum M)^-1 sum M x over the members of each entry; entries without members stay."""
+    groups, size, d = old.shape
+    matrix = (members.transpose(1, 2) @ metrics.reshape(-1, d * d)).view(groups, size, d, d)
+    filled = members.sum(1) > 0
+    unit = torch.eye(d, dtype=old.dtype, device=old.device)
+    matrix = torch.where(filled[..., None, None], matrix, unit)
+    matrix += 1e-6 * matrix.diagonal(dim1=2, dim2=3).mean(2)[..., None, None] * unit
+    return torch.where(filled.unsqueeze(2), torch.linalg.solve(matrix, total.unsqueeze(3)).squeeze(3), old)
+
+
+def _reseed(entries: Tensor, empty: Tensor, vectors: Vectors, errors: Tensor) -> None:
+    """Entries without members [groups, k] restart at the vectors with the largest loss, in place."""
+    for group in empty.any(1).nonzero().flatten().tolist():
+        lost = empty[group].nonzero().flatten()
+        worst = errors[group].flatten().topk(min(len(lost), errors[group].numel())).indices
+        entries[group, lost[: len(worst)]] = vectors.values[group].reshape(-1, entries.shape[2])[worst]
+
+
+def _mahalanobis(vectors: Vectors, draws: Tensor) -> Tensor:
+    """Vectors at equally spaced ranks of their Mahalanobis distance to the mean."""
+    flat = vectors.values.flatten(1, 2)  # group, vector, d
+    count, d = flat.shape[1:]
+    centred = flat - flat.mean(1, keepdim=True)
+    covariance = centred.transpose(1, 2) @ centred / count
+    floor = 1e-6 * covariance.diagonal(dim1=1, dim2=2).mean(1) + 1e-30
+    factor = torch.linalg.cholesky(covariance + floor[:, None, None] * torch.eye(d, device=flat.device))
+    distance = torch.linalg.solve_triangular(factor, centred.transpose(1, 2), upper=False).square().sum(1)
+    places = torch.linspace(0, count - 1, draws.shape[1], device=flat.device, dtype=torch.float64).round().long()
+    return _picked(flat, distance.argsort(dim=1, stable=True)[:, places])
+
+
+def _plus_plus(vectors: Vectors, draws: Tensor) -> Tensor:
+    """k-means++: each further entry is a vector drawn with a probability proportional to its present loss."""
+    flat = vectors.values.flatten(1, 2)
+    points = vectors.transformed(vectors.values)
+    loss = torch.ones_like(points[..., 0]) if vectors.weights is None else vectors.weights.clone()
+    chosen = []
+    for i in range(draws.shape[1]):
+        sums = loss.flatten(1).cumsum(1, dtype=torch.float64)
+        place = torch.searchsorted(sums, draws[:, i : i + 1] * sums[:, -1:], right=True).clamp_(max=flat.shape[1] - 1)
+        chosen.append(_picked(flat, place))  # group, 1, d
+        distance = (points - vectors.transformed(chosen[-1].unsqueeze(1))).square_().sum(3)
+        if vectors.weights is not None:
+            distance *= vectors.weights
+        loss = distance if i == 0 else torch.minimum(loss, distance)
+    return torch.cat(chosen, 1)
+
+
+def _picked(flat: Tensor, places: Tensor) -> Tensor:
+    return flat.gather(1, places.unsqueeze(2).expand(-1, -1, flat.shape[2]))
+
+
+SEEDINGS = {"mahalanobis": _mahalanobis, "kmeans++": _plus_plus}
+
+
+class Books(NamedTuple):
+    """Codebooks as stored, and the float32 entries that they decode to."""
+
+    entries: Tensor  # [..., k, d]
+    stored: Tensor  # int8 or float16
+    scale: Tensor | None  # [...] float16, int8 only
+
+
+def rounded(entries: Tensor, dtype: str) -> Books:
+    """Codebooks [..., k, d] rounded to their storage type: float16, or int8 with one float16 scale for each."""
+    if dtype == "float16":
+        stored = entries.clamp(-65504, 65504).half()
+        return Books(stored.float(), stored, None)
+    largest = entries.abs().amax((-1, -2)) / 127
+    scale = (largest * (1 + 2.0**-10) + 2.0**-24).clamp(max=65504).half()  # rounded, it is no smaller than `largest`
+    wide = scale.float()[..., None, None]
+    stored = (entries / wide).round_().clamp_(-127, 127).to(torch.int8)
+    return Books(stored.float() * wide, stored, scale)
+
+
+def most_bits(vectors: int) -> int:
+    """The longest code for so many vectors: a codebook has at most half as many entries, and at least two."""
+    return max(1, vectors.bit_length() - 2)
+
+
+def shrunk(bits: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
+    """The note for the report where `most_bits` made codes shorter."""
+    return [
+        f"codes of {found} bits instead of {asked}: the weight has too few vectors for a larger codebook"
+        for found, asked in zip(bits, wanted, strict=False)
+        if found < asked
+    ]
+
+
+def workspace(weights: int, vector_dim: int) -> int:
+    """Bytes that learning, refitting and rounding take beside the weight and n x n matrices: twelve float32 copies of
+    the weight, codes and indices, the table of scores with the sums of its rows."""
+    return weights * (12 * 4 + 3 * 8 // vector_dim) + 2 * 4 * DEVICE_SCORES

@@ -1,0 +1,154 @@
+"""What follows the first choice of codes: refits of the codebooks, and their alternation with the codes.
+
+With the codes fixed, the weight is linear in the codebook entries (`Layout`), and the entries that minimize
+tr(R H R^T) solve a linear system over all codebooks of the matrix at once. `refit` solves it by conjugate gradients: a
+step costs one product with the Hessian, whatever the number of entries and stages, the loss falls with every step, and
+there is no learning rate (the references build the normal matrix, or run Adam and restore on failure).
+
+Arrays are transposed, [in, out], as in the column loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.quant import feedback, sweeps
+from compress.quant.codebooks import Books
+
+TOLERANCE = 1e-4  # of the loss: refits stop when a step gains less
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which entry each vector of a matrix takes: values [in, out] are linear in the entries."""
+
+    index: Tensor  # [stages, blocks, units] int64 into the entries; the stages are summed
+    along_rows: bool  # vectors hold rows of one column (VPTQ); false: columns of one row (GPTVQ)
+    multiplier: Tensor | None = None  # [in, out] or broadcastable: block scales
+
+    def values(self, entries: Tensor) -> Tensor:
+        """[in, out] of entries [total, d]."""
+        vectors = entries[self.index[0]]
+        for index in self.index[1:]:
+            vectors = vectors + entries[index]  # blocks, units, d
+        blocks, units, d = vectors.shape
+        matrix = vectors.reshape(blocks, units * d) if self.along_rows else _columns(vectors)
+        return matrix if self.multiplier is None else matrix * self.multiplier
+
+    def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
+        """The transpose of `values`: sums of matrix [in, out] over the members of each entry, shaped as `like`."""
+        if self.multiplier is not None:
+            matrix = matrix * self.multiplier
+        _, blocks, units = self.index.shape
+        d = like.shape[1]
+        if self.along_rows:
+            vectors = matrix.reshape(blocks * units, d)
+        else:
+            vectors = matrix.view(blocks, d, units).transpose(1, 2).reshape(blocks * units, d)
+        sums = torch.zeros_like(like)
+        for index in self.index:
+            sums.index_add_(0, index.flatten(), vectors)
+        return sums
+
+
+def _columns(vectors: Tensor) -> Tensor:
+    blocks, units, d = vectors.shape
+    return vectors.transpose(1, 2).reshape(blocks * d, units)
+
+
+def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Layout, entries: Tensor, steps: int) -> Tensor:
+    """Entries [total, d] that lower tr(R H R^T), H = hessian + damping * I, R = weight [in, out] - values, codes fixed.
+
+    Preconditioned conjugate gradients from `entries`; ends after `steps` or at TOLERANCE. Entries without members stay.
+    """
+
+    def product(matrix: Tensor) -> Tensor:
+        return torch.addmm(matrix, hessian, matrix, beta=damping)
+
+    diagonal = (hessian.diagonal() + damping).unsqueeze(1)
+    weights = diagonal.expand_as(weight)
+    if layout.multiplier is not None:
+        weights = weights * layout.multiplier
+    curvature = layout.adjoint(weights.contiguous(), entries)
+    scale = torch.where(curvature > 0, 1 / curvature, 0.0)
+    entries = entries.clone()
+    residual = weight - layout.values(entries)
+    pull = product(residual)
+    loss = (residual * pull).sum(dtype=torch.float64).item()
+    gradient = layout.adjoint(pull, entries)
+    direction = conditioned = gradient * scale
+    power = (gradient * conditioned).sum(dtype=torch.float64).item()
+    for _ in range(steps):
+        moved = layout.values(direction)
+        pulled = product(moved)
+        bend = (moved * pulled).sum(dtype=torch.float64).item()
+        if not bend > 0:
+            break
+        length = power / bend
+        entries += length * direction
+        gradient = gradient - length * layout.adjoint(pulled, entries)
+        gain, loss = length * power, loss - length * power
+        if gain < TOLERANCE * loss:
+            break
+        conditioned = gradient * scale
+        before, power = power, (gradient * conditioned).sum(dtype=torch.float64).item()
+        direction = conditioned + power / before * direction
+    return entries
+
+
+@dataclass(frozen=True)
+class Problem:
+    """min tr(R H R^T), R = target - values, H = hessian + damping * I = upper upper^T."""
+
+    target: Tensor  # [in, out] float32
+    hessian: Tensor  # [in, in]
+    upper: Tensor  # [in, in]
+    damping: float
+
+    def loss(self, values: Tensor) -> float:
+        residual = self.target - values
+        pulled = torch.addmm(residual, self.hessian, residual, beta=self.damping)
+        return (residual * pulled).sum(dtype=torch.float64).item()
+
+
+class Learner(sweeps.Revisable, feedback.Rounder, Protocol):
+    """A rounder with codebooks."""
+
+    books: Books
+
+    def values(self) -> Tensor:
+        """[in, out] of the present codes and entries."""
+
+    def refit(self, target: Tensor, hessian: Tensor, damping: float) -> None:
+        """Fit the entries to the codes and round them to their storage type."""
+
+
+def alternate(problem: Problem, rounder: Learner, rounds: int, passes: int) -> None:
+    """The loop, then refits in turn with `rounds` further loops and `passes` sweeps of coordinate descent, and a last
+    refit. A step that does not lower the loss is taken back; the rest of its kind is left out."""
+    target, hessian, damping = problem.target, problem.hessian, problem.damping
+    feedback.run(target, problem.upper, rounder)
+    rounder.group = 0  # codebooks are not learned again
+    least = problem.loss(rounder.values())
+
+    def loop() -> None:
+        feedback.run(target, problem.upper, rounder)
+
+    def descend() -> None:
+        sweeps.improve(target, hessian, damping, rounder.values(), rounder, 1)
+
+    for choose, count in ((loop, rounds), (descend, passes), (None, 1)):
+        for _ in range(count):
+            codes, books = rounder.codes.clone(), rounder.books
+            rounder.refit(target, hessian, damping)
+            if choose is not None:
+                choose()
+            found = problem.loss(rounder.values())
+            if found >= least:
+                rounder.codes, rounder.books = codes, books
+                break
+            least = found

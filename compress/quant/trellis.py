@@ -1,0 +1,177 @@
+"""Trellis-coded quantization: every column a path through a trellis, at a whole number of bits a weight.
+
+QTIP (arXiv 2406.11235) and EXL3: a weight is a fixed function of the last `state_bits` bits of a bit stream that grows
+by `bits` for each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the
+rate-distortion bound, at the decoding cost of a scalar. The best path is found exactly (compress/quant/viterbi.py) for
+the target that the column loop gives (compress/quant/feedback.py).
+
+Differences, and why:
+- A path runs down a column instead of through a tile of 16 x 16. All its weights then share one entry of the Hessian,
+  plain squared error is the exact metric, and the error of each column is fed back before the next is chosen; with the
+  square, 16 columns are rounded at once as if they were independent.
+- Columns are taken in descending diag(H), which costs nothing to store: columns do not know each other's codes.
+- One scale for the whole weight, a fixed multiple of its root mean square (`RATIOS`).
+- Coordinate-descent sweeps (`sweeps`) choose whole paths anew, tile by tile, only where that lowers the loss.
+
+`hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at
+256 x 256. Not done: tuning of that table, output-side Hessians (YAQA), several scales over the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.formats import trellis as trellis_format
+from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
+from compress.linalg import upper_factor
+from compress.quant import feedback, sweeps
+from compress.quant.hessian import usable
+from compress.quant.viterbi import DECISIONS, STATES, Search
+from compress.types import PackedWeight, Quantized, Stats
+
+FORMAT = "trellis"
+NEEDS = frozenset({"hessian"})
+INCOHERENCE = True
+
+# Bits -> scale over the one that matches the root mean squares of weights and code. Fed-back errors make the targets
+# larger than the weights, and a target outside the code's range costs more than a coarser code. Measured on rotated
+# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes.
+RATIOS = {1: 1.15, 2: 1.11, 3: 1.14, 4: 1.2}
+LAST_RATIO = 1.3
+BATCH = 16  # tiles that fill the search
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of trellis-coded quantization."""
+
+    bits: int = 2  # of a weight, 1..8
+    state_bits: int = 12  # of the window that decodes to a weight, up to 16; time doubles with each
+    tile_rows: int = 128  # most rows of one circular stream, a multiple of 16
+    code: str = "mul1"  # mul1, 1mad, 3inst, mcg: computed; hyb: 2 rows at a time from a small table
+    row_scales: bool = False  # a float16 scale for each row beside that of the tensor
+    act_order: bool = True  # columns with large inputs first
+    block_columns: int = 0  # columns rounded at once, without feedback among them; 0: as many as make BATCH tiles
+    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
+    sweeps: int = 0  # coordinate-descent sweeps after the loop, each at the loop's cost
+
+    def __post_init__(self) -> None:
+        Params(self.bits, self.state_bits, self.tile_rows, self.code)  # the format's own checks
+        if not 0 <= self.damp < 1:
+            raise ValueError(f"damp {self.damp} is not in [0, 1)")
+        if self.sweeps < 0:
+            raise ValueError(f"sweeps {self.sweeps} is negative")
+
+
+def plan_params(config: Config, shape: tuple[int, int]) -> Params:
+    """Format parameters for a weight [out, in]: the tiles that pad least, then the largest."""
+    least = -(-config.state_bits // config.bits)  # rows whose bits fill a window
+    sizes = [rows for rows in range(ROW_MULTIPLE, config.tile_rows + 1, ROW_MULTIPLE) if rows >= least]
+    large = [rows for rows in sizes if 2 * rows >= config.tile_rows] or sizes  # short streams lose quality at the seam
+    if shape[0] <= large[0]:  # one tile holds all rows
+        large = sizes
+    tile = min(large, key=lambda rows: (-(-shape[0] // rows) * rows, -rows))
+    return Params(config.bits, config.state_bits, tile, config.code, config.row_scales)
+
+
+def workspace(config: Config, shape: tuple[int, int]) -> int:
+    """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, the search."""
+    n, rows = shape[1], shape[0] + MAX_TILE_ROWS
+    square = (8 if n <= 4096 else 4) * 3 * n * n
+    search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
+    return square + rows * n * 7 * 4 + search + 16 * 8 * trellis_format.DECODE_CHUNK
+
+
+def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
+    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight. `seed` is unused."""
+    assert stats is not None
+    shape = (weight.shape[0], weight.shape[1])
+    params = plan_params(config, shape)
+    extra = trellis_format.padded_rows(params, shape[0]) - shape[0]
+    target = torch.nn.functional.pad(weight.T.float(), (0, extra)).contiguous()  # [in, padded out]
+    row_scales = _row_scales(target) if config.row_scales else None
+    if row_scales is not None:
+        target /= row_scales.float()
+    hessian, notes = usable(stats)
+    diagonal = hessian.diagonal()
+    order = torch.arange(shape[1], device=weight.device)
+    if config.act_order:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    factor = upper_factor(hessian, config.damp, order)
+    if factor.retries:
+        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    table = _hyb_table().to(weight.device) if config.code == "hyb" else None
+    search = Search(trellis_format.states_table(params, table).to(weight.device), params.state_bits, params.symbol_bits)
+    rounder = _TrellisRounder(search, params, target, _width(config, target.shape, params))
+    ordered = target[order]
+    residual, _ = feedback.run(ordered, factor.upper, rounder)
+    if config.sweeps:
+        values = ordered - residual
+        del residual
+        damping = factor.damp * diagonal.mean().item()
+        sweeps.improve(ordered, hessian[order][:, order], damping, values, rounder, config.sweeps)
+    states = rounder.codes.transpose(1, 2).reshape(shape[1], -1)
+    states = torch.empty_like(states).index_copy_(0, order, states)
+    tensors = trellis_format.pack(states.T, rounder.scale, params, row_scales, table)
+    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(notes))
+
+
+class _TrellisRounder:
+    """Paths as a Rounder: one column at a time, all its tiles at once."""
+
+    group = 0
+
+    def __init__(self, search: Search, params: Params, target: Tensor, width: int) -> None:
+        self.width = width
+        self.search, self.tile, self.unit_rows = search, params.tile_rows, params.tile_rows
+        columns, rows = target.shape
+        steps = rows // params.vector_dim
+        self.codes = torch.zeros(columns // width, steps, width, dtype=torch.int32, device=target.device)
+        self.scale = _scale(search, target, params.bits)
+
+    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
+        """Nothing is fitted inside the loop."""
+
+    def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
+        if self.scale == 0:
+            return torch.zeros_like(target)
+        states = self.search.encode((target / self.scale).reshape(-1, self.tile))
+        self.codes[start // self.width] = states.view(self.width, -1).T
+        return self.search.table[states].view(target.shape) * self.scale
+
+
+def _width(config: Config, shape: Sequence[int], params: Params) -> int:
+    """Columns rounded at once: a divisor of the columns [in, padded out] of `shape`."""
+    wanted = config.block_columns or BATCH * params.tile_rows // shape[1]
+    return max(d for d in range(1, max(1, wanted) + 1) if shape[0] % d == 0)
+
+
+def _scale(search: Search, target: Tensor, bits: int) -> float:
+    """The scale that suits the loop's targets, 0 if all weights are zero; target [in, padded out]."""
+    rms = target.square().mean(dtype=torch.float64).sqrt().item()
+    return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
+
+
+def _row_scales(target: Tensor) -> Tensor:
+    """Root mean square of each row relative to the largest, float16 [padded out]; 1 for rows that are zero."""
+    rms = target.square().mean(0).sqrt()
+    relative = (rms / rms.max().clamp_min(torch.finfo(torch.float32).tiny)).half()
+    return torch.where(relative > 0, relative, torch.ones_like(relative))
+
+
+def _hyb_table() -> Tensor:
+    """512 points for pairs of N(0, 1) values whose first may be negated, [512, 2] float16: k-means."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(1 << 15, 2, generator=generator)
+    points[:, 0].abs_()
+    centres = points[:HYB_ENTRIES].clone()
+    for _ in range(20):
+        owner = torch.cdist(points, centres).argmin(1)
+        total = torch.zeros_like(centres).index_add_(0, owner, points)
+        count = torch.bincount(owner, minlength=HYB_ENTRIES)[:, None]
+        centres = torch.where(count > 0, total / count.clamp_min(1), centres)
+    return centres.half()
