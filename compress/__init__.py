@@ -19,7 +19,10 @@ The files:
     model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks
     checkpoint  reading safetensors lazily, writing shards; output: the directory that is renamed into place last
     calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; lm.py: whole models
-    quant/      methods, one a file: which codes? linalg: the factors and precision rules that they share
+    incoherence random signs and Hadamard transforms around what a method sees; asymmetric: targets that make up for the
+                errors of earlier blocks; ops: the operations at run time; hadamard: transforms of any order
+    quant/      methods, one a file: which codes? feedback: the column loop that they share; sweeps: its clean-up;
+                linalg: factors and precision rules
     formats/    one a file: how are the codes stored and decoded? packing: n-bit fields <-> words
     runtime/    how does a product run on them? linear, experts, fastpath; hf: loading through transformers
     autoload    how transformers finds runtime/hf without an import

@@ -30,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+DEFAULT_RECIPE = "vq2bit"
+
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")]
@@ -80,7 +82,7 @@ def _errors(resume: str = "") -> Iterator[None]:
 @app.command(epilog="Example: compress quantize ./my-model --recipe int4 --calib text.txt --max-memory 8GiB")
 def quantize(
     model: Model,
-    recipe: RecipeName,
+    recipe: RecipeName = DEFAULT_RECIPE,
     out: Out = None,
     calib: Calib = None,
     set_: Overrides = None,
@@ -116,7 +118,7 @@ def quantize(
 @app.command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB")
 def plan(
     model: Model,
-    recipe: RecipeName,
+    recipe: RecipeName = DEFAULT_RECIPE,
     out: Out = None,
     calib: Calib = None,
     set_: Overrides = None,

@@ -72,7 +72,7 @@ def test_help_is_instant() -> None:
     ("words", "expected"),
     [
         (["quantise"], "No such command 'quantise'"),
-        (["quantize", "model"], "Missing option '--recipe'"),
+        (["quantize"], "Missing argument 'MODEL'"),
         (["quantize", "--recipe", "int8"], "Missing argument 'MODEL'"),
         (["quantize", "model", "--recipe", "int8", "--bits", "4"], "No such option: --bits"),
         (["quantize", "model", "--recipe", "int8", "--max-memory", "8XB"], "'8XB' is not a size such as 8GiB"),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ class Config:
         Params(self.bits, self.state_bits, self.tile_rows, self.code)  # the format's own checks
         if not 0 <= self.damp < 1:
             raise ValueError(f"damp {self.damp} is not in [0, 1)")
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps {self.sweeps} is negative")
+        for key in ("block_columns", "sweeps"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} {getattr(self, key)} is negative")
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> Params:
@@ -163,10 +165,11 @@ def _row_scales(target: Tensor) -> Tensor:
     return torch.where(relative > 0, relative, torch.ones_like(relative))
 
 
+@cache
 def _hyb_table() -> Tensor:
     """512 points for pairs of N(0, 1) values whose first may be negated, [512, 2] float16: k-means."""
     generator = torch.Generator().manual_seed(0)
-    points = torch.randn(1 << 15, 2, generator=generator)
+    points = torch.randn(1 << 15, 2, generator=generator, device="cpu")
     points[:, 0].abs_()
     centres = points[:HYB_ENTRIES].clone()
     for _ in range(20):

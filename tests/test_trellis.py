@@ -1,0 +1,282 @@
+"""Trellis coding: the search against exhaustive dynamic programming, the bits against a reader of single bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import problems
+from compress import formats
+from compress.formats import trellis as trellis_format
+from compress.formats.trellis import Params
+from compress.quant import gptq, trellis, viterbi
+from compress.quant.viterbi import Search
+from compress.types import PackedWeight, Stats
+
+GAUSSIAN = {  # (code, bits) -> distortion of N(0, 1) with a window of 16 bits, the project's reference table
+    ("mul1", 1): 0.2800,
+    ("mul1", 2): 0.0699,
+    ("mcg", 2): 0.0723,
+    ("1mad", 2): 0.0730,
+    ("3inst", 2): 0.0735,
+    ("hyb", 2): 0.0724,
+    ("mul1", 3): 0.0182,
+    ("mul1", 4): 0.0047,
+    ("3inst", 4): 0.0049,
+}
+
+
+def hyb_table(params: Params) -> Tensor | None:
+    return trellis._hyb_table() if params.code == "hyb" else None
+
+
+def search_of(params: Params) -> Search:
+    return Search(trellis_format.states_table(params, hyb_table(params)), params.state_bits, params.symbol_bits)
+
+
+def closed_states(params: Params, tiles: int, columns: int) -> Tensor:
+    """States of random circular streams, [tiles * steps, columns], window by window from lists of bits."""
+    steps, kv, length = params.tile_rows // params.vector_dim, params.symbol_bits, params.tile_rows * params.bits
+    generator = torch.Generator().manual_seed(params.bits)
+    streams = torch.randint(2, (tiles, columns, length), generator=generator)
+    states = torch.zeros(tiles, steps, columns, dtype=torch.int64)
+    for t in range(steps):
+        for back in range(params.state_bits):
+            states[:, t] += streams[:, :, ((t + 1) * kv - 1 - back) % length] << back
+    return states.view(-1, columns)
+
+
+def exhaustive(values: Tensor, table: Tensor, bits: int, seam: int) -> float:
+    """Least squared error of all paths that start and end at the node `seam`; values [steps] float64."""
+    size = len(table)
+    nodes, symbols = size >> bits, 1 << bits
+    cost = torch.full((nodes,), float("inf"), dtype=torch.float64)
+    cost[seam] = 0
+    for value in values.tolist():
+        after = torch.full_like(cost, float("inf"))
+        for node, symbol in itertools.product(range(nodes), range(symbols)):
+            state = node << bits | symbol
+            total = cost[node] + (table[state, 0].double() - value) ** 2
+            after[state % nodes] = torch.minimum(after[state % nodes], total)
+        cost = after
+    return cost[seam].item()
+
+
+@pytest.mark.parametrize("bits, state_bits", [(1, 5), (2, 6), (3, 7), (2, 5)])
+def test_the_search_finds_the_best_closed_path(bits: int, state_bits: int) -> None:
+    params = Params(bits, state_bits, 16)
+    search = search_of(params)
+    values = problems.random(4, 16, seed=bits)
+    states = search.encode(values)
+    found = (search.table[states][..., 0].double() - values.double()).square().sum(1)
+    for row in range(4):
+        seam = int(states[row, -1]) & (search.nodes - 1)
+        best = exhaustive(values[row].double(), search.table, bits, seam)
+        assert best - 1e-9 <= found[row] <= best * 1.001 + 1e-3  # integer costs round distances
+
+
+@pytest.mark.parametrize("code, bits", [*itertools.product(("mul1", "3inst"), range(1, 9)), ("hyb", 2), ("hyb", 4)])
+def test_paths_are_closed_and_the_stored_bits_decode_to_them(code: str, bits: int) -> None:
+    """Stored words decode to just the values that the search meant, to the bit."""
+    state_bits = max(8, 2 * bits * (2 if code == "hyb" else 1))
+    params = Params(bits, state_bits, 32, code)
+    search, values = search_of(params), problems.random(3 * 5, 32)
+    states = search.encode(values)
+    mask = search.nodes - 1
+    assert torch.equal(states.roll(1, 1) & mask, states >> params.symbol_bits)
+    by_column = states.view(3, 5, -1).permute(0, 2, 1).reshape(-1, 5)
+    tensors = trellis_format.pack(by_column, 0.5, params, None, hyb_table(params))
+    assert {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()} == trellis_format.specs(params, (96, 5))
+    assert torch.equal(trellis_format.unpack(tensors["words"], params), by_column)
+    decoded = trellis_format.decode(tensors, params, (96, 5), torch.float32)
+    expected = (search.table * 0.5)[by_column].transpose(1, 2).reshape(96, 5)
+    assert torch.equal(decoded, expected)
+
+
+@pytest.mark.parametrize("code, bits", [("mul1", 2), ("mul1", 3), ("1mad", 5), ("mcg", 1), ("hyb", 3)])
+def test_a_reader_of_single_bits_agrees(code: str, bits: int) -> None:
+    params = Params(bits, 12, 48, code, row_scales=True)
+    states = closed_states(params, 2, 3)
+    rows = torch.linspace(0.1, 1, 96).half()
+    table = hyb_table(params)
+    tensors = trellis_format.pack(states, 0.3, params, rows, table)
+    decoded = trellis_format.decode(tensors, params, (90, 3), torch.float32)
+    per_state = trellis_format.states_table(params, table)
+    per_tile, dim, kv = 48 * bits // 16, params.vector_dim, params.symbol_bits
+    for column, row in itertools.product(range(3), range(90)):
+        tile, step = row // 48, row % 48 // dim
+        words = [int(w) & 0xFFFF for w in tensors["words"][tile * per_tile : (tile + 1) * per_tile, column]]
+        stream = [word >> (15 - i) & 1 for word in words for i in range(16)]
+        end = (step + 1) * kv
+        state = int("".join(str(stream[i % len(stream)]) for i in range(end - 12, end)), 2)
+        expected = per_state[state, row % dim] * tensors["scale"][0] * rows[row].float()
+        assert decoded[row, column] == expected
+
+
+def test_computed_codes() -> None:
+    """Each code's formula in plain integers."""
+
+    def half(bits: int) -> Tensor:
+        return torch.tensor([bits - ((bits & 0x8000) << 1)], dtype=torch.int16).view(torch.float16)
+
+    tables = {code: trellis_format.states_table(Params(2, 16, 16, code)) for code in ("mul1", "1mad", "3inst", "mcg")}
+    for state in (0, 1, 255, 4097, 40000, 65535):
+        words = {
+            "mul1": state * 0x83DCD12D & 0xFFFFFFFF,
+            "1mad": (state * 34038481 + 76625530) & 0xFFFFFFFF,
+            "3inst": (state * 89226354 + 64248484) & 0xFFFFFFFF,
+            "mcg": state * 0xCBAC1FED & 0xFFFFFFFF,
+        }
+        for code, divisor in (("mul1", 147.7), ("1mad", 147.8005)):
+            assert tables[code][state, 0].item() == pytest.approx((sum(words[code].to_bytes(4, "big")) - 510) / divisor)
+        for code in ("3inst", "mcg"):
+            masked = words[code] & 0x8FFF8FFF ^ 0x3B603B60
+            assert tables[code][state] == (half(masked & 0xFFFF) + half(masked >> 16)).float()
+    rms = {code: table.square().mean().sqrt().item() for code, table in tables.items()}
+    assert rms == pytest.approx({"mul1": 1.001, "1mad": 1.0, "3inst": 1.2437, "mcg": 1.2441}, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code, bits", GAUSSIAN)
+def test_distortion_of_gaussian_values(code: str, bits: int) -> None:
+    params = Params(bits, 16, 256, code)
+    search = search_of(params)
+    values = problems.random(64, 256, seed=1)
+    rms = search.table.square().mean().sqrt()
+    ratio = 1.06 if bits > 2 else 1.0
+    decoded = search.table[search.encode(values / ratio * rms)].view_as(values) / rms * ratio
+    assert (decoded - values).square().mean() / values.square().mean() < 1.02 * GAUSSIAN[code, bits]
+
+
+def layer(rows: int = 96, columns: int = 64) -> tuple[Tensor, Stats]:
+    return problems.random(rows, columns, seed=3), problems.stats(problems.inputs(1000, columns))
+
+
+def quantize(weight: Tensor, stats: Stats, **settings: object) -> PackedWeight:
+    config = trellis.Config(**{"state_bits": 8, **settings})  # type: ignore[arg-type]
+    return trellis.quantize(weight, stats, config).weight
+
+
+@pytest.mark.parametrize("block_columns", [1, 4])
+def test_the_loop_is_the_slow_one(block_columns: int) -> None:
+    """Targets, order and scale against a float64 loop that solves each block's least-squares problem anew."""
+    weight, stats = layer(32, 24)
+    config = trellis.Config(state_bits=8, block_columns=block_columns)
+    packed = trellis.quantize(weight, stats, config).weight
+    search = search_of(packed.params)
+    order = stats.hessian.diagonal().argsort(descending=True, stable=True)
+    hessian = problems.damped(stats.hessian, config.damp)[order][:, order]
+    ordered = weight.double()[:, order]
+    scale = (weight.double().square().mean().sqrt() / search.table.double().square().mean().sqrt()).item() * 1.11
+    quantized = torch.zeros_like(ordered)
+    for start in range(0, 24, block_columns):
+        block, later = slice(start, start + block_columns), slice(start + block_columns, 24)
+        # what the block should be, given the columns done and all later ones free: (R H)_free = 0
+        free, error = slice(start, 24), (ordered - quantized)[:, :start]
+        shift = torch.linalg.solve(hessian[free, free], hessian[free, :start] @ error.T).T
+        target = (ordered[:, free] + shift)[:, :block_columns]
+        assert later.stop == 24
+        tiles = (target / scale).T.reshape(-1, packed.params.tile_rows).float()
+        values = search.table[search.encode(tiles)].reshape(block_columns, 32).T
+        quantized[:, block] = values.double() * scale
+    decoded = problems.decoded(packed)[:, order]
+    agree = (decoded - quantized).abs().amax(0) < 1e-4
+    assert agree[:block_columns].all() and agree.float().mean() > 0.9  # a tie in float32 changes all that follows
+
+
+def test_sweeps_only_improve_and_keep_the_bits_true() -> None:
+    weight, stats = layer()
+    losses = [
+        problems.loss(weight, problems.decoded(quantize(weight, stats, sweeps=n)), stats.hessian) for n in (0, 1, 3)
+    ]
+    damping = problems.damped(stats.hessian, 0.01)
+    damped = [problems.loss(weight, problems.decoded(quantize(weight, stats, sweeps=n)), damping) for n in (0, 1, 3)]
+    assert damped[0] > damped[1] > damped[2] and losses[0] > losses[2]
+
+
+def test_results_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, stats = layer()
+    whole = quantize(weight, stats)
+    monkeypatch.setattr(viterbi, "STATES", {"cpu": 1})
+    monkeypatch.setattr(viterbi, "DECISIONS", {"cpu": 1})
+    monkeypatch.setattr(trellis_format, "DECODE_CHUNK", 1)
+    small = quantize(weight, stats)
+    assert all(torch.equal(whole.tensors[key], small.tensors[key]) for key in whole.tensors)
+    assert torch.equal(problems.decoded(whole), problems.decoded(small))
+
+
+def test_tiles_are_independent() -> None:
+    """Rows of one tile do not see those of another, but for the scale that all share."""
+    weight, stats = layer(64)
+    settings = {"tile_rows": 32, "block_columns": 1, "row_scales": True}
+    weight /= weight.square().mean(1, keepdim=True).sqrt()
+    weight[32:] = weight[:32].flip(0)
+    whole = problems.decoded(quantize(weight, stats, **settings))
+    swapped = problems.decoded(quantize(weight.view(2, 32, -1).flip(0).reshape(64, -1), stats, **settings))
+    assert torch.allclose(whole, swapped.view(2, 32, -1).flip(0).reshape(64, -1), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (24, 50), (96, 33), (5, 7), (130, 16), (1, 1)])
+@pytest.mark.parametrize("bits, code", [(1, "mul1"), (3, "mul1"), (2, "hyb")])
+def test_any_shape(shape: tuple[int, int], bits: int, code: str) -> None:
+    weight, stats = problems.random(*shape), problems.stats(problems.inputs(200, shape[1]))
+    config = trellis.Config(bits=bits, state_bits=8, code=code, sweeps=1)
+    packed = trellis.quantize(weight, stats, config).weight
+    assert packed.params == trellis.plan_params(config, shape)
+    assert packed.nbytes == formats.nbytes("trellis", packed.params, shape)
+    decoded = formats.decode(packed, torch.float32)
+    assert decoded.shape == shape and torch.isfinite(decoded).all()
+
+
+def test_zero_weights_and_no_tokens() -> None:
+    stats = Stats(torch.zeros(64, 64), 0)
+    assert not formats.decode(quantize(torch.zeros(32, 64), stats), torch.float32).any()
+    result = trellis.quantize(problems.random(32, 64), stats, trellis.Config(state_bits=8))
+    assert result.notes == ("no calibration token reached this input: rounded to nearest",)
+
+
+def test_it_beats_scalar_gptq_with_fewer_bytes() -> None:
+    """Rotated, as the engine gives it; a random orthogonal basis stands for the Hadamard transform."""
+    weight, stats = layer(128, 128)
+    basis = torch.linalg.qr(problems.random(128, 128, seed=9).double())[0]
+    rotated = Stats((basis @ stats.hessian.double() @ basis.T).float(), stats.count)
+    for bits in (2, 3):
+        ours = quantize((weight.double() @ basis.T).float(), rotated, bits=bits, state_bits=10)
+        loss = problems.loss(weight, problems.decoded(ours) @ basis, stats.hessian)
+        config = gptq.Config(bits=bits, group_size=64, symmetric=False, static_groups=False, sweeps=3)
+        scalar = gptq.quantize(weight, stats, config).weight
+        assert ours.nbytes < scalar.nbytes
+        assert loss < 0.8 * problems.loss(weight, problems.decoded(scalar), stats.hessian)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"bits": 0}, "bits 0 is not one of 1..8"),
+        ({"bits": 9}, "bits 9 is not one of 1..8"),
+        ({"state_bits": 3}, "state_bits 3 is not one of 4..16, which code 'mul1' at 2 bits needs"),
+        ({"state_bits": 17}, "state_bits 17 is not one of 4..16"),
+        ({"bits": 5, "code": "hyb"}, "bits 5 is too many for code 'hyb'"),
+        ({"tile_rows": 40}, "tile_rows 40 is not a multiple of 16 up to 256"),
+        ({"tile_rows": 512}, "tile_rows 512 is not a multiple of 16 up to 256"),
+        ({"code": "lut"}, "code 'lut' is not one of mul1"),
+        ({"damp": 1.0}, r"damp 1.0 is not in \[0, 1\)"),
+        ({"sweeps": -1}, "sweeps -1 is negative"),
+        ({"block_columns": -1}, "block_columns -1 is negative"),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        trellis.Config(**settings)  # type: ignore[arg-type]
+
+
+def test_columns_with_large_inputs_first() -> None:
+    weight, stats = layer()
+    ordered, natural = (
+        problems.loss(weight, problems.decoded(quantize(weight, stats, act_order=order)), stats.hessian)
+        for order in (True, False)
+    )
+    assert ordered < natural
