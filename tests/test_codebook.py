@@ -29,6 +29,8 @@ CASES: list[tuple[tuple[int, int], Settings]] = [
     ((9, 20), {"bits": (10, 10), "vector_dim": 8, "norm": "rows", "bias": True}),
     ((3, 5), {"bits": (16,), "vector_dim": 1, "codebook_dtype": "float16"}),
     ((1, 1), {"bits": (1,), "vector_dim": 4, "scale_columns": 4, "norm": "rows"}),
+    ((19, 40), {"bits": (3,), "vector_dim": 1, "group_columns": 16, "group_rows": 2, "svd_rank": 3}),
+    ((5, 33), {"bits": (2,), "vector_dim": 1, "scale_columns": 8, "permuted": True, "group_rows": 1, "svd_rank": 1}),
 ]
 IDS = [f"{shape[0]}x{shape[1]}-{'-'.join(map(str, settings.values()))}" for shape, settings in CASES]
 
@@ -50,14 +52,15 @@ def example(shape: tuple[int, int], settings: Settings) -> tuple[Params, Parts]:
     def integers(top: int, *wanted: int) -> Tensor:
         return torch.randint(0, top, wanted, generator=g)
 
-    small = params.codebook_dtype == "int8"
+    rank = params.svd_rank
+    small = params.codebook_dtype == "int8" and not rank
     books = [(*groups, 2**b, params.vector_dim) for b in bits]
     blocks = -(-shape[1] // params.scale_columns) if params.scale_columns else 0
     normed = {"none": 0, "columns": shape[1], "rows": shape[0]}[params.norm]
     count = params.outliers
     return params, Parts(
         codes=[integers(2**b, *size) for b in bits],
-        codebooks=[(integers(255, *s) - 127).to(torch.int8) if small else halves(*s) for s in books],
+        codebooks=[(integers(255, *s) - 127).to(torch.int8) if small else halves(*s) for s in books if not rank],
         codebook_scales=[halves(*groups) for _ in bits] if small else [],
         scales=integers(16, shape[0], blocks).to(torch.uint8) if blocks else None,
         scale_grid=halves(blocks, 2) / 8 if blocks else None,
@@ -67,6 +70,9 @@ def example(shape: tuple[int, int], settings: Settings) -> tuple[Params, Parts]:
         outlier_scale=halves(count) if count else None,
         outlier_index=torch.randperm(shape[1], generator=g)[:count] if count else None,
         order=torch.randperm(shape[1], generator=g) if params.permuted else None,
+        codebook_left=(integers(255, *groups, rank) - 127).to(torch.int8) if rank else None,
+        codebook_left_scale=halves(rank) if rank else None,
+        codebook_right=halves(rank, 2 ** bits[0]) if rank else None,
     )
 
 
@@ -90,6 +96,19 @@ def read_code(tensors: dict[str, Tensor], params: Params, stage: int, row: int, 
     return code
 
 
+def read_entry(tensors: dict[str, Tensor], p: Params, stage: int, group: tuple[int, int], code: int) -> Tensor:
+    """One entry of a codebook, [d]."""
+    prefix = f"stage{stage}_" if stage else ""
+    if p.svd_rank:
+        entry = torch.zeros(1)
+        for i in range(p.svd_rank):
+            left = tensors["codebook_left"][group][i].float() * tensors["codebook_left_scale"][i].float()
+            entry = entry + left * tensors["codebook_right"][i, code].float()
+        return entry
+    entry = tensors[f"{prefix}codebook"][group][code].float()
+    return entry if p.codebook_dtype != "int8" else entry * tensors[f"{prefix}codebook_scales"][group].float()
+
+
 def slow(tensors: dict[str, Tensor], p: Params, shape: tuple[int, int]) -> Tensor:
     """The formula of the docstring, weight by weight, each operation rounded to float32."""
     out = torch.empty(shape)
@@ -104,11 +123,7 @@ def slow(tensors: dict[str, Tensor], p: Params, shape: tuple[int, int]) -> Tenso
         )
         value = torch.zeros(())
         for stage in range(len(p.bits)):
-            prefix = f"stage{stage}_" if stage else ""
-            entry = tensors[f"{prefix}codebook"][group][read_code(tensors, p, stage, r, c), inner].float()
-            if p.codebook_dtype == "int8":
-                entry = entry * tensors[f"{prefix}codebook_scales"][group].float()
-            value = value + entry
+            value = value + read_entry(tensors, p, stage, group, read_code(tensors, p, stage, r, c))[inner]
         if p.scale_columns:
             block = column // p.scale_columns
             offset, step = tensors["scale_grid"][block].double()
@@ -169,6 +184,14 @@ def test_bytes_of_a_large_layer() -> None:
     assert 8 * formats.nbytes("codebook", params, (4096, 4096)) == 4096 * 4096 * (2 + 256 * 4 * 8 / 65536) + side
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, 4 + 2), (1, 1), (2, 2), (4, 4)])
+def test_bytes_of_factored_codebooks(rank: int, expected: int) -> None:
+    """4096 x 4096 at 2 bits, a codebook for 256 weights: bytes of a codebook, and of what all of them share."""
+    params = Params((2,), 1, 128, group_columns=256, group_rows=1, svd_rank=rank)
+    shared = rank * (2 + 4 * 2)
+    assert formats.nbytes("codebook", params, (4096, 4096)) == 4096 * 4096 // 4 + 65536 * expected + shared
+
+
 @pytest.mark.parametrize("bits", [(1,), (3,), (8,), (9,), (12,), (16,), (8, 3)])
 @pytest.mark.parametrize("columns", [1, 13, 64, 2752])
 def test_tiles_pad_least(bits: tuple[int, ...], columns: int) -> None:
@@ -199,6 +222,11 @@ def test_tiles_pad_least(bits: tuple[int, ...], columns: int) -> None:
         {"group_columns": 0},
         {"group_rows": -2},
         {"bias": True},
+        {"svd_rank": -1},
+        {"svd_rank": 1},
+        {"svd_rank": 257, "vector_dim": 1},
+        {"svd_rank": 1, "vector_dim": 1, "bits": [2, 2]},
+        {"svd_rank": 1, "vector_dim": 1, "codebook_dtype": "float16"},
     ],
     ids=str,
 )
@@ -214,6 +242,14 @@ def test_values_that_are_not_in_their_storage_type_are_an_error() -> None:
     assert parts.norm_scale is not None
     with pytest.raises(AssertionError, match="norm_scale"):
         codebook.pack(dataclasses.replace(parts, norm_scale=parts.norm_scale.float()), params, (16, 16))
+
+
+@pytest.mark.parametrize("name", codebook.FACTORS)
+def test_factors_that_are_not_in_their_storage_type_are_an_error(name: str) -> None:
+    params, parts = example((16, 16), {"bits": (2,), "vector_dim": 1, "group_rows": 1, "svd_rank": 2})
+    wide = dataclasses.replace(parts, **{name: getattr(parts, name).float()})
+    with pytest.raises(AssertionError, match=name):
+        codebook.pack(wide, params, (16, 16))
 
 
 def test_rows_can_be_cut() -> None:

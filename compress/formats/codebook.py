@@ -13,6 +13,9 @@ Stored tensors; those of stage s > 0 have the prefix `stage<s>_`:
 - `codebook` int8 or float16 [column groups, row groups, 2**bits, d]; an int8 entry of d = 4 is one 32-bit element of
   a table;
 - `codebook_scales` float16 [column groups, row groups], int8 only;
+- instead of both, `codebook_left` int8 [column groups, row groups, r], `codebook_left_scale` float16 [r] and
+  `codebook_right` float16 [r, 2**bits] if svd_rank = r (d = 1, one stage): the entries of a group are
+  (left * left_scale) @ right, so that many small codebooks cost r bytes each;
 - `scales` uint8 [blocks, N/2] and `scale_grid` float16 [blocks, 2] if scale_columns: for each block of columns of each
   row a 4-bit code e (low nibble: even row), the factor is 2 ** (grid[block, 0] + e * grid[block, 1]);
 - `norm_scale`, `norm_bias` float16 [K] or [N] if norm is "columns" or "rows" (the bias if `bias`);
@@ -58,6 +61,7 @@ class Params:
     outliers: int = 0  # columns with an added integer part
     outlier_bits: int = 4  # of it: 4 or 8
     permuted: bool = False  # columns are stored in an order of their own
+    svd_rank: int = 0  # of the codebooks as a product of two factors; 0: stored whole
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", tuple(self.bits))  # a list after a round trip through JSON
@@ -72,11 +76,18 @@ class Params:
             size = getattr(self, key)
             if size != -1 and (size < 1 or size % unit):
                 raise ValueError(f"{key} {size} is neither -1 nor a positive multiple of {unit}")
-        for key in ("scale_columns", "outliers"):
+        for key in ("scale_columns", "outliers", "svd_rank"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} {getattr(self, key)} is negative")
         if self.bias and self.norm == "none":
             raise ValueError("bias needs norm columns or rows")
+        self._check_rank()
+
+    def _check_rank(self) -> None:
+        if self.svd_rank and (self.vector_dim, len(self.bits), self.codebook_dtype) != (1, 1, "int8"):
+            raise ValueError("svd_rank needs vector_dim 1, one stage and codebook_dtype int8")
+        if self.svd_rank > 2 ** self.bits[0]:
+            raise ValueError(f"svd_rank {self.svd_rank} is more than the {2 ** self.bits[0]} entries of a codebook")
 
     @property
     def width(self) -> int:
@@ -133,6 +144,11 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
         prefix = _prefix(stage)
         for name, size in planes_shape(code_rows, code_columns, bits).items():
             stored[prefix + name] = (size, torch.int16)
+        if params.svd_rank:
+            stored["codebook_left"] = ((*count, params.svd_rank), torch.int8)
+            stored["codebook_left_scale"] = ((params.svd_rank,), torch.float16)
+            stored["codebook_right"] = ((params.svd_rank, 2**bits), torch.float16)
+            continue
         stored[f"{prefix}codebook"] = ((*count, 2**bits, params.vector_dim), DTYPES[params.codebook_dtype])
         if params.codebook_dtype == "int8":
             stored[f"{prefix}codebook_scales"] = (count, torch.float16)
@@ -159,8 +175,8 @@ class Parts:
     """What a method chose, before packing. Scales and codebooks are already in their storage types."""
 
     codes: list[Tensor]  # for each stage [code rows, code columns], any integer type
-    codebooks: list[Tensor]  # [column groups, row groups, 2**bits, d] int8 or float16
-    codebook_scales: list[Tensor]  # [column groups, row groups] float16; empty for float16 codebooks
+    codebooks: list[Tensor]  # [column groups, row groups, 2**bits, d] int8 or float16; empty if factored
+    codebook_scales: list[Tensor]  # [column groups, row groups] float16; empty for float16 codebooks, or if factored
     scales: Tensor | None = None  # [out, blocks] uint8 < 16
     scale_grid: Tensor | None = None  # [blocks, 2] float16: offset and step of the log2
     norm_scale: Tensor | None = None  # [in] or [out] float16
@@ -169,6 +185,13 @@ class Parts:
     outlier_scale: Tensor | None = None  # [count] float16
     outlier_index: Tensor | None = None  # [count] integers, original columns
     order: Tensor | None = None  # [in] integers
+    codebook_left: Tensor | None = None  # [column groups, row groups, r] int8
+    codebook_left_scale: Tensor | None = None  # [r] float16
+    codebook_right: Tensor | None = None  # [r, 2**bits] float16
+
+
+FACTORS = ("codebook_left", "codebook_left_scale", "codebook_right")
+PLAIN = ("scale_grid", "norm_scale", "norm_bias", "outlier_scale", "outlier_index", "order", *FACTORS)  # stored as is
 
 
 def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -182,6 +205,8 @@ def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tens
         codes = torch.nn.functional.pad(codes, (0, code_columns - codes.shape[1], 0, code_rows - codes.shape[0]))
         for name, words in pack_planes(codes, bits, params.tile_words).items():
             tensors[prefix + name] = words
+        if params.svd_rank:
+            continue
         tensors[f"{prefix}codebook"] = parts.codebooks[stage]
         if params.codebook_dtype == "int8":
             tensors[f"{prefix}codebook_scales"] = parts.codebook_scales[stage]
@@ -189,11 +214,12 @@ def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tens
         tensors["scales"] = pack_stream(_lengthened(parts.scales.T, rows), 4)
     if parts.outliers is not None:
         tensors["outliers"] = pack_stream(_lengthened(parts.outliers.T, rows), params.outlier_bits)
-    for name in ("scale_grid", "norm_scale", "norm_bias", "outlier_scale", "outlier_index", "order"):
+    for name in PLAIN:
         value = getattr(parts, name)
         if value is not None:
             size, dtype = wanted[name]
-            assert not dtype.is_floating_point or value.dtype == dtype, f"{name} was not rounded to its storage type"
+            exact = dtype.is_floating_point or value.is_floating_point()
+            assert not exact or value.dtype == dtype, f"{name} was not rounded to its storage type"
             tensors[name] = _lengthened(value, size[0]).to(dtype) if name.startswith("norm") else value.to(dtype)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == wanted
@@ -213,7 +239,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     tables = [entries(tensors, params, stage).flatten(0, 2) for stage in range(len(params.bits))]
     order = tensors["order"].long() if params.permuted else slice(None)
     factors = _block_scales(tensors, params) if params.scale_columns else None  # N, blocks
-    weight = torch.empty(shape, dtype=dtype, device=tensors["codebook"].device)
+    weight = torch.empty(shape, dtype=dtype, device=tables[0].device)
     column_group = _owner(code_columns, params.width, params.group_columns, weight.device)
     row_group = _owner(code_rows, params.height, params.group_rows, weight.device)
     row_groups = groups(params, shape)[1]
@@ -237,12 +263,23 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 
 def entries(tensors: Mapping[str, Tensor], params: Params, stage: int) -> Tensor:
     """Codebooks of a stage as float32, [column groups, row groups, 2**bits, d]."""
+    if params.svd_rank:
+        left = tensors["codebook_left"].float() * tensors["codebook_left_scale"].float()
+        return product(left, tensors["codebook_right"].float()).unsqueeze(3)
     book = tensors[f"{_prefix(stage)}codebook"].float()
     return (
         book
         if params.codebook_dtype != "int8"
         else book * tensors[f"{_prefix(stage)}codebook_scales"].float()[..., None, None]
     )
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left [..., r] @ right [r, k], the terms summed in order, so that every machine finds the same entries."""
+    total = left[..., :1] * right[0]
+    for i in range(1, len(right)):
+        total = total + left[..., i : i + 1] * right[i]
+    return total
 
 
 def block_factors(codes: Tensor, grid: Tensor) -> Tensor:

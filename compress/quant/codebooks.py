@@ -4,7 +4,8 @@
   entry c is (x - c) M_b (x - c)^T. Diagonal and scalar weights are special cases. Both steps are exact: the E-step is
   a Euclidean search after the factor of M_b, the M-step solves c = (sum M_b)^-1 sum M_b x over the members. Empty
   entries restart at the vectors with the largest loss.
-- `storable`: entries rounded to what is stored, int8 with one float16 scale for each codebook, or float16.
+- `rounded`: entries rounded to what is stored, int8 with one float16 scale for each codebook, or float16.
+- `factored`: all codebooks of a matrix as the product of two factors that are rounded to what is stored.
 
 Arrays are transposed, [in, out], as in the column loop.
 """
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from compress.formats import codebook
 
 SCORES = 1 << 19  # distances computed at a time on a CPU: the table stays in its cache
 DEVICE_SCORES = 1 << 24  # and elsewhere
@@ -212,8 +215,9 @@ class Books(NamedTuple):
     """Codebooks as stored, and the float32 entries that they decode to."""
 
     entries: Tensor  # [..., k, d]
-    stored: Tensor  # int8 or float16
-    scale: Tensor | None  # [...] float16, int8 only
+    stored: Tensor  # int8 or float16; if factored, the left factor [..., r] int8
+    scale: Tensor | None  # [...] float16, int8 only; if factored, [r]
+    right: Tensor | None = None  # [r, k] float16, the right factor
 
 
 def rounded(entries: Tensor, dtype: str) -> Books:
@@ -226,6 +230,14 @@ def rounded(entries: Tensor, dtype: str) -> Books:
     wide = scale.float()[..., None, None]
     stored = (entries / wide).round_().clamp_(-127, 127).to(torch.int8)
     return Books(stored.float() * wide, stored, scale)
+
+
+def factored(columns: Books, right: Tensor) -> Books:
+    """Codebooks [groups, k, 1] = left @ right: `columns` [r, groups, 1] are those of the left factor, rounded to int8;
+    right [r, k] is rounded to float16."""
+    stored = right.clamp(-65504, 65504).half()
+    entries = codebook.product(columns.entries.squeeze(2).T, stored.float())
+    return Books(entries.unsqueeze(2), columns.stored.squeeze(2).T, columns.scale, stored)
 
 
 def most_bits(vectors: int) -> int:

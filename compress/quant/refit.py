@@ -10,14 +10,14 @@ Arrays are transposed, [in, out], as in the column loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.quant import feedback, sweeps
-from compress.quant.codebooks import Books
+from compress.quant.codebooks import Books, factored, rounded
 
 TOLERANCE = 1e-4  # of the loss: refits stop when a step gains less
 
@@ -54,14 +54,52 @@ class Layout:
             sums.index_add_(0, index.flatten(), vectors)
         return sums
 
+    def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
+        """The diagonal of the normal matrix if H were diagonal: weights [in, out] hold that diagonal for every row."""
+        return self.adjoint(weights if self.multiplier is None else weights * self.multiplier, like)
+
+
+@dataclass(frozen=True)
+class Spanned:
+    """Values that are linear in X [lists, r], where X @ basis [r, length] are the entries, d = 1, list after list."""
+
+    layout: Layout
+    basis: Tensor  # [r, length]
+
+    def values(self, coefficients: Tensor) -> Tensor:
+        return self.layout.values((coefficients @ self.basis).view(-1, 1))
+
+    def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
+        return self.layout.adjoint(matrix, self._entries(like)).view(len(like), -1) @ self.basis.T
+
+    def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
+        return self.layout.curvature(weights, self._entries(like)).view(len(like), -1) @ self.basis.T.square()
+
+    def _entries(self, like: Tensor) -> Tensor:
+        return like.new_empty(len(like) * self.basis.shape[1], 1)
+
+
+class Linear(Protocol):
+    """A linear map from unknowns to a matrix [in, out]. `like` has the shape of the unknowns."""
+
+    def values(self, unknowns: Tensor, /) -> Tensor:
+        """[in, out] of the unknowns."""
+
+    def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
+        """The transpose of `values`."""
+
+    def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
+        """The preconditioner: sums of weights [in, out], of squared values, for each unknown."""
+
 
 def _columns(vectors: Tensor) -> Tensor:
     blocks, units, d = vectors.shape
     return vectors.transpose(1, 2).reshape(blocks * d, units)
 
 
-def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Layout, entries: Tensor, steps: int) -> Tensor:
-    """Entries [total, d] that lower tr(R H R^T), H = hessian + damping * I, R = weight [in, out] - values, codes fixed.
+def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Linear, entries: Tensor, steps: int) -> Tensor:
+    """Unknowns of `layout`, such as entries [total, d], that lower tr(R H R^T), H = hessian + damping * I, R = weight
+    [in, out] - values, codes fixed.
 
     Preconditioned conjugate gradients from `entries`; ends after `steps` or at TOLERANCE. Entries without members stay.
     """
@@ -70,10 +108,7 @@ def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Layout, entri
         return torch.addmm(matrix, hessian, matrix, beta=damping)
 
     diagonal = (hessian.diagonal() + damping).unsqueeze(1)
-    weights = diagonal.expand_as(weight)
-    if layout.multiplier is not None:
-        weights = weights * layout.multiplier
-    curvature = layout.adjoint(weights.contiguous(), entries)
+    curvature = layout.curvature(diagonal.expand_as(weight).contiguous(), entries)
     scale = torch.where(curvature > 0, 1 / curvature, 0.0)
     entries = entries.clone()
     residual = weight - layout.values(entries)
@@ -98,6 +133,27 @@ def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Layout, entri
         before, power = power, (gradient * conditioned).sum(dtype=torch.float64).item()
         direction = conditioned + power / before * direction
     return entries
+
+
+def refit_factors(
+    weight: Tensor, hessian: Tensor, damping: float, layout: Layout, entries: Tensor, rank: int, steps: int
+) -> Books:
+    """Codebooks of a rank in place of `entries` [groups, k, 1], both factors in their storage types.
+
+    The truncated singular value decomposition, then one round of alternating least squares on the loss of `refit`: the
+    left factor is fitted to the right one and rounded, the right one fitted to what was stored and rounded.
+    """
+    groups, size, _ = entries.shape
+    u, s, right = torch.linalg.svd(entries.squeeze(2), full_matrices=False)
+    left, right = u[:, :rank] * s[:rank], right[:rank]
+    if steps:
+        left = refit(weight, hessian, damping, Spanned(layout, right), left, steps)
+    columns = rounded(left.T.unsqueeze(2), "int8")  # r, groups, 1
+    if steps:
+        across = replace(layout, index=layout.index % size * groups + layout.index // size)  # entries code by code
+        basis = columns.entries.squeeze(2)
+        right = refit(weight, hessian, damping, Spanned(across, basis), right.T.contiguous(), steps).T
+    return factored(columns, right)
 
 
 @dataclass(frozen=True)
@@ -128,11 +184,18 @@ class Learner(sweeps.Revisable, feedback.Rounder, Protocol):
 
 
 def alternate(problem: Problem, rounder: Learner, rounds: int, passes: int) -> None:
-    """The loop, then refits in turn with `rounds` further loops and `passes` sweeps of coordinate descent, and a last
-    refit. A step that does not lower the loss is taken back; the rest of its kind is left out."""
-    target, hessian, damping = problem.target, problem.hessian, problem.damping
-    feedback.run(target, problem.upper, rounder)
+    """The loop, then `settle`."""
+    feedback.run(problem.target, problem.upper, rounder)
     rounder.group = 0  # codebooks are not learned again
+    settle(problem, rounder, rounds, passes)
+
+
+def settle(problem: Problem, rounder: Learner, rounds: int, passes: int) -> float:
+    """Refits in turn with `rounds` loops and `passes` sweeps of coordinate descent, and a last refit; the loss.
+
+    A step that does not lower the loss is taken back; the rest of its kind is left out.
+    """
+    target, hessian, damping = problem.target, problem.hessian, problem.damping
     least = problem.loss(rounder.values())
 
     def loop() -> None:
@@ -152,3 +215,4 @@ def alternate(problem: Problem, rounder: Learner, rounds: int, passes: int) -> N
                 rounder.codes, rounder.books = codes, books
                 break
             least = found
+    return least

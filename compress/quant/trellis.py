@@ -10,7 +10,8 @@ Differences, and why:
   plain squared error is the exact metric, and the error of each column is fed back before the next is chosen; with the
   square, 16 columns are rounded at once as if they were independent.
 - Columns are taken in descending diag(H), which costs nothing to store: columns do not know each other's codes.
-- One scale for the whole weight, a fixed multiple of its root mean square (`RATIOS`).
+- One scale for the whole weight: a fixed multiple of its root mean square (`RATIOS`) while codes are chosen, then in
+  closed form for these codes (-0.5% at 2 bits).
 - Coordinate-descent sweeps (`sweeps`) choose whole paths anew, tile by tile, only where that lowers the loss.
 
 `hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at
@@ -110,15 +111,15 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     search = Search(trellis_format.states_table(params, table).to(weight.device), params.state_bits, params.symbol_bits)
     rounder = _TrellisRounder(search, params, target, _width(config, target.shape, params))
     ordered = target[order]
-    residual, _ = feedback.run(ordered, factor.upper, rounder)
+    values = ordered - feedback.run(ordered, factor.upper, rounder).residual
+    damping = factor.damp * diagonal.mean().item()
+    hessian = hessian[order][:, order]
     if config.sweeps:
-        values = ordered - residual
-        del residual
-        damping = factor.damp * diagonal.mean().item()
-        sweeps.improve(ordered, hessian[order][:, order], damping, values, rounder, config.sweeps)
+        values = sweeps.improve(ordered, hessian, damping, values, rounder, config.sweeps)
+    scale = rounder.scale * _correction(ordered, values, hessian, damping)
     states = rounder.codes.transpose(1, 2).reshape(shape[1], -1)
     states = torch.empty_like(states).index_copy_(0, order, states)
-    tensors = trellis_format.pack(states.T, rounder.scale, params, row_scales, table)
+    tensors = trellis_format.pack(states.T, scale, params, row_scales, table)
     return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(notes))
 
 
@@ -156,6 +157,13 @@ def _scale(search: Search, target: Tensor, bits: int) -> float:
     """The scale that suits the loop's targets, 0 if all weights are zero; target [in, padded out]."""
     rms = target.square().mean(dtype=torch.float64).sqrt().item()
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
+
+
+def _correction(target: Tensor, values: Tensor, hessian: Tensor, damping: float) -> float:
+    """The factor on the values [in, out] that lowers the loss most, in closed form: <Q, W> / <Q, Q> in the metric H."""
+    pulled = torch.addmm(values, hessian, values, beta=damping)
+    power = (pulled * values).sum(dtype=torch.float64).item()
+    return (pulled * target).sum(dtype=torch.float64).item() / power if power > 0 else 1.0
 
 
 def _row_scales(target: Tensor) -> Tensor:

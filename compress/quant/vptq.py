@@ -252,8 +252,8 @@ def _packed(rounder: _Rounder, order: Tensor, params: codebook.Params, shape: tu
     books = rounder.books
     parts = codebook.Parts(
         codes=[codes[:, :, stage].T for stage in range(len(params.bits))],
-        codebooks=[stored.unsqueeze(1) for stored in books.stored.split(rounder.sizes, 1)],
-        codebook_scales=[] if books.scale is None else list(books.scale.split(1, 1)),
+        codebooks=[stored.unsqueeze(1).clone() for stored in books.stored.split(rounder.sizes, 1)],
+        codebook_scales=[] if books.scale is None else [scale.clone() for scale in books.scale.split(1, 1)],
     )
     if params.norm == "columns":
         parts = replace(parts, norm_scale=rounder.scale[inverse, 0].half())
