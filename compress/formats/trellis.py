@@ -111,7 +111,7 @@ def _computed(code: str, state_bits: int) -> Tensor:
     if code in _SUMS:
         factor, addend, divisor = _SUMS[code]
         word = (state * factor + addend) & 0xFFFFFFFF
-        total = sum((word >> shift) & 0xFF for shift in (0, 8, 16, 24))
+        total = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)]).sum(0)
         return ((total - 510).double() / divisor).float()[:, None]
     factor, addend = _HALVES[code]
     word = ((state * factor + addend) & 0x8FFF8FFF) ^ 0x3B603B60
