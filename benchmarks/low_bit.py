@@ -212,14 +212,13 @@ def wanted(args: argparse.Namespace) -> list[str]:
 def measure(args: argparse.Namespace, work: Path) -> None:
     """Measure every entry that is not in the file yet, and write the file after each."""
     shapes = [(args.size, args.size), (args.size, args.size * 43 // 16)] if args.size else SHAPES
-    jobs: list[tuple[str, Row]] = []
-    for entry in wanted(args):
-        if args.mode == "layers":
-            jobs += [(entry, {"shape": list(shape)}) for shape in shapes]
-        else:
-            keys = ("num_samples", "seq_len", "max_tokens", "env")
-            names = {key: getattr(args, key).name for key in ("model", "calib", "text")}
-            jobs.append((entry, {**names, **{key: getattr(args, key) for key in keys}}))
+    if args.mode == "layers":
+        entries = wanted(args)
+        jobs: list[tuple[str, Row]] = [(entry, {"shape": list(shape)}) for shape in shapes for entry in entries]
+    else:
+        keys = ("num_samples", "seq_len", "max_tokens", "env")
+        names = {key: getattr(args, key).name for key in ("model", "calib", "text")}
+        jobs = [(entry, {**names, **{key: getattr(args, key) for key in keys}}) for entry in wanted(args)]
     for entry, options in jobs:
         rows = read(args.json)
         identity = {"table": args.mode, "entry": entry, "options": options}
