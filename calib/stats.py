@@ -4,12 +4,17 @@ A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float
 that batches, shards and processes add up; the token count is kept beside it. Tokens are added in chunks of one window
 in the order they come, so that the batch size of the forward pass does not change the sum (except for experts, whose
 tokens are gathered from a whole batch). Only the upper block triangle is computed; `finish` mirrors it.
+
+Beside it the drift of an input can be summed, (y - x) x^T with y the same input in the full-precision model: of every
+batch the full-precision stream goes first, under `expect`, and the other follows under `collect`. The difference is
+taken before the product, so that streams that agree give zero to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +27,12 @@ MIN_PANEL = 128  # columns; narrower panels make the products inefficient
 
 
 class HessianSum:
-    """The running sum for one shared input."""
+    """The running sum for one shared input, and that of its drift if `paired`."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, paired: bool = False) -> None:
         self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+        self.drift = torch.zeros_like(self.total) if paired else None  # None, too, when tokens could not be paired
+        self.expected: Tensor | None = None  # the full-precision inputs that go with those that are added next
         self.count = 0
         self.panel = max(MIN_PANEL, -(-columns // PANELS))
 
@@ -37,6 +44,23 @@ class HessianSum:
                 end = min(start + self.panel, x.shape[1])
                 self.total[start:end, start:].addmm_(x[:, start:end].T, x[:, start:])
             self.count += x.shape[0]
+        if self.drift is not None:
+            self._pair(inputs, self.drift, chunk)
+
+    def expect(self, inputs: Tensor) -> None:
+        """The full-precision inputs [..., columns] of the tokens that `add` is given next."""
+        if self.drift is not None:
+            self.expected = inputs.clone()  # the rest of the block may write over them
+
+    def _pair(self, inputs: Tensor, drift: Tensor, chunk: int) -> None:
+        full, self.expected = self.expected, None
+        if full is None or full.shape != inputs.shape:  # other tokens: routed elsewhere in the other stream
+            self.drift = None
+            return
+        parts = (tensor.reshape(-1, tensor.shape[-1]).split(chunk) for tensor in (full, inputs))
+        for y, part in zip(*parts, strict=True):
+            x = part.float()
+            drift.addmm_((y.float() - x).T, x)
 
     def finish(self, name: str) -> Stats:
         """The whole symmetric sum; raises NumericalError if it is not finite."""
@@ -49,7 +73,7 @@ class HessianSum:
             raise NumericalError(
                 f"the inputs of {name} are not finite during calibration; check the checkpoint, or calibrate in float32"
             )
-        return Stats(self.total, self.count)
+        return Stats(self.total, self.count, self.drift)
 
 
 def shrink(stats: Stats) -> tuple[Stats, str | None]:
@@ -71,19 +95,29 @@ def shrink(stats: Stats) -> tuple[Stats, str | None]:
     )
 
 
-@contextmanager
-def collect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum], chunk: int) -> Iterator[None]:
+def collect(
+    linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum], chunk: int
+) -> AbstractContextManager[None]:
     """While active, each forward pass of `linears[key]` adds its input to `sums[key]`; hooks are removed at the end."""
+    return _hooked(linears, {key: partial(total.add, chunk=chunk) for key, total in sums.items()})
 
+
+def expect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum]) -> AbstractContextManager[None]:
+    """While active, the input of `linears[key]` is kept for the drift of `sums[key]`, if that is paired."""
+    return _hooked(linears, {key: total.expect for key, total in sums.items()})
+
+
+@contextmanager
+def _hooked(linears: Mapping[str, nn.Module], actions: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
     def hook(key: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            sums[key].add(inputs[0], chunk)
+        def act(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            actions[key](inputs[0])
 
-        return add
+        return act
 
     handles = []
     try:
-        for key in sums:
+        for key in actions:
             handles.append(linears[key].register_forward_pre_hook(hook(key)))
         yield
     finally:

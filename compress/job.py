@@ -71,7 +71,8 @@ def prepare(job: Job) -> Prepared:
     if memory.statistics(list(plan.layers)):
         longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
         seq_len, samples = min(settings.seq_len, longest or settings.seq_len), settings.num_samples
-    arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory)
+    paired = samples > 0 and settings.asymmetric > 0
+    arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory, paired)
     return Prepared(skeleton, plan, arrangement, samples, seq_len)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress import incoherence, plugins
+from compress import asymmetric, incoherence, plugins
 from compress.errors import BudgetError
 from compress.model import Skeleton
 from compress.types import LayerPlan, LinearSpec, Plan
@@ -114,12 +114,15 @@ def check(limit: int | None) -> None:
         )
 
 
-def arrange(plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None) -> Arrangement:
+def arrange(
+    plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, paired: bool = False
+) -> Arrangement:
     """The fastest arrangement whose predicted peak is within the limit (without one: 80% of the available memory).
 
-    samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
+    samples is 0 for a recipe that needs no calibration; paired: with the stream of the full-precision model beside
+    the quantized one. Raises BudgetError naming the least that would do.
     """
-    needs = _Needs(plan, skeleton, samples, seq_len)
+    needs = _Needs(plan, skeleton, samples, seq_len, paired)
     allowed = limit if limit is not None else resident() + int(0.8 * available())
     best: Arrangement | None = None
     for candidate in _candidates(needs):
@@ -168,15 +171,16 @@ def readers(layers: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
     return found
 
 
-def statistics(layers: Sequence[LayerPlan]) -> dict[str, int]:
-    """Input key -> bytes of its Hessian, for the layers whose method needs one."""
-    return {key: 4 * users[0].spec.shape[1] ** 2 for key, users in readers(layers).items()}
+def statistics(layers: Sequence[LayerPlan], paired: bool = False) -> dict[str, int]:
+    """Input key -> bytes of its Hessian, and of its drift if `paired`, for the layers whose method needs one."""
+    inputs = {key: users[0].spec for key, users in readers(layers).items()}
+    return {key: 4 * spec.shape[1] ** 2 * (2 if paired and not spec.is_expert else 1) for key, spec in inputs.items()}
 
 
 class _Needs:
     """Bytes of the parts that a run holds at a time."""
 
-    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int) -> None:
+    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, paired: bool) -> None:
         self.base = resident()
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
@@ -191,12 +195,17 @@ class _Needs:
         rest = {id(p): p.numel() * item for p in skeleton.model.parameters() if id(p) not in blocks}
         self.rest = sum(rest.values())
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
-        self.stream = samples * seq_len * self.hidden
-        self.work = [_workspace(layers) for layers in self.by_block]
+        self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
+        self.work = [_workspace(layers, paired) for layers in self.by_block]
         self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
-        self.sizes = [statistics(layers) for layers in self.by_block]
+        self.sizes = [statistics(layers, paired) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
+        if (
+            paired
+        ):  # inputs of the full-precision stream that wait for the other's; both and their difference in float32
+            self.token = [t + item * _paired_columns(x) for t, x in zip(self.token, self.by_block, strict=True)]
+            self.widest = [3 * columns for columns in self.widest]
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Beside the program and the resident stream."""
@@ -235,10 +244,22 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
     return (dense + 3 * expert) * item
 
 
-def _workspace(layers: Sequence[LayerPlan]) -> int:
+def _paired_columns(layers: Sequence[LayerPlan]) -> int:
+    """Columns of all shared inputs of a block whose drift is taken."""
+    shared = [users[0].spec for users in readers(layers).values()]
+    return sum(spec.shape[1] for spec in shared if not spec.is_expert)
+
+
+def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
     """Bytes that the most demanding linear needs beside its weight and statistics, to be quantized or measured."""
-    distinct = {(x.scheme, x.spec.shape): x for x in layers}
-    return max((_layer_workspace(layer) for layer in distinct.values()), default=0)
+    distinct = {(x.scheme, x.spec.shape, x.spec.is_expert): x for x in layers}
+    needs = []
+    for layer in distinct.values():
+        needs.append(_layer_workspace(layer))
+        if paired and not layer.spec.is_expert:
+            needs[-1] += asymmetric.target_workspace(layer.spec)
+            needs.append(asymmetric.solve_workspace(layer.spec.shape[1]))
+    return max(needs, default=0)
 
 
 def _layer_workspace(layer: LayerPlan) -> int:

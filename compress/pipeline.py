@@ -12,13 +12,16 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress import assemble, formats, incoherence, job, memory, ops, plugins, propagate, report, verify
+from compress import assemble, asymmetric, formats, incoherence, job, memory, plugins, propagate, report, verify
 from compress.calib import stats as calib_stats
+from compress.calib.data import Calibration
 from compress.checkpoint import read_header, sha256, write_shard
 from compress.errors import CheckpointError, NumericalError
 from compress.formats import dense
@@ -26,6 +29,7 @@ from compress.job import Job, Prepared
 from compress.memory import Arrangement
 from compress.output import Output, check_space, writing
 from compress.progress import Meter, Progress, silent
+from compress.propagate import FULL, QUANTIZED, Leg
 from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, Stats
 
 
@@ -44,15 +48,11 @@ def quantize(
     if on_plan is not None:
         on_plan(prepared)
     with Output(asked.out, asked.overwrite, asked.restart) as output, writing(output.work):
-        check_space(output.work, _disk_need(prepared) - output.written())
+        check_space(output.work, _disk_need(prepared, _paired(asked)) - output.written())
         calibration = job.calibration(asked, prepared, progress, output.calibration)
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
-            if (wanted := asked.recipe.calibration.seq_len) > prepared.seq_len:
-                note = (
-                    f"Samples have {prepared.seq_len} tokens instead of {wanted}: the model knows no longer positions."
-                )
-                calibration = dataclasses.replace(calibration, notes=(*calibration.notes, note))
+            calibration = _noted(calibration, asked, prepared)
             memory.trim()
         arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
         arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
@@ -64,6 +64,25 @@ def quantize(
             run.blocks()
             facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
             return assemble.finish(output, facts, run.probes, started, progress)
+
+
+def _paired(asked: Job) -> bool:
+    """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
+    return asked.recipe.calibration.asymmetric > 0
+
+
+def _noted(calibration: Calibration, asked: Job, prepared: Prepared) -> Calibration:
+    """With what is done otherwise than asked for."""
+    notes = list(calibration.notes)
+    if (wanted := asked.recipe.calibration.seq_len) > prepared.seq_len:
+        notes.append(
+            f"Samples have {prepared.seq_len} tokens instead of {wanted}: the model knows no longer positions."
+        )
+    if _paired(asked) and any(layer.spec.is_expert for layer in prepared.plan.layers):
+        notes.append(
+            "Experts are calibrated on their own inputs alone: full-precision routing sends them other tokens."
+        )
+    return dataclasses.replace(calibration, notes=tuple(notes))
 
 
 def predict_seconds(asked: Job, prepared: Prepared) -> float:
@@ -90,12 +109,22 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _disk_need(prepared: Prepared) -> int:
-    """Bytes that a run writes: the checkpoint, and the stream if it spills."""
+def _disk_need(prepared: Prepared, paired: bool) -> int:
+    """Bytes that a run writes: the checkpoint, and the stream (both streams if `paired`) if it spills."""
     item = prepared.skeleton.dtype.itemsize
     hidden = prepared.skeleton.config.get_text_config().hidden_size
     stream = prepared.samples * prepared.seq_len * hidden * item if prepared.arrangement.spill else 0
-    return prepared.plan.nbytes + stream
+    return prepared.plan.nbytes + stream * (2 if paired else 1)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What the readers of one shared input are given."""
+
+    stats: Stats | None = None
+    rotated: Stats | None = None  # the statistics in the rotated basis of those layers that have one
+    correction: Tensor | None = None  # [in, in], of asymmetric calibration
+    notes: tuple[str, ...] = ()
 
 
 class _Run:
@@ -113,8 +142,12 @@ class _Run:
         self.probes: list[str] = []  # hash of each quantized block's output on the probe tokens
         self.seconds: list[float] = []  # of each block computed in this run
         self.replayed = 0  # blocks taken over from an interrupted run
-        self.stream = propagate.Stream(prepared.samples, output.work / "stream" if prepared.arrangement.spill else None)
+        file = output.work / "stream" if prepared.arrangement.spill else None
+        self.paired = _paired(asked) and tokens is not None
+        self.stream = propagate.Stream(prepared.samples, file, 2 if self.paired else 1)
+        self.parted = False  # the full-precision side of the stream is filled; before, it equals the quantized one
         self.calls: propagate.Calls = []
+        self.forward_seconds = 0.0
 
     def blocks(self) -> None:
         """All blocks, those of an interrupted run replayed."""
@@ -145,18 +178,17 @@ class _Run:
         ]
         index = max(range(len(layers_of)), key=lambda i: sum(layer.nbytes for layer in layers_of[i]))
         self._embed()
+        if self.paired:
+            self.stream.write(0, self.stream.read(0, self.stream.samples), FULL)
+            self.parted = True
         started = time.monotonic()
         block = self.skeleton.load_block(index, self.device)
-        loaded = time.monotonic()
-        _, reports = self._quantize(index, block, layers_of[index])
-        quantized = time.monotonic()
-        rounding = sum(row.seconds for row in reports)
+        self._quantize(index, block, layers_of[index])
         if self.tokens is not None:
-            self._forward(index, block, "propagating", keep=False)
-        forward = time.monotonic() - quantized
+            self._forward(index, block, "propagating", Leg(QUANTIZED))
+        seconds = time.monotonic() - started
         self.skeleton.free()
-        once = loaded - started + rounding
-        return len(layers_of) * (once + batches * (quantized - loaded - rounding + forward))
+        return len(layers_of) * (seconds + (batches - 1) * self.forward_seconds)
 
     def _embed(self) -> None:
         """Fill the stream with what reaches the first block."""
@@ -178,6 +210,11 @@ class _Run:
         else:
             packed, reports = self._restore(record, layers)
             fresh = False
+        last = index + 1 == len(self.skeleton.blocks)
+        if self.paired and not last:
+            if not (fresh and memory.readers(layers)):  # else done while statistics were collected
+                self._forward(index, block, "propagating", Leg(FULL if self.parted else QUANTIZED, FULL))
+            self.parted = True
         for layer in layers:
             weight = self._linear(block, layer.spec.name).weight
             weight.copy_(formats.decode(packed.pop(layer.spec.name), weight.dtype))
@@ -189,8 +226,8 @@ class _Run:
                 f"block {index} in {self.output.work} does not give its result any more; use --restart"
             )
         self.reports += reports
-        if self.tokens is not None and index + 1 < len(self.skeleton.blocks):
-            self._forward(index, block, "propagating", keep=True)
+        if self.tokens is not None and not last:
+            self._forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         memory.check(self.asked.max_memory)
         self.meter.end()
@@ -200,8 +237,12 @@ class _Run:
     def _steps(self, layers: list[LayerPlan], replay: bool) -> int:
         """Steps of the meter for a block: its batches in every pass, and its linears."""
         batches = -(-self.stream.samples // self.prepared.arrangement.batch) if self.tokens is not None else 0
-        passes = len(memory.split(memory.statistics(layers), self.prepared.arrangement.statistics_nbytes))
-        return batches if replay else batches * (passes + 1) + len(layers)
+        passes = 0 if replay else len(self._passes(layers))
+        return batches * (1 + max(passes, int(self.paired))) + (0 if replay else len(layers))
+
+    def _passes(self, layers: list[LayerPlan]) -> list[list[str]]:
+        """The shared inputs of a block whose statistics are collected, those of each pass together."""
+        return memory.split(memory.statistics(layers, self.paired), self.prepared.arrangement.statistics_nbytes)
 
     def _linear(self, block: nn.Module, name: str) -> nn.Linear:
         """The linear of this full name in a loaded block."""
@@ -222,48 +263,74 @@ class _Run:
         packed: dict[str, PackedWeight] = {}
         reports: dict[str, LayerReport] = {}
 
-        def add(layer: LayerPlan, stats: Stats | None, rotated: Stats | None, notes: tuple[str, ...]) -> None:
+        def add(layer: LayerPlan, given: _Input) -> None:
             name = layer.spec.name
             weight = self._linear(block, name).weight.detach()
-            packed[name], reports[name] = self._layer(layer, weight, stats, rotated, notes)
+            packed[name], reports[name] = self._layer(layer, weight, given)
 
-        readers = memory.readers(layers)
-        for keys in memory.split(memory.statistics(layers), self.prepared.arrangement.statistics_nbytes):
-            sums = self._collect(index, block, keys)
+        readers, passes = memory.readers(layers), self._passes(layers)
+        for number, keys in enumerate(passes):
+            sums = self._collect(index, block, {key: readers[key] for key in keys}, number + 1 == len(passes))
             for key in keys:
-                stats, note = calib_stats.shrink(sums.pop(key).finish(key))
-                around = next((layer for layer in readers[key] if layer.ops), None)
-                rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None
+                given = self._input(sums.pop(key), key, readers[key])
                 for layer in readers[key]:
-                    add(layer, stats, rotated, () if note is None else (note,))
-                del stats, rotated
+                    add(layer, given)
+                del given
         for layer in layers:
             if layer.spec.name not in packed:
-                add(layer, None, None, ())
+                add(layer, _Input())
         return packed, [reports[layer.spec.name] for layer in layers]
 
-    def _collect(self, index: int, block: nn.Module, keys: list[str]) -> dict[str, calib_stats.HessianSum]:
-        """Statistics of these shared inputs, in one pass of the stream through the block."""
-        linears = {key: self._linear(block, key) for key in keys}
-        sums = {key: calib_stats.HessianSum(linear.in_features, self.device) for key, linear in linears.items()}
-        with calib_stats.collect(linears, sums, self.prepared.seq_len):
-            self._forward(index, block, "calibrating", keep=False)
+    def _collect(
+        self, index: int, block: nn.Module, readers: dict[str, list[LayerPlan]], last: bool
+    ) -> dict[str, calib_stats.HessianSum]:
+        """Statistics of these shared inputs, in one pass of the stream through the block.
+
+        In the `last` pass over the block, whose weights are still the original ones, the full-precision side of the
+        stream goes on.
+        """
+        linears = {key: self._linear(block, key) for key in readers}
+        sums = {
+            key: calib_stats.HessianSum(linear.in_features, self.device, self._has_drift(readers[key]))
+            for key, linear in linears.items()
+        }
+        target = FULL if self.paired and last and index + 1 < len(self.skeleton.blocks) else None
+        collecting = Leg(QUANTIZED, None, partial(calib_stats.collect, linears, sums, self.prepared.seq_len))
+        legs = [collecting if self.parted else collecting._replace(target=target)]
+        if self.parted and (target is not None or any(total.drift is not None for total in sums.values())):
+            legs.insert(0, Leg(FULL, target, partial(calib_stats.expect, linears, sums)))
+        self._forward(index, block, "calibrating", *legs)
         return sums
 
-    def _layer(
-        self, layer: LayerPlan, weight: Tensor, stats: Stats | None, rotated: Stats | None, notes: tuple[str, ...]
-    ) -> tuple[PackedWeight, LayerReport]:
-        """Quantize and measure one weight [out, in]; `rotated`: the statistics in the layer's rotated basis."""
-        name = layer.spec.name
+    def _has_drift(self, layers: list[LayerPlan]) -> bool:
+        """Whether the tokens of a shared input with these readers are the same in both streams, which have parted."""
+        return self.parted and not layers[0].spec.is_expert
+
+    def _input(self, total: calib_stats.HessianSum, key: str, layers: list[LayerPlan]) -> _Input:
+        """What is made of the statistics of one shared input, once for all its readers."""
+        stats, note = calib_stats.shrink(total.finish(key))
+        correction, more = None, None
+        if self._has_drift(layers):
+            tokens, alpha = self.stream.samples * self.prepared.seq_len, self.asked.recipe.calibration.asymmetric
+            correction, more = asymmetric.correction(stats, alpha, tokens)
+        around = next((layer for layer in layers if layer.ops), None)
+        rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None
+        return _Input(Stats(stats.hessian, stats.count), rotated, correction, tuple(filter(None, (note, more))))
+
+    def _layer(self, layer: LayerPlan, weight: Tensor, given: _Input) -> tuple[PackedWeight, LayerReport]:
+        """Quantize and measure one weight [out, in]."""
+        name, notes = layer.spec.name, given.notes
         self.meter.say(f"quantizing {name}")
         started = time.monotonic()
         if layer.scheme.config is None:
             packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
         else:
-            result = self._rounded(layer, weight, rotated if layer.ops else stats)
+            target = weight if given.correction is None else asymmetric.target(weight, given.correction)
+            result = self._rounded(layer, target, given.rotated if layer.ops else given.stats)
+            del target
             packed, notes = result.weight, (*notes, *result.notes)
         assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
-        row = report.measure(layer, weight, packed, stats, notes)
+        row = report.measure(layer, weight, packed, given.stats, notes)
         memory.check(self.asked.max_memory)
         self.meter.step()
         return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
@@ -281,17 +348,21 @@ class _Run:
             return result
         return Quantized(incoherence.wrapped(result.weight, layer, seed), (*incoherence.notes(layer), *result.notes))
 
-    def _forward(self, index: int, block: nn.Module, what: str, keep: bool) -> None:
-        """Run the block over the whole stream; keep: its outputs become the stream."""
+    def _forward(self, index: int, block: nn.Module, what: str, *legs: Leg) -> None:
+        """Run the block over the whole stream, batch by batch, each batch along all `legs`."""
         self.meter.say(what)
+        started = time.monotonic()
         name, size = self.skeleton.block_prefix(index).rstrip("."), self.prepared.arrangement.batch
         for start in range(0, self.stream.samples, size):
-            hidden = self.stream.read(start, min(size, self.stream.samples - start)).to(self.device)
-            out = propagate.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
-            if keep:
-                self.stream.write(start, out)
+            for leg in legs:
+                hidden = self.stream.read(start, min(size, self.stream.samples - start), leg.source).to(self.device)
+                with leg.watch():
+                    out = propagate.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
+                if leg.target is not None:
+                    self.stream.write(start, out, leg.target)
             memory.check(self.asked.max_memory)
             self.meter.step()
+        self.forward_seconds += time.monotonic() - started
 
     def _write(self, index: int, packed: dict[str, PackedWeight]) -> dict[str, Any]:
         """Write a block's shard: packed tensors, and what is copied from the source; returns its file and hash."""
@@ -307,17 +378,7 @@ class _Run:
     ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
         """A finished block's packed weights from its shard."""
         on_disk = read_header(self.output.model / record["file"])
-        reports = [
-            LayerReport(
-                **{
-                    **r,
-                    "shape": tuple(r["shape"]),
-                    "notes": tuple(r["notes"]),
-                    "ops": ops.from_dict(r["ops"], r["name"]),
-                }
-            )
-            for r in record["layers"]
-        ]
+        reports = [report.row(values) for values in record["layers"]]
         packed = {}
         for layer, row in zip(layers, reports, strict=True):
             form = assemble.stored(row)

@@ -3,11 +3,16 @@
 Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states
 that reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ
 between blocks) are kept for each batch size. They must not depend on the tokens, which is checked.
+
+Asymmetric calibration carries two streams through the blocks in lockstep, the sides of one `Stream`: what the
+quantized prefix produces, and what the full-precision model does.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,22 +33,34 @@ class Call(NamedTuple):
 Calls = list[dict[int, Call]]  # for each block, by batch size
 
 
-class Stream:
-    """Hidden states [samples, tokens, hidden] on the CPU, in memory or in a file that is read and written in slices."""
+QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model
 
-    def __init__(self, samples: int, file: Path | None) -> None:
-        self.samples, self.file = samples, file
+
+class Leg(NamedTuple):
+    """The way of a batch through a block: the side it is read from, the one that keeps what comes out, who watches."""
+
+    source: int
+    target: int | None = None
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Stream:
+    """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file."""
+
+    def __init__(self, samples: int, file: Path | None, sides: int = 1) -> None:
+        self.samples, self.file, self.sides = samples, file, sides
         self.tensor: Tensor | None = None
         self.slice_shape: tuple[int, ...] = ()
         self.dtype = torch.float32
         self.descriptor = -1
 
-    def write(self, start: int, states: Tensor) -> None:
-        """Put states [batch, tokens, hidden] at sample `start`."""
+    def write(self, start: int, states: Tensor, side: int = QUANTIZED) -> None:
+        """Put states [batch, tokens, hidden] at sample `start` of a side."""
+        start += side * self.samples
         if not self.slice_shape:
             self.slice_shape, self.dtype = tuple(states.shape[1:]), states.dtype
             if self.file is None:
-                self.tensor = torch.empty(self.samples, *self.slice_shape, dtype=self.dtype)
+                self.tensor = torch.empty(self.sides * self.samples, *self.slice_shape, dtype=self.dtype)
             else:
                 self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         if self.tensor is not None:
@@ -55,8 +72,9 @@ class Stream:
             written = os.pwrite(self.descriptor, raw, offset)
             raw, offset = raw[written:], offset + written
 
-    def read(self, start: int, count: int) -> Tensor:
-        """States [count, tokens, hidden] from sample `start`; a view when in memory."""
+    def read(self, start: int, count: int, side: int = QUANTIZED) -> Tensor:
+        """States [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
+        start += side * self.samples
         if self.tensor is not None:
             return self.tensor[start : start + count]
         states = torch.empty(count, *self.slice_shape, dtype=self.dtype)

@@ -65,11 +65,14 @@ RULE_KEYS = ("match", "keep", *SCHEME_KEYS)
 class CalibrationConfig:
     num_samples: int = 128  # sequences
     seq_len: int = 2048  # tokens of each; capped by the model's maximum
+    asymmetric: float = 0.0  # share of the way from each weight to its target in compress/asymmetric.py; 0: off
 
     def __post_init__(self) -> None:
         for key in ("num_samples", "seq_len"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} {getattr(self, key)} is not positive")
+        if not 0 <= self.asymmetric <= 1:
+            raise ValueError(f"asymmetric {self.asymmetric} is not between 0 and 1")
 
 
 @dataclass(frozen=True)

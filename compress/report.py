@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import formats, job, memory, plan
+from compress import formats, job, memory, ops, plan
 from compress.calib.data import Calibration
 from compress.checkpoint import open_checkpoint, read_json
 from compress.errors import CheckpointError
@@ -39,7 +39,9 @@ def measure(
     """Errors of one quantized weight [out, in] against the original, in float32; the caller fills in the seconds.
 
     output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped, over at most MEASURED_ROWS rows
-    spread evenly: over all rows it would cost as much as the rounding itself.
+    spread evenly: over all rows it would cost as much as the rounding itself. Both errors are those against the
+    original weight on the inputs that the quantized prefix gives: where calibration.asymmetric has moved the target,
+    the intended shift is part of them.
     """
     original = weight.float()
     residual = original - formats.decode(packed, original.dtype)
@@ -64,6 +66,12 @@ def measure(
         notes=notes,
         ops=packed.ops,
     )
+
+
+def row(values: dict[str, Any]) -> LayerReport:
+    """A layer's report from the values that were stored of it."""
+    around = ops.from_dict(values["ops"], values["name"])
+    return LayerReport(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"]), "ops": around})
 
 
 def build(facts: Facts, total_seconds: float) -> dict[str, Any]:

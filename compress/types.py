@@ -30,10 +30,15 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Stats:
-    """Streamed statistics of one shared input: hessian = sum over tokens of x x^T [in, in], float32."""
+    """Streamed statistics of one shared input: hessian = sum over tokens of x x^T [in, in], float32.
+
+    drift = sum over tokens of (y - x) x^T [in, in], float32, y being the same input in the full-precision model; None
+    where it was not taken. The engine uses it up (compress/asymmetric.py): methods never see it.
+    """
 
     hessian: Tensor
     count: int  # tokens summed
+    drift: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from compress.errors import BudgetError
 from compress.memory import Arrangement, parse_size, show, split
 from compress.model import Skeleton
 from compress.plan import make
-from compress.propagate import Stream
+from compress.propagate import FULL, QUANTIZED, Stream
 from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
 
 MIB = 1 << 20
@@ -296,5 +296,20 @@ def test_streams(dtype: torch.dtype, tmp_path: Path) -> None:
         stream.write(2, -states[2:4])
         expected = torch.cat([states[:2], -states[2:4], states[4:]])
         assert torch.equal(stream.read(1, 4), expected[1:5])
+        stream.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stream_of_two_sides(tmp_path: Path) -> None:
+    states = torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0))
+    for file in (None, tmp_path / "stream"):
+        stream = Stream(7, file, sides=2)
+        stream.write(0, states)
+        for start in (0, 4):
+            stream.write(start, -states[start : start + 4], FULL)
+        stream.write(6, 2 * states[6:], QUANTIZED)
+        assert torch.equal(stream.read(0, 7, FULL), -states)
+        assert torch.equal(stream.read(0, 7), torch.cat([states[:6], 2 * states[6:]]))
+        assert stream.samples == 7
         stream.close()
     assert not list(tmp_path.iterdir())

@@ -133,7 +133,7 @@ def random_recipe(seed: int) -> Recipe:
     return Recipe(
         name=rng.choice(words),
         description=rng.choice(words),
-        calibration=CalibrationConfig(rng.randint(1, 9999), rng.randint(1, 9999)),
+        calibration=CalibrationConfig(rng.randint(1, 9999), rng.randint(1, 9999), rng.random()),
         quantize=scheme(),
         rules=tuple(Rule(rng.choice(words), rng.choice([None, scheme()])) for _ in range(rng.randint(0, 4))),
         ignore=tuple(rng.choice(words) for _ in range(rng.randint(0, 3))),
@@ -152,7 +152,7 @@ def test_dump_loads_back_equal(make: Make, seed: int) -> None:
 def test_dump_writes_every_default(make: Make) -> None:
     content = recipe.dump(make("quantize: {method: beta}\nrules: [{match: a, bits: 8}]"))
     assert content == (
-        "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n"
+        "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n  asymmetric: 0.0\n"
         "quantize:\n  method: beta\n  incoherence: false\n  bits: 3\n  group_size: 64\n  rounds: 1\n"
         "rules:\n- match: a\n  method: beta\n  incoherence: false\n  bits: 8\n  group_size: 64\n  rounds: 1\n"
         "ignore: []\n"

@@ -120,9 +120,16 @@ def test_a_value_refused_without_a_field_points_at_the_block(make: Make) -> None
         ("ignore: a", "line 2: ignore must be a list, found the text 'a'"),
         ("ignore:\n  - a\n  - 3", "line 4: ignore must be text, found 3 (int)"),
         ("calibration:", "line 2: calibration must be keys with values, found nothing"),
-        ("calibration:\n  samples: 3", "line 3: calibration: unknown key 'samples'; known: num_samples, seq_len; did"),
+        (
+            "calibration:\n  samples: 3",
+            "line 3: calibration: unknown key 'samples'; known: num_samples, seq_len, asymmetric; did",
+        ),
         ("calibration:\n  seq_len: 0", "line 3: calibration: seq_len 0 is not positive"),
         ("calibration:\n  num_samples: 0", "line 3: calibration: num_samples 0 is not positive"),
+        ("calibration:\n  asymmetric: 1.5", "line 3: calibration: asymmetric 1.5 is not between 0 and 1"),
+        ("calibration:\n  asymmetric: -1e-9", "line 3: calibration: asymmetric -1e-09 is not between 0 and 1"),
+        ("calibration:\n  asymmetric: .nan", "line 3: asymmetric must be a finite number, found"),
+        ("calibration:\n  asymmetric: true", "line 3: asymmetric must be a finite number, found"),
         ("description: 3", "line 2: description must be text, found 3 (int)"),
     ],
 )

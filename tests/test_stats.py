@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import problems
 from compress.calib import stats as module
-from compress.calib.stats import HessianSum, collect, shrink
+from compress.calib.stats import HessianSum, collect, expect, shrink
 from compress.errors import NumericalError
 from compress.types import Stats
 
@@ -105,6 +105,66 @@ def test_few_tokens_shrink_towards_the_identity(count: int) -> None:
     torch.linalg.cholesky(result.hessian.double())  # raises if it is still singular
 
 
+# ---------------------------------------------------------------- drift
+
+
+def drifted(pairs: list[tuple[Tensor, Tensor]], chunk: int) -> Stats:
+    """Statistics of batches (full-precision inputs, inputs)."""
+    total = HessianSum(pairs[0][1].shape[-1], torch.device("cpu"), paired=True)
+    for full, inputs in pairs:
+        total.expect(full)
+        total.add(inputs, chunk)
+    return total.finish("layer")
+
+
+def test_drift_is_the_cross_moment_less_the_hessian() -> None:
+    y, x = problems.inputs(96, 24), problems.inputs(96, 24, seed=5)
+    result = drifted([(y.view(4, 24, 24), x.view(4, 24, 24))], 24)
+    assert result.drift is not None and result.drift.dtype == torch.float32 and result.count == 96
+    assert relative(result.drift, y.double().T @ x.double() - x.double().T @ x.double()) < 1e-6
+    assert torch.equal(result.hessian, summed([x.view(4, 24, 24)], 24).hessian)
+    assert summed([x], 24).drift is None
+
+
+def test_batch_size_does_not_change_a_bit_of_the_drift() -> None:
+    y, x = (problems.inputs(8 * 16, 40, seed=seed).view(8, 16, 40) for seed in (0, 5))
+    whole = drifted([(y, x)], 16).drift
+    assert whole is not None
+    for sizes in ([1] * 8, [3, 5], [4, 4], [7, 1]):
+        split = drifted(list(zip(y.split(sizes), x.split(sizes), strict=True)), 16).drift
+        assert split is not None and torch.equal(split, whole)
+    for chunk in (1, 7, 1000):
+        other = drifted([(y, x)], chunk).drift
+        assert other is not None and relative(other, whole) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams_that_agree_have_no_drift(dtype: torch.dtype) -> None:
+    x = problems.inputs(64, 20).to(dtype)
+    drift = drifted([(x.clone(), x)], 16).drift
+    assert drift is not None and not drift.any()
+
+
+def test_inputs_that_cannot_be_paired_have_no_drift_from_then_on() -> None:
+    x = problems.inputs(64, 20)
+    assert drifted([(x[:32], x[:32]), (x[:31], x[32:])], 16).drift is None
+    assert drifted([(x[:31], x[:32]), (x[32:], x[32:])], 16).drift is None
+    total = HessianSum(20, torch.device("cpu"), paired=True)
+    total.add(x, 16)  # nothing was expected: no full-precision token came here
+    result = total.finish("layer")
+    assert result.drift is None and torch.equal(result.hessian, summed([x], 16).hessian)
+
+
+def test_expected_inputs_may_be_written_over() -> None:
+    y, x = problems.inputs(32, 20), problems.inputs(32, 20, seed=5)
+    total, given = HessianSum(20, torch.device("cpu"), paired=True), y.clone()
+    total.expect(given)
+    given.zero_()
+    total.add(x, 32)
+    found, expected = total.finish("layer").drift, drifted([(y, x)], 32).drift
+    assert found is not None and expected is not None and torch.equal(found, expected)
+
+
 class Layer(nn.Module):
     """Two linears that share an input, one of its own."""
 
@@ -133,6 +193,24 @@ def test_collect_sums_the_inputs_of_each_key() -> None:
     assert sums["qkv"].count == sums["o"].count == 18
     assert relative(sums["qkv"].finish("qkv").hessian, seen.double().T @ seen.double()) < 1e-6
     assert relative(sums["o"].finish("o").hessian, inner.T @ inner) < 1e-6
+
+
+@torch.no_grad()
+def test_both_streams_are_watched_in_turn() -> None:
+    layer, full, x = Layer(), problems.random(4, 3, 6), problems.random(4, 3, 6, seed=1)
+    linears = {"qkv": layer.q, "o": layer.o}
+    sums = {"qkv": HessianSum(6, torch.device("cpu"), paired=True), "o": HessianSum(5, torch.device("cpu"))}
+    for rows in (slice(0, 3), slice(3, 4)):
+        with expect(linears, sums):
+            layer(full[rows])
+        with collect(linears, sums, 3):
+            layer(x[rows])
+    layer(full)
+    found = {key: total.finish(key) for key, total in sums.items()}
+    y, z = full.reshape(-1, 6).double(), x.reshape(-1, 6).double()
+    assert found["qkv"].count == found["o"].count == 12 and found["o"].drift is None
+    assert found["qkv"].drift is not None and relative(found["qkv"].drift, (y - z).T @ z) < 1e-6
+    assert relative(found["qkv"].hessian, z.T @ z) < 1e-6
 
 
 @torch.no_grad()

@@ -117,10 +117,10 @@ def pack(
     rows, columns = padded_shape(shape)
     missing = rows - codes.shape[0]
     grown = torch.nn.functional.pad(codes, (0, 0, 0, columns // DIM - codes.shape[1], 0, missing))
-    tensors = {"codes": _int16(grown[..., 0]), "scale": scale.float()}
+    first, *second = (part.contiguous() for part in grown.unbind(-1))
+    tensors = {"codes": _int16(first), "scale": scale.float()}
     if params.bits in RESIDUAL:
-        second = grown[..., 1]
-        tensors["residual"] = second.to(torch.uint8) if params.bits == 3 else _int16(second)
+        tensors["residual"] = second[0].to(torch.uint8) if params.bits == 3 else _int16(second[0])
     if params.row_scales:
         assert row_scales is not None
         stored = row_scales.half()
