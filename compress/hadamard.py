@@ -105,7 +105,8 @@ def _factors(n: int, dtype: torch.dtype, device: torch.device, transposed: bool 
     found = order(n)
     blocks = -(-found.power // BLOCK_BITS)
     bits = [found.power // blocks + (i < found.power % blocks) for i in range(blocks)]
-    with torch.inference_mode(False), torch.no_grad():  # kept: tensors of inference mode cannot be trained through
+    # Kept: tensors of inference mode could not be trained through, and meta may be the default device.
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         parts = [table(found)] if found.K > 1 or not bits else []
         parts += [_sylvester(1 << k) for k in bits]
         factors = [part.to(torch.float64) for part in parts]

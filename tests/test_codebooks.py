@@ -112,11 +112,16 @@ def test_entries_without_members_restart_at_the_worst_vectors() -> None:
     assert distances(vectors, found).amin(3).max() < 0.5  # both far vectors have an entry of their own
 
 
-@pytest.mark.parametrize(("d", "size", "expected"), [(1, 4, 0.1177), (2, 16, 0.1077), (4, 256, 0.0974)])
-def test_distortion_of_gaussian_vectors(d: int, size: int, expected: float) -> None:
-    """Two bits per weight of N(0, 1): the known distortions of k-means, within 2%."""
+GAUSSIAN = [(1, 2, 0.3634), (1, 4, 0.1177), (1, 8, 0.0346), (2, 16, 0.1077)]
+
+
+@pytest.mark.parametrize(("d", "size", "expected"), [*GAUSSIAN, (2, 256, 0.00794), (4, 256, 0.0974)])
+def test_distortion_of_gaussian_vectors(d: int, size: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to four bits per weight of N(0, 1): the known distortions of k-means, within 2%, when EM may converge."""
+    if d < 4:
+        monkeypatch.setattr(codebooks, "CONVERGED", 1e-5)
     values = problems.random(1, 1, 65536, d)
-    entries = codebooks.learn(Vectors(values, torch.ones(1)), size, 25, "kmeans++", generator())
+    entries = codebooks.learn(Vectors(values, torch.ones(1)), size, 25 if d == 4 else 150, "kmeans++", generator())
     fresh = Vectors(problems.random(1, 1, 65536, d, seed=9), torch.ones(1))
     _, errors = codebooks.assign(fresh, entries)
     assert errors.mean().item() / d == pytest.approx(expected, rel=0.02)

@@ -340,3 +340,10 @@ def test_the_rank_is_at_most_the_number_of_codebooks() -> None:
     result = quantize(weight, stats, **{**SCALAR, "group_weights": -1}, svd_rank=2)
     assert result.weight.params.svd_rank == 1
     assert "codebooks of rank 1 instead of 2: they are too few or too small" in result.notes
+
+
+def test_rows_of_zeros_do_not_coarsen_the_scales_of_the_others() -> None:
+    weight, stats = layer(48)
+    weight[0] = 0
+    losses = [relative_loss(w, quantize(w, stats, scale_columns=16).weight, stats) for w in (weight[1:], weight)]
+    assert losses[1] < 1.1 * losses[0]

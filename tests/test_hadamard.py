@@ -150,3 +150,13 @@ def test_gradients_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_rows() -> None:
     assert transform(torch.empty(0, 24)).shape == (0, 24)
+
+
+@pytest.mark.parametrize("n", [64, 12, 36, 25])
+def test_tables_are_real_where_meta_is_the_default_device(n: int) -> None:
+    """As while a model is loaded: what is kept then serves later."""
+    x, expected = random(2, n), transform(random(2, n))
+    hadamard._factors.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(transform(x), expected)
+    assert torch.equal(transform(x), expected)

@@ -232,6 +232,22 @@ def test_any_shape(shape: tuple[int, int], bits: int, code: str) -> None:
     assert decoded.shape == shape and torch.isfinite(decoded).all()
 
 
+def test_padded_rows_do_not_count_for_the_scale() -> None:
+    """A single row is padded to a tile, and is coded as well as many rows are: measured 1.4e-5, and 0.02 if it did."""
+    weight = problems.random(1, 64)
+    values = problems.decoded(quantize(weight, problems.stats(torch.eye(64)), bits=8, state_bits=16))
+    assert (values - weight).square().mean() < 1e-4 * weight.square().mean()
+
+
+@pytest.mark.parametrize("row_scales", [False, True])
+def test_the_scale_is_the_best_for_the_codes(row_scales: bool) -> None:
+    weight, stats = layer(32)
+    weight *= problems.random(32, 1, seed=9).exp()
+    values = problems.decoded(quantize(weight, stats, row_scales=row_scales, damp=1e-6))
+    found = problems.loss(weight, values, stats.hessian)
+    assert all(found < problems.loss(weight, factor * values, stats.hessian) for factor in (0.995, 1.005))
+
+
 def test_zero_weights_and_no_tokens() -> None:
     stats = Stats(torch.zeros(64, 64), 0)
     assert not formats.decode(quantize(torch.zeros(32, 64), stats), torch.float32).any()

@@ -60,7 +60,10 @@ def _chunk(hessian: Tensor, damping: float, values: Tensor, pull: Tensor, rounde
     for start in range(part.start, part.stop, rounder.width):
         block = slice(start, start + rounder.width)
         own = slice(start - part.start, start - part.start + rounder.width)
-        metric, target = _wanted(hessian[block, block], damping, local[own], values[block])
+        wanted = _wanted(hessian[block, block], damping, local[own], values[block])
+        if wanted is None:
+            continue
+        metric, target = wanted
         index = start // rounder.width
         old_codes, old = rounder.codes[index].clone(), values[block]
         new = rounder.round_block(target, metric, start)
@@ -81,13 +84,18 @@ def _chunk(hessian: Tensor, damping: float, values: Tensor, pull: Tensor, rounde
     return changed
 
 
-def _wanted(block: Tensor, damping: float, pull: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper factor of the damped block of the Hessian, and the target of its columns [width, out]."""
+def _wanted(block: Tensor, damping: float, pull: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Upper factor of the damped block of the Hessian, and the target of its columns [width, out].
+
+    None if the block is singular in float32, as with columns that are nearly equal and no damping.
+    """
     if len(block) == 1:
         curvature = block + damping
         return curvature.sqrt(), values + pull / curvature
     damped = block + damping * torch.eye(len(block), dtype=block.dtype, device=block.device)
-    lower = torch.linalg.cholesky(damped.flip(0, 1))
+    lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if info:
+        return None
     return lower.flip(0, 1), values + torch.cholesky_solve(pull.flip(0), lower).flip(0)
 
 

@@ -86,7 +86,8 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
     square = (8 if n <= 4096 else 4) * 3 * n * n
     search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
-    return square + rows * n * 7 * 4 + search + 16 * 8 * trellis_format.DECODE_CHUNK
+    coding = 16 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
+    return square + rows * n * 7 * 4 + search + coding
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -109,13 +110,16 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
         notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
     table = _hyb_table().to(weight.device) if config.code == "hyb" else None
     search = Search(trellis_format.states_table(params, table).to(weight.device), params.state_bits, params.symbol_bits)
-    rounder = _TrellisRounder(search, params, target, _width(config, target.shape, params))
+    scale = _scale(search, target[:, : shape[0]], params.bits)
+    rounder = _TrellisRounder(search, params, target, scale, _width(config, target.shape, params))
     ordered = target[order]
     values = ordered - feedback.run(ordered, factor.upper, rounder).residual
     damping = factor.damp * diagonal.mean().item()
     hessian = hessian[order][:, order]
     if config.sweeps:
         values = sweeps.improve(ordered, hessian, damping, values, rounder, config.sweeps)
+    if row_scales is not None:  # the loss is that of the weight itself
+        ordered, values = ordered * row_scales.float(), values * row_scales.float()
     scale = rounder.scale * _correction(ordered, values, hessian, damping)
     states = rounder.codes.transpose(1, 2).reshape(shape[1], -1)
     states = torch.empty_like(states).index_copy_(0, order, states)
@@ -128,13 +132,12 @@ class _TrellisRounder:
 
     group = 0
 
-    def __init__(self, search: Search, params: Params, target: Tensor, width: int) -> None:
-        self.width = width
+    def __init__(self, search: Search, params: Params, target: Tensor, scale: float, width: int) -> None:
+        self.width, self.scale = width, scale
         self.search, self.tile, self.unit_rows = search, params.tile_rows, params.tile_rows
         columns, rows = target.shape
         steps = rows // params.vector_dim
         self.codes = torch.zeros(columns // width, steps, width, dtype=torch.int32, device=target.device)
-        self.scale = _scale(search, target, params.bits)
 
     def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
         """Nothing is fitted inside the loop."""
@@ -154,7 +157,7 @@ def _width(config: Config, shape: Sequence[int], params: Params) -> int:
 
 
 def _scale(search: Search, target: Tensor, bits: int) -> float:
-    """The scale that suits the loop's targets, 0 if all weights are zero; target [in, padded out]."""
+    """The scale that suits the loop's targets, 0 if all weights are zero; target [in, out] without padding."""
     rms = target.square().mean(dtype=torch.float64).sqrt().item()
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
 
