@@ -26,6 +26,17 @@ class Factor(NamedTuple):
     damp: float  # the fraction that was needed
     retries: int
 
+    @property
+    def notes(self) -> list[str]:
+        """What the report should say."""
+        said = f"damping raised to {self.damp:.3g} of the mean diagonal to factor the Hessian"
+        return [said] if self.retries else []
+
+
+def squares(n: int, count: int) -> int:
+    """Bytes of `count` n x n matrices in the precision in which Hessians of this size are factored."""
+    return (8 if n <= FLOAT64_COLUMNS else 4) * count * n * n
+
 
 def upper_factor(hessian: Tensor, damp: float, order: Tensor | None = None) -> Factor:
     """Upper-triangular C with C C^T = H + damp * mean(diag H) * I, rows and columns taken in `order`.

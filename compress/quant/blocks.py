@@ -51,8 +51,7 @@ def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 
     blocks = (within + torch.arange(len(sizes), device=within.device)[:, None] * sizes.shape[1])[first].flatten()
     order = (blocks[:, None] * width + torch.arange(width, device=blocks.device)).flatten()
     factor = upper_factor(hessian, damp, order)
-    if factor.retries:
-        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    notes += factor.notes
     damping = factor.damp * hessian.diagonal().mean().item()
     hessian = hessian[order][:, order]
     return Problem(target[order], hessian, damping, factor.upper, blocks, notes)

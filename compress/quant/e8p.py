@@ -33,6 +33,7 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, row_scale
+from compress.linalg import squares
 from compress.quant import blocks, feedback, sweeps
 from compress.quant.blocks import Problem
 from compress.types import PackedWeight, Quantized, Stats
@@ -82,7 +83,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """
     n = -(-shape[1] // DIM) * DIM
     vectors = shape[0] * 2 * config.candidates
-    return (28 if n <= 4096 else 16) * n * n + 40 * shape[0] * n + 4 * 4 * DIM * vectors + 3 * CHUNK * 4 * 866
+    return squares(n, 3) + 4 * n * n + 40 * shape[0] * n + 4 * 4 * DIM * vectors + 3 * CHUNK * 4 * 866
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

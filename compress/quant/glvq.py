@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import lattice as lattice_format
+from compress.linalg import squares
 from compress.quant import blocks, feedback, lattices, sweeps
 from compress.quant.blocks import Problem
 from compress.quant.lattices import Effort, Lattice
@@ -87,13 +88,13 @@ def plan_params(config: Config, shape: tuple[int, int]) -> lattice_format.Params
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian.
 
-    Four n x n matrices (the ordered Hessian; three while it is factored), eight copies of the weight, a group's
-    search and the normal equations of a lattice.
+    Four n x n matrices (the ordered Hessian; three while it is factored), ten copies of the weight (eight tensors, and
+    gaps between them), a group's search and the normal equations of a lattice.
     """
     size = plan_params(config, shape).group_size
     n = -(-shape[1] // size) * size
-    search = shape[0] * size * 4 * (4 + 3 * config.beam + (5 * config.dim if config.compand else 0))
-    return (28 if n <= 4096 else 16) * n * n + 33 * shape[0] * n + search + 8 * 4 * config.dim**4
+    search = shape[0] * size * 4 * (6 + 4 * config.beam + (5 * config.dim if config.compand else 0))
+    return squares(n, 3) + 4 * n * n + 41 * shape[0] * n + search + 8 * 4 * config.dim**4
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

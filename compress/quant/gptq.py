@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.linalg import upper_factor
+from compress.linalg import squares, upper_factor
 from compress.quant import descent, feedback, grid
 from compress.quant.hessian import usable
 from compress.types import Quantized, Stats
@@ -62,7 +62,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: three n x n matrices, five copies of the weight."""
     n = shape[1]
-    return (8 if n <= 4096 else 4) * 3 * n * n + shape[0] * n * (5 * 4 + 1)
+    return squares(n, 3) + shape[0] * n * (5 * 4 + 1)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -74,8 +74,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     hessian, notes = usable(stats)
     order = _order(hessian.diagonal(), config, params)
     factor = upper_factor(hessian, config.damp, order)
-    if factor.retries:
-        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    notes += factor.notes
     rounder = _GridRounder(target, order, factor.upper, config, params)
     feedback.run(target[order], factor.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)

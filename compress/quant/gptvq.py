@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.linalg import upper_factor
+from compress.linalg import squares, upper_factor
 from compress.quant import codebooks
 from compress.quant.hessian import padded, usable
 from compress.quant.refit import Layout, Problem, alternate, refit, refit_factors, settle
@@ -106,7 +106,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: four n x n matrices, copies of the weight, scores."""
     n = shape[1] + config.vector_dim
-    return (8 if n <= 4096 else 4) * 4 * n * n + codebooks.workspace(shape[0] * n, config.vector_dim)
+    return squares(n, 4) + codebooks.workspace(shape[0] * n, config.vector_dim)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -122,8 +122,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     order = _order(target, hessian, config)
     target, hessian = padded(target[order], hessian[order][:, order], config.vector_dim)
     factor = upper_factor(hessian, config.damp)
-    if factor.retries:
-        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    notes += factor.notes
     damping = factor.damp * hessian.diagonal().mean().item()
     rounder = _Rounder(target, config, params, shape, seed)
     problem = Problem(target, hessian, factor.upper, damping)

@@ -17,13 +17,14 @@ quantized. Without incoherence the gains of vectors with large weights are clipp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from compress import formats
 from compress.formats import pvq as pvq_format
-from compress.linalg import upper_factor
+from compress.linalg import squares, upper_factor
 from compress.quant import feedback, sweeps
 from compress.quant.hessian import padded, usable
 from compress.types import PackedWeight, Quantized, Stats
@@ -91,7 +92,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: three n x n matrices, seven copies of the weight."""
     n = -(-shape[1] // config.vector_dim) * config.vector_dim
     coding = 64 * 8 * min(pvq_format.DECODE_CHUNK, max(shape[0] * n, n))
-    return (8 if n <= 4096 else 4) * 3 * n * n + shape[0] * n * 7 * 4 + coding
+    return squares(n, 3) + shape[0] * n * 7 * 4 + coding
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -103,8 +104,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     target, hessian = padded(weight.T.float().contiguous(), hessian, params.vector_dim)  # [in, out]
     notes += _plan_notes(config, params, shape)
     factor = upper_factor(hessian, config.damp)
-    if factor.retries:
-        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    notes += factor.notes
     levels = gain_levels(params, len(target)).to(target.device)
     scales, dtype = _row_scales(target, params.vector_dim)
     params = pvq_format.Params(params.vector_dim, params.pulses, params.gain_bits, dtype)
@@ -153,8 +153,9 @@ def _refitted(
 # Gains.
 
 
+@lru_cache(maxsize=64)
 def gain_levels(params: pvq_format.Params, columns: int) -> Tensor:
-    """Float32 levels [2**gain_bits], float16 values, level 0 zero: lengths of vectors over that of a typical one.
+    """Float32 levels [2**gain_bits], float16 values, level 0 zero: lengths of vectors over that of a typical one. Kept.
 
     Lloyd's levels for sqrt(r n / D), r ~ Beta(D/2, (n-D)/2), in closed form, times the mean cosine between Gaussian
     vectors and their codes, since the gain is that of the projection.

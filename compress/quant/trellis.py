@@ -2,8 +2,8 @@
 
 QTIP (arXiv 2406.11235) and EXL3: a weight is a fixed function of the last `state_bits` bits of a bit stream that grows
 by `bits` for each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the
-rate-distortion bound, at the decoding cost of a scalar. The best path is found exactly (compress/quant/viterbi.py) for
-the target that the column loop gives (compress/quant/feedback.py).
+rate-distortion bound, at the decoding cost of a scalar. The best path, up to integer costs, is searched
+(compress/quant/viterbi.py) for the target that the column loop gives (compress/quant/feedback.py).
 
 Differences, and why:
 - A path runs down a column instead of through a tile of 16 x 16. All its weights then share one entry of the Hessian,
@@ -15,7 +15,8 @@ Differences, and why:
 - Coordinate-descent sweeps (`sweeps`) choose whole paths anew, tile by tile, only where that lowers the loss.
 
 `hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at
-256 x 256. Not done: tuning of that table, output-side Hessians (YAQA), several scales over the columns.
+256 x 256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, output-side Hessians
+(YAQA), several scales over the columns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
-from compress.linalg import upper_factor
+from compress.linalg import squares, upper_factor
 from compress.quant import feedback, sweeps
 from compress.quant.hessian import usable
 from compress.quant.viterbi import DECISIONS, STATES, Search
@@ -84,7 +85,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, the search."""
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
-    square = (8 if n <= 4096 else 4) * 3 * n * n
+    square = squares(n, 3)
     search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
     coding = 16 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
     return square + rows * n * 7 * 4 + search + coding
@@ -106,8 +107,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     if config.act_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
     factor = upper_factor(hessian, config.damp, order)
-    if factor.retries:
-        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    notes += factor.notes
     table = _hyb_table().to(weight.device) if config.code == "hyb" else None
     search = Search(trellis_format.states_table(params, table).to(weight.device), params.state_bits, params.symbol_bits)
     scale = _scale(search, target[:, : shape[0]], params.bits)

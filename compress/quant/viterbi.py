@@ -71,8 +71,10 @@ class Search:
         integers = (values.clamp(-self.limit, self.limit) * self.unit).round_().to(self.dtype)
         integers = integers.view(count, steps, self.dim)
         states = torch.empty(count, steps, dtype=torch.int64, device=device)
-        wide = max(1, STATES[device.type] >> self.state_bits)
-        tall = max(1, DECISIONS[device.type] // (self.dtype.itemsize * self.nodes * (steps + 2 * WINDOW)))
+        wide = max(1, STATES.get(device.type, STATES["cpu"]) >> self.state_bits)
+        tall = max(
+            1, DECISIONS.get(device.type, DECISIONS["cpu"]) // (self.dtype.itemsize * self.nodes * (steps + 2 * WINDOW))
+        )
         for part in torch.arange(count, device=device).split(min(wide, tall)):
             batch = integers[part[0] : part[-1] + 1]
             states[part[0] : part[-1] + 1] = self._search(batch, self._seam(batch))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.linalg import upper_factor
+from compress.linalg import squares, upper_factor
 from compress.quant import codebooks
 from compress.quant.codebooks import check_choice
 from compress.quant.hessian import usable
@@ -98,7 +98,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, scores."""
     m, n = shape[0] + config.vector_dim, shape[1]
-    return (8 if n <= 4096 else 4) * 3 * n * n + codebooks.workspace(m * n, config.vector_dim)
+    return squares(n, 3) + codebooks.workspace(m * n, config.vector_dim)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -112,8 +112,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     target = torch.nn.functional.pad(weight.T.float()[order], (0, -shape[0] % config.vector_dim))
     hessian = hessian[order][:, order]
     factor = upper_factor(hessian, config.damp)
-    if factor.retries:
-        notes.append(f"damping raised to {factor.damp:.3g} of the mean diagonal to factor the Hessian")
+    notes += factor.notes
     rounder = _Rounder(target, order, config, params)
     rounder.learn(target, factor.upper.diagonal(), torch.Generator().manual_seed(seed))
     problem = Problem(target, hessian, factor.upper, factor.damp * hessian.diagonal().mean().item())

@@ -161,7 +161,7 @@ class PackedLinear(nn.Module):
         tensors = self.stored
         y = self._product(operations.apply_input(x, self.ops, tensors), None)
         y = operations.apply_output(y, self.ops, tensors)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else (y + self.bias).to(x.dtype)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] times the stored matrix, plus bias."""
