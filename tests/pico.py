@@ -9,7 +9,7 @@ logits. The widths differ on purpose: only some intermediate sizes are multiples
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,19 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (model type, what
         },
     ),
 }
+ODD: dict[str, Any] = {  # changes to "llama": all sizes multiples of 2, and of nothing else that matters
+    "hidden_size": 50,
+    "intermediate_size": 66,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "head_dim": 10,
+}
 
 
-def _build(name: str) -> PreTrainedModel:
+def build(name: str, changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """A model of PICO, with changes to its configuration."""
     model_type, differences = _CONFIGS[name]
-    config = CONFIG_MAPPING[model_type](**{**_COMMON, **differences})
+    config = CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **(changes or {})})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -97,7 +105,7 @@ def _build(name: str) -> PreTrainedModel:
     return model
 
 
-PICO: dict[str, Callable[[], PreTrainedModel]] = {name: partial(_build, name) for name in _CONFIGS}
+PICO: dict[str, Callable[[], PreTrainedModel]] = {name: partial(build, name) for name in _CONFIGS}
 
 
 def pico_tokenizer() -> PreTrainedTokenizerFast:
@@ -110,9 +118,15 @@ def pico_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def save_pico(name: str, directory: Path, shards: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+def save_pico(
+    name: str,
+    directory: Path,
+    shards: bool = False,
+    dtype: torch.dtype = torch.float32,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
     """A checkpoint as transformers writes it: config.json, safetensors (with an index if `shards`), tokenizer."""
-    model = PICO[name]().to(dtype)
+    model = build(name, changes).to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(directory, max_shard_size=SHARD_SIZE if shards else "1GB")
     pico_tokenizer().save_pretrained(directory)

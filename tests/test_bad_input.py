@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress import output, pipeline
+from compress import output, pipeline, recipe
 from compress.checkpoint import CONFIG, INDEX
 from compress.errors import OutputError
+from pico import save_pico
 from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -65,7 +66,55 @@ def test_impossible_bits(model: Path, tmp_path: Path) -> None:
 
 def test_an_unknown_recipe(model: Path) -> None:
     line = quantize(model, Setup("int44"))
-    assert "unknown recipe 'int44'; known: int2, int3, int4, int8; did you mean 'int4'?" in line
+    assert f"unknown recipe 'int44'; known: {', '.join(recipe.names())}; did you mean 'int4'?" in line
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "expected"),
+    [
+        ("trellis", "bits=9", "bits 9 is not one of 1..8"),
+        ("trellis", "bits=0", "bits 0 is not one of 1..8"),
+        ("trellis", "bits=2 state_bits=3", "state_bits 3 is not one of 4..16, which code 'mul1' at 2 bits needs"),
+        ("trellis", "bits=2 state_bits=17", "state_bits 17 is not one of 4..16, which code 'mul1' at 2 bits needs"),
+        ("trellis", "tile_rows=10", "tile_rows 10 is not a multiple of 16 up to 256"),
+        ("trellis", "code=mul2", "code 'mul2' is not one of mul1, 1mad, 3inst, mcg, hyb"),
+        ("trellis", "code=hyb bits=5", "bits 5 is too many for code 'hyb'"),
+        ("gptvq", "vector_dim=3", "vector_dim 3 is not one of 1, 2, 4"),
+        ("gptvq", "bits=0", "bits 0 is not one of 1..12"),
+        ("gptvq", "bits=13", "bits 13 is not one of 1..12"),
+        ("vptq", "bits=17", "bits 17 is not one of 1..16"),
+        ("vptq", "vector_dim=33", "vector_dim 33 is not one of 1..32"),
+        ("pvq", "bpw=0", "bpw 0.0 is not in (0, 8]"),
+        ("pvq", "vector_dim=7", "vector_dim 7 is not one of (8, 16, 32, 64, 128)"),
+        ("e8p", "bits=5", "bits 5 is not one of (2, 3, 4)"),
+        ("glvq", "dim=9", "dim 9 is not one of (8, 16, 32)"),
+        ("glvq", "group_size=100", "group_size 100 is not a positive multiple of 16"),
+    ],
+)
+def test_settings_that_cannot_be(method: str, settings: str, expected: str, model: Path) -> None:
+    """The line ends with what is wrong, after the override that did it."""
+    overrides = settings.split()
+    line = quantize(model, Setup("int4", (f"method={method}", *overrides)))
+    assert re.fullmatch(r"--set (\S+): quantize \((\w+)\): (.*)", line), line
+    said = line.removeprefix("--set ").split(": ", 2)
+    assert said[0] in overrides and said[1:] == [f"quantize ({method})", expected]
+
+
+def test_a_size_without_a_rotation(tmp_path: Path) -> None:
+    """4106 is twice a prime number: too large a table. The refused plan names the linear and both ways out."""
+    model = save_pico("llama", tmp_path / "model", changes={"intermediate_size": 4106})
+    rotated = Setup("int8", ("incoherence=true",))
+    assert quantize(model, rotated) == (
+        "model.layers.0.mlp.gate_proj (4106 x 64): no Hadamard transform of size 4106: its odd part 2053 is over 2048; "
+        "set incoherence: false there; change the setting, or give this linear a rule of its own"
+    )
+    out = tmp_path / "out"
+    rule = "rules=[{match: '*.mlp.*', incoherence: false}]"
+    assert cli(*command(model, rotated.set(rule), out)).code == 0
+    assert {row["name"].split(".")[3]: bool(row["ops"]["input"]) for row in report_of(out)["layers"]} == {
+        "self_attn": True,
+        "mlp": False,
+    }
 
 
 def test_a_rule_that_matches_nothing(model: Path) -> None:

@@ -22,6 +22,7 @@ OTHERS = {
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},  # linears with their own forward
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},  # no maximum position
 }
+ROTATED = Setup("trellis4bit", ("state_bits=8", "calibration.num_samples=8", "calibration.seq_len=32"))
 
 
 def build(model_type: str, directory: Path) -> Path:
@@ -33,7 +34,7 @@ def build(model_type: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama", "opt"])
-@pytest.mark.parametrize("setup", [RTN, GPTQ], ids=["rtn", "gptq"])
+@pytest.mark.parametrize("setup", [RTN, GPTQ, ROTATED], ids=["rtn", "gptq", "rotated"])
 def test_bfloat16_passes_its_own_check(name: str, setup: Setup, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Experts see a handful of rows, which a packed linear multiplies by a kernel of its own: the check decodes."""
     source = pico_dir(name, dtype=torch.bfloat16)

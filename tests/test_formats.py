@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -24,17 +25,32 @@ METHODS = plugins.names("quant")
 BITS = range(2, 9)
 SHAPES = [(1, 1), (3, 40), (17, 100), (16, 128), (20, 300)]
 GROUPS = [-1, 16, 32, 64, 100, 128]
+# Settings of methods, beside the defaults, that store other tensors.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gptq": [{"symmetric": False, "group_size": 32}],
+    "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
+    "glvq": [{"bits": 3, "compand": True, "row_scales": False}],
+    "pvq": [{"bpw": 1.5, "vector_dim": 16}],
+    "trellis": [{"bits": 3, "state_bits": 6, "row_scales": True}, {"code": "hyb", "state_bits": 8}],
+    "gptvq": [
+        {"bits": 4, "vector_dim": 2, "group_weights": 256, "scale_columns": 16, "codebook_dtype": "float16"},
+        {"bits": 3, "vector_dim": 1, "group_weights": 256, "svd_rank": 2},
+    ],
+    "vptq": [{"bits": 5, "residual_bits": 3, "norm": "columns", "bias": True, "outliers": 0.1, "group_columns": 32}],
+}
 PLANES = {2: [2], 3: [3], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}  # on disk, so never to change
 
 
+@functools.cache
 def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
     weight = problems.random(*shape)
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
-    methods = [plugins.load("quant", method) for method in METHODS]
-    writers = [method for method in methods if name == method.FORMAT]
+    methods = {method: plugins.load("quant", method) for method in METHODS}
+    writers = {key: method for key, method in methods.items() if name == method.FORMAT}
     if writers:
-        return [method.quantize(weight, stats, method.Config()).weight for method in writers]
+        asked = [(method, settings) for key, method in writers.items() for settings in ({}, *VARIANTS.get(key, ()))]
+        return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked]
     module = plugins.load("formats", name)
     return [PackedWeight(name, module.Params(), module.pack(weight, module.Params()), shape)]
 

@@ -93,7 +93,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """
     size = plan_params(config, shape).group_size
     n = -(-shape[1] // size) * size
-    search = shape[0] * size * 4 * (6 + 4 * config.beam + (5 * config.dim if config.compand else 0))
+    search = shape[0] * size * 4 * (6 + 5 * config.beam + (5 * config.dim if config.compand else 0))
     return squares(n, 3) + 4 * n * n + 41 * shape[0] * n + search + 8 * 4 * config.dim**4
 
 

@@ -1,0 +1,203 @@
+"""Every recipe on every kind of model: what was computed is what is stored, what is counted, what a reload computes.
+
+All built-in recipes run on three architectures (dense with grouped queries, experts, fused linears with biases), and on
+the others one recipe of each method: twelve architectures times all recipes would take more than two minutes. Searches
+are cut short (`SMALL`) where that leaves what is stored as it is. A new recipe or method enters by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from compress import formats, ops, pipeline, recipe, verify
+from compress.runtime.experts import Experts, is_fused_experts
+from compress.runtime.linear import PackedLinear
+from compress.types import PackedWeight
+from pico import ODD, PICO, build, save_pico
+from runs import Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
+
+CALIBRATION = ("calibration.num_samples=8", "calibration.seq_len=32")
+SMALL = {  # method -> settings of a short search
+    "trellis": ("state_bits=8", "sweeps=0"),
+    "gptvq": ("iterations=2", "rounds=0", "sweeps=1", "refit_steps=2"),
+    "vptq": ("iterations=2", "rounds=0", "sweeps=1", "refit_steps=2"),
+    "glvq": ("iterations=1", "sweeps=1"),
+    "e8p": ("sweeps=1",),
+    "gptq": ("sweeps=1",),
+}
+METHOD = {name: recipe.load(name).quantize.method for name in recipe.names()}
+FIRST = {method: name for name, method in reversed(METHOD.items())}  # one recipe of each method
+NEW = [name for method, name in FIRST.items() if method not in ("rtn", "gptq")]
+WHOLE = ("llama", "mixtral", "gpt_neox")
+PAIRS = [(model, name) for model in PICO for name in METHOD if model in WHOLE or name in FIRST.values()]
+IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def small(name: str, *overrides: str) -> Setup:
+    return Setup(name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *overrides))
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linears of all blocks, experts taken apart in place."""
+    for name, module in list(model.named_modules()):
+        if is_fused_experts(module):
+            model.set_submodule(name, Experts.from_fused(module))
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+
+
+def stored_weight(tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> PackedWeight:
+    """A reported layer as the files have it."""
+    params = formats.params_from_dict(row["format"], row["params"])
+    around, shape = ops.from_dict(row["ops"], row["name"]), (row["shape"][0], row["shape"][1])
+    own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around)}
+    return PackedWeight(row["format"], params, own, shape, around)
+
+
+def check(out: Path, original: PreTrainedModel) -> dict[str, Any]:
+    """All that must hold of a finished checkpoint; returns its report."""
+    report, tensors = report_of(out), stored_tensors(out)
+    assert report["self_check"] == "passed" and verify.verify(out)["blocks"] == 2
+    packed = {row["name"]: stored_weight(tensors, row) for row in report["layers"]}
+    check_bytes(out, report, packed)
+    decoded = linears(original)
+    assert decoded.keys() == packed.keys()
+    with torch.no_grad():
+        for name, linear in decoded.items():
+            linear.weight.copy_(formats.decode(packed[name], torch.float32))
+        expected = original(IDS).logits
+        loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        model, info = loaded
+        found = model(IDS).logits
+    assert not any(info.values()), info
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == len(packed)
+    assert (found - expected).abs().max() < 1e-4 * float(expected.abs().max())
+    assert all(0 < row["weight_error"] < 0.5 and (row["output_error"] or 0) < 0.1 for row in report["layers"])
+    return report
+
+
+def check_bytes(out: Path, report: Mapping[str, Any], packed: Mapping[str, PackedWeight]) -> None:
+    """Bytes of each layer and of all are those in the files."""
+    numel = 0
+    for row in report["layers"]:
+        weight = packed[row["name"]]
+        assert row["nbytes"] == weight.nbytes and row["bpw"] == weight.bpw
+        numel += weight.shape[0] * weight.shape[1]
+    quantized = sum(weight.nbytes for weight in packed.values())
+    assert report["nbytes"]["quantized linears"] == quantized and report["bpw"] == 8 * quantized / numel
+    files = sorted(out.glob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    assert report["nbytes"]["total"] + headers == sum(file.stat().st_size for file in files)
+    modules = json.loads((out / "config.json").read_text())["quantization_config"]["modules"]
+    assert modules.keys() == packed.keys()
+
+
+@pytest.mark.parametrize(("model", "name"), PAIRS)
+def test_every_recipe(model: str, name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    pipeline.quantize(job(pico_dir(model), small(name), tmp_path / "out"))
+    report = check(tmp_path / "out", PICO[model]())
+    assert report["recipe"] == name and {row["method"] for row in report["layers"]} == {METHOD[name]}
+
+
+# ---------------------------------------------------------------- sizes that divide nothing
+
+
+# Settings, and the bytes that all codes of a weight [66, 50] take: rows x columns as padded, and their bits.
+ODD_CODES = {
+    ("rtn", "bits=8", "group_size=-1"): 80 * 64 * 8 // 8,
+    ("gptq", "bits=4", "group_size=32"): 80 * 64 * 4 // 8,
+    ("trellis", "bits=2", "tile_rows=128"): 80 * 50 * 2 // 8,  # one tile of 80 rows
+    ("e8p", "bits=3"): 80 * 64 * 3 // 8,
+    ("glvq", "bits=2", "group_size=128", "mixed_bits=false"): 80 * 64 * 2 // 8,
+    ("gptvq", "bits=6", "vector_dim=4", "permute=true"): 80 * 16 * 6 // 8,  # 13 vectors of 4 columns
+    ("vptq", "bits=6", "vector_dim=4", "outliers=0"): 20 * 56 * 6 // 8,  # 17 vectors of 4 rows
+    ("pvq", "pulses=9", "vector_dim=128", "gain_bits=4"): 66 * 7 * 24 // 8,  # vectors of 8 columns: 20 bits and 4
+}
+
+
+@pytest.mark.parametrize("settings", ODD_CODES, ids=lambda settings: settings[0])
+def test_odd_sizes(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """Padding is stored, and counted; a size without a Hadamard matrix takes another one, and says so."""
+    source = save_pico("llama", tmp_path / "model", changes=ODD)
+    method, *overrides = settings
+    setup = Setup("int4", (*CALIBRATION, f"method={method}", *SMALL.get(method, ()), *overrides))
+    pipeline.quantize(job(source, setup, tmp_path / "out"))
+    report = check(tmp_path / "out", build("llama", ODD))
+    tensors = stored_tensors(tmp_path / "out")
+    wide = [row for row in report["layers"] if row["shape"] == [66, 50]]
+    assert len(wide) == 4  # gate and up
+    for row in wide:
+        stored = stored_weight(tensors, row).tensors
+        codes = sum(t.nbytes for key, t in stored.items() if key.startswith("words") or key in ("codes", "residual"))
+        assert codes == ODD_CODES[settings]
+        assert row["bpw"] > 8 * codes / (66 * 50)
+        odd = "no Hadamard matrix of size 66 is known here: a Hartley matrix of 33 is used"
+        assert (odd in report["fallbacks"].get(row["name"], ())) == bool(row["ops"]["input"])
+
+
+# ---------------------------------------------------------------- interrupted
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_resumed_run_writes_the_same_bytes(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Killed in block 1."""
+    source, out, setup = pico_dir("llama", shards=True), tmp_path / "out", small(name)
+    words = command(source, setup, out)
+    where = interrupt(f"compress.quant.{METHOD[name]}", "quantize", 10)  # of seven linears a block
+    assert cli(*words, prepare=where).code == -signal.SIGKILL
+    assert not out.exists()
+    result = cli(*words)
+    assert result.code == 0, result.err
+    assert report_of(out)["resumed_blocks"] == 1
+    pipeline.quantize(job(source, setup, tmp_path / "whole"))
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------- settings that a layer cannot have
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "note"),
+    [
+        (
+            "gptvq2bit",
+            ("bits=12",),
+            "codes of 8 bits instead of 12: the weight has too few vectors for a larger codebook",
+        ),
+        (
+            "vptq2bit",
+            ("bits=16",),
+            "codes of 8 bits instead of 16: the weight has too few vectors for a larger codebook",
+        ),
+        ("pvq3bit", ("bpw=0.4",), "bits per weight, not 0.4: the layer is too small for less"),
+        ("pvq3bit", ("vector_dim=128",), "vectors of 64 columns, not 128, to pad 64 columns less"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_a_smaller_setting_is_reported(
+    name: str, settings: tuple[str, ...], note: str, pico_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of k_proj, [32, 64]; the report counts what was really stored."""
+    pipeline.quantize(job(pico_dir("llama"), small(name, *settings), tmp_path / "out"))
+    report = report_of(tmp_path / "out")
+    row = next(row for row in report["layers"] if row["name"].endswith("k_proj"))
+    assert any(note in said for said in report["fallbacks"][row["name"]]), report["fallbacks"][row["name"]]
+    assert row["nbytes"] == stored_weight(stored_tensors(tmp_path / "out"), row).nbytes
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fewer_tokens_than_columns(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    few = small(name, "calibration.num_samples=1")
+    pipeline.quantize(job(pico_dir("llama"), few, tmp_path / "out"))
+    report = check(tmp_path / "out", PICO["llama"]())
+    said = {shape: f"only 32 calibration tokens for {shape} inputs: Hessian shrunk by " for shape in (64, 192)}
+    for row in report["layers"]:
+        assert report["fallbacks"][row["name"]][0].startswith(said[row["shape"][1]])

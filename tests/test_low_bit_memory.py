@@ -1,0 +1,76 @@
+"""What methods say they need beside weight and Hessian, against what the operating system saw them take.
+
+The budget of --max-memory is kept by these predictions: too low, and a run dies; far too high, and it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress import memory
+from runs import environment
+
+SEED_ONLY = {"bits": 9, "iterations": 0, "rounds": 0, "sweeps": 0, "refit_steps": 0}
+CASES: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
+    ("vptq", SEED_ONLY, (512, 512)),  # many entries, chosen one by one
+    ("vptq", {"iterations": 2, "sweeps": 1}, (768, 512)),
+    ("gptvq", {"iterations": 2, "sweeps": 1}, (768, 512)),
+    ("trellis", {"state_bits": 8, "sweeps": 0}, (768, 512)),
+    ("e8p", {"sweeps": 1}, (768, 512)),
+    ("e8p", {"bits": 4, "row_scales": True, "sweeps": 0}, (256, 512)),
+    ("glvq", {"iterations": 1, "sweeps": 1}, (768, 512)),
+    ("glvq", {"iterations": 1, "sweeps": 0}, (4096, 256)),  # tall: a group is half of the columns
+    ("glvq", {"iterations": 1, "sweeps": 0, "compand": True}, (256, 512)),
+    ("pvq", {}, (768, 512)),
+    ("pvq", {"vector_dim": 16, "sweeps": 0}, (2048, 256)),
+]
+ABSURD = 4, 100 << 20  # times what is taken, and bytes more
+
+# One process for all cases; each method first works on a small layer, so that its tables and libraries are loaded.
+PROBE = """
+import json, sys
+import torch
+from compress import memory, plugins
+from compress.types import Stats
+
+def layer(rows, columns):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * columns, columns, generator=generator)
+    return torch.randn(rows, columns, generator=generator), Stats(x.T @ x, 2 * columns)
+
+torch.set_num_threads(1)
+memory.return_freed_memory()
+for name, settings, shape in json.loads(sys.argv[1]):
+    method = plugins.load("quant", name)
+    config = method.Config(**settings)
+    method.quantize(*layer(32, 64), config)
+    weight, stats = layer(*shape)
+    memory.trim()
+    memory.reset_peak()
+    before = memory.resident()
+    result = method.quantize(weight, stats, config)
+    taken = memory.peak() - before
+    print(json.dumps([taken, method.workspace(config, tuple(shape)) + result.weight.nbytes]), flush=True)
+    del weight, stats, result
+"""
+
+
+def test_workspace_is_what_is_taken() -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the system does not measure the peak of a part of a run")
+    words = [sys.executable, "-c", PROBE, json.dumps(CASES)]
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    wrong = []
+    for case, line in zip(CASES, result.stdout.splitlines(), strict=True):
+        taken, said = json.loads(line)
+        factor, more = ABSURD
+        if not taken <= said <= factor * taken + more:
+            wrong.append(f"{case}: took {memory.show(taken)}, said {memory.show(said)}")
+    assert not wrong, "\n".join(wrong)
