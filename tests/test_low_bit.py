@@ -31,7 +31,8 @@ SMALL = {  # method -> settings of a short search
     "gptvq": ("iterations=2", "rounds=0", "sweeps=1", "refit_steps=2"),
     "vptq": ("iterations=2", "rounds=0", "sweeps=1", "refit_steps=2"),
     "glvq": ("iterations=1", "sweeps=1"),
-    "e8p": ("sweeps=1",),
+    "e8p": ("sweeps=1", "candidates=1"),
+    "pvq": ("sweeps=0",),
     "gptq": ("sweeps=1",),
 }
 METHOD = {name: recipe.load(name).quantize.method for name in recipe.names()}
