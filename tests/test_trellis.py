@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats
+from compress import formats, jit
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
-from compress.quant import gptq, trellis, viterbi
+from compress.quant import gptq, trellis, viterbi, viterbi_jit
 from compress.quant.viterbi import Search
 from compress.types import PackedWeight, Stats
 
@@ -198,15 +198,40 @@ def test_sweeps_only_improve_and_keep_the_bits_true() -> None:
     assert damped[0] > damped[1] > damped[2] and losses[0] > losses[2]
 
 
+@pytest.mark.parametrize("code, bits, state_bits", [*itertools.product(["mul1"], (1, 2, 3, 4), (8, 13)), ("hyb", 2, 9)])
+def test_compiled_paths_are_those_of_torch(code: str, bits: int, state_bits: int) -> None:
+    """The same integers: the same states, whether the seam is given or not."""
+    search = search_of(Params(bits, state_bits, 64, code))
+    assert search.compiled is not None
+    values = (problems.random(11, 64) * search.unit).round().int().view(11, -1, search.dim)
+    seams = torch.arange(11) % search.nodes
+    for seam in (None, seams):
+        compiled = search.compiled.search(values, seam, search.fixed, search.slope)
+        assert torch.equal(compiled, search._search_torch(values, seam))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_compiled_paths_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    search, values = search_of(Params(2, 8, 32)), problems.random(50, 32)
+    expected = search.encode(values)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert torch.equal(search.encode(values), expected)
+
+
 def test_results_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on whether the search is compiled."""
     weight, stats = layer()
     whole = quantize(weight, stats)
+    monkeypatch.setattr(jit, "available", lambda: False)
+    viterbi_jit.paths.cache_clear()
     monkeypatch.setattr(viterbi, "STATES", {"cpu": 1})
     monkeypatch.setattr(viterbi, "DECISIONS", {"cpu": 1})
     monkeypatch.setattr(trellis_format, "DECODE_CHUNK", 1)
+    assert search_of(whole.params).compiled is None
     small = quantize(weight, stats)
     assert all(torch.equal(whole.tensors[key], small.tensors[key]) for key in whole.tensors)
     assert torch.equal(problems.decoded(whole), problems.decoded(small))
+    viterbi_jit.paths.cache_clear()
 
 
 def test_tiles_are_independent() -> None:

@@ -31,9 +31,9 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.linalg import squares, upper_factor
-from compress.quant import feedback, sweeps
+from compress.quant import feedback, sweeps, viterbi_jit
 from compress.quant.hessian import usable
-from compress.quant.viterbi import DECISIONS, STATES, Search
+from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "trellis"
@@ -86,7 +86,8 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, the search."""
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
     square = squares(n, 3)
-    search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
+    search = max(DECISIONS["cpu"], torch.get_num_threads() * viterbi_jit.CELLS * (MAX_TILE_ROWS + 2 * WINDOW))
+    search += 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
     coding = 16 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
     return square + rows * n * 7 * 4 + search + coding
 

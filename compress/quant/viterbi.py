@@ -8,7 +8,8 @@ rolled by half (QTIP, arXiv 2406.11235; there the first search covers the whole 
 constrained to it.
 
 Costs are integers: squared distances in units of 1 / `unit`, with the decision that led to a cost in its low bits. One
-minimum then gives both, nothing depends on how sequences are batched, and every device finds the same path. Batches
+minimum then gives both, nothing depends on how sequences are batched, and every device finds the same path. On a CPU
+the steps run compiled (compress/quant/viterbi_jit.py) where that is possible, else in torch as on a GPU. There, batches
 are bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes
 for the decisions of all steps.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from compress.quant import viterbi_jit
 
 STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB on a CPU
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch
@@ -52,6 +55,9 @@ class Search:
         oldest = torch.arange(self.nodes, device=device, dtype=self.dtype) // self.rest
         self.fixed = (emitted.square().sum(0, dtype=self.dtype) << symbol_bits) + oldest
         self._tables(device)
+        self.compiled = None
+        if device.type == "cpu" and self.dtype == torch.int32:
+            self.compiled = viterbi_jit.paths(state_bits, symbol_bits, self.dim, self.far, RENORMALIZE)
 
     def _tables(self, device: torch.device) -> None:
         """For the way back. A node's position in the decisions is new symbol * rest + remaining bits."""
@@ -70,6 +76,8 @@ class Search:
         steps, device = length // self.dim, values.device
         integers = (values.clamp(-self.limit, self.limit) * self.unit).round_().to(self.dtype)
         integers = integers.view(count, steps, self.dim)
+        if self.compiled:
+            return self._search(integers, self._seam(integers))
         states = torch.empty(count, steps, dtype=torch.int64, device=device)
         wide = max(1, STATES.get(device.type, STATES["cpu"]) >> self.state_bits)
         tall = max(
@@ -89,6 +97,11 @@ class Search:
 
     def _search(self, batch: Tensor, seam: Tensor | None) -> Tensor:
         """States [sequences, steps]; seam: the node [sequences] at which each path starts and ends, None: any."""
+        if self.compiled:
+            return self.compiled.search(batch, seam, self.fixed, self.slope)
+        return self._search_torch(batch, seam)
+
+    def _search_torch(self, batch: Tensor, seam: Tensor | None) -> Tensor:
         count, steps, _ = batch.shape
         n, rest = self.symbols, self.rest
         cost = torch.zeros(count, self.nodes, dtype=self.dtype, device=batch.device)
