@@ -24,7 +24,9 @@ The files:
     quant/      methods, one a file: which codes? feedback: the column loop that they share; sweeps: its clean-up;
                 linalg: factors and precision rules
     formats/    one a file: how are the codes stored and decoded? packing: n-bit fields <-> words
-    runtime/    how does a product run on them? linear, experts, fastpath; hf: loading through transformers
+    kernels/    how does a product run on them? cpu/, triton/: a file a format; dispatch: which of them;
+                jit: functions compiled for the CPU at hand
+    runtime/    modules that hold them: linear, experts; hf: loading through transformers
     autoload    how transformers finds runtime/hf without an import
     assemble    the finished directory; verify: is it what its manifest says?; report, progress: what happened
     evaluate/   perplexity, divergence and what a model writes

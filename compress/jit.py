@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -43,6 +43,13 @@ def features() -> frozenset[str]:
     return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
 
 
+@cache
+def llvm_version() -> tuple[int, ...]:
+    from llvmlite import binding
+
+    return tuple(binding.llvm_version_info)
+
+
 def _machine() -> Any:
     """What LLVM compiles for; one for each module, because an engine takes its own."""
     from llvmlite import binding
@@ -58,7 +65,7 @@ def _machine() -> Any:
 
 
 class Compiled:
-    """The machine code of a module; functions are valid as long as this lives."""
+    """The machine code of a module."""
 
     def __init__(self, module: ir.Module) -> None:
         from llvmlite import binding
@@ -74,27 +81,97 @@ class Compiled:
     def function(self, name: str, pointers: int, integers: int) -> Callable[..., None]:
         """The function of that name, whose parameters are pointers, then 64-bit integers; it returns nothing."""
         kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
-        return ctypes.CFUNCTYPE(None, *kinds)(self._engine.get_function_address(name))
+        called = ctypes.CFUNCTYPE(None, *kinds)(self._engine.get_function_address(name))
+        called.code = self  # type: ignore[attr-defined]  # which must live as long as the function
+        return called
 
 
-@contextmanager
-def loop(builder: ir.IRBuilder, stop: ir.Value, start: ir.Value | None = None) -> Iterator[ir.Value]:
-    """for index in range(start, stop): 64-bit, the index is the value of the block; the builder goes on after it."""
+def new_module() -> ir.Module:
     from llvmlite import ir
 
-    index_type = ir.IntType(64)
-    before = builder.block
-    head, body, done = (builder.append_basic_block(name) for name in ("head", "body", "done"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(index_type)
-    index.add_incoming(start if start is not None else index_type(0), before)
-    builder.cbranch(builder.icmp_signed("<", index, stop), body, done)
-    builder.position_at_end(body)
-    yield index
-    index.add_incoming(builder.add(index, index_type(1)), builder.block)
-    builder.branch(head)
-    builder.position_at_end(done)
+    return ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
+
+
+class Emitter:
+    """Writes one function of a module: llvmlite's builder with what kernels need over and over.
+
+    Offsets count elements of the type that is loaded or stored. Nothing is assumed about alignment but that of an
+    element: tensors are views of files.
+    """
+
+    def __init__(self, module: ir.Module, name: str, pointers: int, integers: int) -> None:
+        """void name(pointers, 64-bit integers); no pointer aliases another."""
+        from llvmlite import ir
+
+        self.ir, self.pointer = ir, ir.PointerType()
+        self.byte, self.short, self.word, self.index = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+        self.half, self.float = ir.HalfType(), ir.FloatType()
+        kind = ir.FunctionType(ir.VoidType(), [self.pointer] * pointers + [self.index] * integers)
+        function = ir.Function(module, kind, name)
+        for argument in function.args[:pointers]:
+            argument.add_attribute("noalias")
+        self.pointers, self.integers = function.args[:pointers], function.args[pointers:]
+        self.module, self.b = module, ir.IRBuilder(function.append_basic_block())
+        self._entry = self.b.block
+
+    def i64(self, value: int) -> Any:
+        return self.index(value)
+
+    def vector(self, kind: Any, lanes: int) -> Any:
+        return self.ir.VectorType(kind, lanes)
+
+    def variable(self, kind: Any) -> Any:
+        """Memory for one value of the function, which LLVM turns into a register; made in the first block."""
+        with self.b.goto_block(self._entry):
+            return self.b.alloca(kind)
+
+    def at(self, pointer: Any, offset: Any, kind: Any) -> Any:
+        return self.b.gep(pointer, [offset], source_etype=kind)
+
+    def load(self, pointer: Any, offset: Any, kind: Any, lanes: int = 0) -> Any:
+        """The element, or `lanes` of them as a vector."""
+        loaded = self.vector(kind, lanes) if lanes else kind
+        return self.b.load(self.at(pointer, offset, kind), typ=loaded, align=_bytes(kind))
+
+    def store(self, value: Any, pointer: Any, offset: Any) -> None:
+        kind = getattr(value.type, "element", value.type)
+        self.b.store(value, self.at(pointer, offset, kind), align=_bytes(kind))
+
+    def constant(self, kind: Any, lanes: int, value: float) -> Any:
+        return self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        kind = self.vector(value.type, lanes)
+        single = self.b.insert_element(kind(self.ir.Undefined), value, self.word(0))
+        return self.b.shuffle_vector(single, kind(self.ir.Undefined), self.constant(self.word, lanes, 0))
+
+    def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
+        """Elements of a, then b, in this order."""
+        return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
+
+    def smaller(self, a: Any, b: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    @contextmanager
+    def loop(self, stop: Any, start: Any = None) -> Iterator[Any]:
+        """for index in range(start, stop): the index is the value of the block; what follows comes after the loop."""
+        b, before = self.b, self.b.block
+        head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(self.index)
+        index.add_incoming(start if start is not None else self.i64(0), before)
+        b.cbranch(b.icmp_signed("<", index, stop), body, done)
+        b.position_at_end(body)
+        yield index
+        index.add_incoming(b.add(index, self.i64(1)), b.block)
+        b.branch(head)
+        b.position_at_end(done)
+
+
+def _bytes(kind: Any) -> int:
+    """Of an element."""
+    return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
 
 
 @cache

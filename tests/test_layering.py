@@ -12,7 +12,7 @@ import pytest
 from compress import plugins
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton"}
+HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 # What the modules under a prefix may import of ours; the longest prefix counts, other modules are free. A method may
@@ -26,15 +26,16 @@ ALLOWED: dict[str, set[str]] = {
     "compress.errors": set(),
     "compress.types": set(),
     "compress.hadamard": set(),
+    "compress.jit": set(),
     "compress.ops": {"compress.types", "compress.errors", "compress.hadamard"},
     "compress.autoload": {"compress.runtime"},
     "compress.plugins": {"compress.errors"},
     "compress.strict_yaml": {"compress.errors", "compress.plugins"},
     "compress.recipe": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
     "compress.formats": BASE | AROUND,
-    "compress.kernels": BASE | {"compress.formats", "compress.kernels"},
+    "compress.kernels": BASE | {"compress.formats", "compress.jit", "compress.kernels"},
     "compress.runtime": BASE | AROUND | {"compress.formats", "compress.kernels", "compress.runtime"},
-    "compress.quant": BASE | {"compress.formats", "compress.linalg", "compress.hadamard"} | SHARED,
+    "compress.quant": BASE | {"compress.formats", "compress.linalg", "compress.hadamard", "compress.jit"} | SHARED,
 }
 MAY_IMPORT_PIPELINE = {"compress", "compress.cli", "compress.pipeline"}  # compress/__init__.py is the public API
 

@@ -29,10 +29,17 @@ def long_functions(tree: ast.Module) -> dict[str, int]:
     return {name: count for name, count in lines.items() if count > FUNCTION_LINES}
 
 
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it runs on a GPU, where an argument is a pointer, a size or a constant."""
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+
+
 def many_arguments(tree: ast.Module) -> dict[str, int]:
-    """Name -> arguments, without self and cls."""
+    """Name -> arguments, without self and cls; kernels do not count."""
     found = {}
     for f in functions(tree):
+        if is_kernel(f):
+            continue
         names = [a.arg for a in (*f.args.posonlyargs, *f.args.args)]
         names = names[1:] if names[:1] in (["self"], ["cls"]) else names
         count = len(names) + len(f.args.kwonlyargs) + (f.args.vararg is not None) + (f.args.kwarg is not None)

@@ -37,9 +37,10 @@ ROW_MULTIPLE = 16  # of tile_rows: the stream of a tile is whole words for every
 MAX_TILE_ROWS = 256
 MAX_STATE_BITS = 16
 HYB_ENTRIES, HYB_LOW_BIT = 512, 6
-_SUMS = {"mul1": (0x83DCD12D, 0, 147.7), "1mad": (34038481, 76625530, 147.8005)}  # factor, addend, divisor
+BYTE_SUMS = {"mul1": (0x83DCD12D, 0, 147.7), "1mad": (34038481, 76625530, 147.8005)}  # factor, addend, divisor
+CENTRE = 510  # of the sum of four bytes
 _HALVES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0)}  # factor, addend
-CODES = (*_SUMS, *_HALVES, "hyb")
+CODES = (*BYTE_SUMS, *_HALVES, "hyb")
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ def states_table(params: Params, table: Tensor | None = None) -> Tensor:
 @cache
 def _computed(code: str, state_bits: int) -> Tensor:
     state = torch.arange(1 << state_bits, device="cpu")  # loading may have made meta the default device
-    if code in _SUMS:
-        factor, addend, divisor = _SUMS[code]
+    if code in BYTE_SUMS:
+        factor, addend, divisor = BYTE_SUMS[code]
         word = (state * factor + addend) & 0xFFFFFFFF
         total = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)]).sum(0)
-        return ((total - 510).double() / divisor).float()[:, None]
+        return ((total - CENTRE).double() / divisor).float()[:, None]
     factor, addend = _HALVES[code]
     word = ((state * factor + addend) & 0x8FFF8FFF) ^ 0x3B603B60
     halves = torch.stack([word & 0xFFFF, word >> 16]).to(torch.int32).to(torch.int16).view(torch.float16)

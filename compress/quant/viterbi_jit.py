@@ -28,7 +28,7 @@ class Paths:
         """far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
         self.symbols, self.nodes, self.dim = 1 << symbol_bits, 1 << (state_bits - symbol_bits), dim
         self.together = max(1, min(VECTORS // self.symbols, CELLS // self.nodes))
-        self._code = jit.Compiled(_Builder(state_bits, symbol_bits, dim, self.together, far, period).module)
+        self._code = jit.Compiled(_Search(state_bits, symbol_bits, dim, self.together, far, period).module)
         self._function = self._code.function("paths", 6, 4)
 
     def search(self, values: Tensor, seam: Tensor | None, fixed: Tensor, slope: Tensor) -> Tensor:
@@ -58,98 +58,69 @@ def paths(state_bits: int, symbol_bits: int, dim: int, far: int, period: int) ->
     return Paths(state_bits, symbol_bits, dim, far, period)
 
 
-class _Builder:
+class _Search(jit.Emitter):
     """Writes void paths(values, seam, states, fixed, slope, space, first group, last group, steps, has seam)."""
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, together: int, far: int, period: int) -> None:
-        from llvmlite import ir
-
-        self.ir, self.dim, self.together, self.far, self.period = ir, dim, together, far, period
+        super().__init__(jit.new_module(), "paths", 6, 4)
+        self.dim, self.together, self.far, self.period = dim, together, far, period
         self.kv, self.n, self.nodes = symbol_bits, 1 << symbol_bits, 1 << (state_bits - symbol_bits)
         self.rest = self.nodes // self.n
         self.lanes = min(LANES, self.rest)
-        self.cost, self.index, self.byte = ir.IntType(32), ir.IntType(64), ir.IntType(8)
-        self.vector = ir.VectorType(self.cost, self.lanes)
-        self.module = ir.Module()
-        pointer = ir.PointerType()
-        kind = ir.FunctionType(ir.VoidType(), [pointer] * 6 + [self.index] * 4)
-        function = ir.Function(self.module, kind, "paths")
-        self.values, self.seam, self.states, self.fixed, self.slope, self.space = function.args[:6]
-        first, last, self.steps, self.has_seam = function.args[6:]
-        for pointer_argument in function.args[:6]:
-            pointer_argument.add_attribute("noalias")
-        self.b = ir.IRBuilder(function.append_basic_block())
-        self.held, self.where = self.b.alloca(self.cost), self.b.alloca(self.index)
-        with jit.loop(self.b, last, first) as group:
+        self.values, self.seam, self.states, self.fixed, self.slope, self.space = self.pointers
+        first, last, self.steps, self.has_seam = self.integers
+        self.held, self.where = self.variable(self.word), self.variable(self.index)
+        with self.loop(last, first) as group:
             self.base = self.b.mul(group, self.i64(together))
             self._group()
         self.b.ret_void()
 
-    def i64(self, value: int) -> Any:
-        return self.index(value)
-
-    def at(self, pointer: Any, offset: Any, kind: Any) -> Any:
-        return self.b.gep(pointer, [offset], source_etype=kind)
-
-    def load(self, pointer: Any, offset: Any, kind: Any) -> Any:
-        return self.b.load(self.at(pointer, offset, kind), typ=kind, align=4 if kind == self.cost else 1)
-
-    def load_vector(self, pointer: Any, offset: Any) -> Any:
-        return self.b.load(self.at(pointer, offset, self.cost), typ=self.vector, align=4)
-
-    def splat(self, value: Any) -> Any:
-        zeros = self.ir.Constant(self.ir.VectorType(self.ir.IntType(32), self.lanes), [0] * self.lanes)
-        single = self.b.insert_element(self.vector(self.ir.Undefined), value, self.ir.IntType(32)(0))
-        return self.b.shuffle_vector(single, self.vector(self.ir.Undefined), zeros)
-
-    def constant(self, value: int) -> Any:
-        return self.ir.Constant(self.vector, [value] * self.lanes)
-
-    def smaller(self, a: Any, b: Any) -> Any:
-        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
-
     def _group(self) -> None:
         """All steps of the sequences that are searched together, and the way back."""
         b, cells = self.b, self.together * self.nodes
-        costs = [self.space, self.at(self.space, self.i64(cells), self.cost)]
-        decisions = self.at(self.space, self.i64(2 * cells), self.cost)
+        costs = [self.space, self.at(self.space, self.i64(cells), self.word)]
+        decisions = self.at(self.space, self.i64(2 * cells), self.word)
         self._start(costs[0])
-        with jit.loop(b, self.steps) as t:
+        with self.loop(self.steps) as t:
             odd = b.trunc(t, self.ir.IntType(1))
             source, target = b.select(odd, costs[1], costs[0]), b.select(odd, costs[0], costs[1])
             here = self.at(decisions, b.mul(t, self.i64(cells)), self.byte)
             inputs = [[self._input(u, t, v) for v in range(self.dim)] for u in range(self.together)]
-            with jit.loop(b, self.i64(self.rest // self.lanes)) as chunk:
+            with self.loop(self.i64(self.rest // self.lanes)) as chunk:
                 self._transitions(source, target, here, b.mul(chunk, self.i64(self.lanes)), inputs)
             last = b.icmp_signed("==", b.urem(t, self.i64(self.period)), self.i64(self.period - 1))
             with b.if_then(last):
                 for u in range(self.together):
-                    self._renormalize(self.at(target, self.i64(u * self.nodes), self.cost))
+                    self._renormalize(self.at(target, self.i64(u * self.nodes), self.word))
         final = b.select(b.trunc(self.steps, self.ir.IntType(1)), costs[1], costs[0])
         for u in range(self.together):
-            self._back(self.at(final, self.i64(u * self.nodes), self.cost), decisions, u)
+            self._back(self.at(final, self.i64(u * self.nodes), self.word), decisions, u)
 
     def _start(self, cost: Any) -> None:
         b = self.b
         seamed = b.icmp_signed("!=", self.has_seam, self.i64(0))
-        fill = b.select(seamed, self.cost(self.far), self.cost(0))
-        with jit.loop(b, self.i64(self.together * self.nodes)) as node:
-            b.store(fill, self.at(cost, node, self.cost), align=4)
+        fill = b.select(seamed, self.word(self.far), self.word(0))
+        with self.loop(self.i64(self.together * self.nodes)) as node:
+            self.store(fill, cost, node)
         with b.if_then(seamed):
             for u in range(self.together):
                 seam = self.load(self.seam, b.add(self.base, self.i64(u)), self.index)
-                b.store(self.cost(0), self.at(cost, b.add(seam, self.i64(u * self.nodes)), self.cost), align=4)
+                self.store(self.word(0), cost, b.add(seam, self.i64(u * self.nodes)))
 
     def _input(self, u: int, t: Any, v: int) -> Any:
         b = self.b
         step = b.add(b.mul(b.add(self.base, self.i64(u)), self.steps), t)
-        return self.splat(self.load(self.values, b.add(b.mul(step, self.i64(self.dim)), self.i64(v)), self.cost))
+        value = self.load(self.values, b.add(b.mul(step, self.i64(self.dim)), self.i64(v)), self.word)
+        return self.splat(value, self.lanes)
+
+    def _costs(self, table: Any, place: Any) -> Any:
+        return self.load(table, place, self.word, self.lanes)
 
     def _transitions(self, source: Any, target: Any, decisions: Any, low: Any, inputs: Sequence[Sequence[Any]]) -> None:
         """The new costs of `lanes` remainders, for every new symbol, and the oldest symbols that gave them."""
         b = self.b
         before = [
-            [self.load_vector(source, b.add(low, self.i64(u * self.nodes + o * self.rest))) for o in range(self.n)]
+            [self._costs(source, b.add(low, self.i64(u * self.nodes + o * self.rest))) for o in range(self.n)]
             for u in range(self.together)
         ]
         best: list[list[Any]] = [[] for _ in range(self.together)]
@@ -157,10 +128,9 @@ class _Builder:
             least: list[Any] = [None] * self.together
             for o in range(self.n):
                 place = b.add(low, self.i64(s * self.nodes + o * self.rest))
-                fixed = self.load_vector(self.fixed, place)
+                fixed = self._costs(self.fixed, place)
                 slopes = [
-                    self.load_vector(self.slope, b.add(place, self.i64(v * self.n * self.nodes)))
-                    for v in range(self.dim)
+                    self._costs(self.slope, b.add(place, self.i64(v * self.n * self.nodes))) for v in range(self.dim)
                 ]
                 for u in range(self.together):
                     total = b.add(before[u][o], fixed)
@@ -169,42 +139,39 @@ class _Builder:
                     least[u] = total if least[u] is None else self.smaller(total, least[u])
             for u in range(self.together):
                 self._decide(decisions, b.add(low, self.i64(u * self.nodes + s * self.rest)), least[u])
-                best[u].append(b.and_(least[u], self.constant(-self.n)))
+                best[u].append(b.and_(least[u], self.constant(self.word, self.lanes, -self.n)))
         for u in range(self.together):
             for i, vector in enumerate(self._interleaved(best[u])):
                 offset = b.add(b.mul(low, self.i64(self.n)), self.i64(u * self.nodes + i * self.lanes))
-                b.store(vector, self.at(target, offset, self.cost), align=4)
+                self.store(vector, target, offset)
 
     def _decide(self, decisions: Any, offset: Any, least: Any) -> None:
         b = self.b
-        oldest = b.trunc(b.and_(least, self.constant(self.n - 1)), self.ir.VectorType(self.byte, self.lanes))
-        b.store(oldest, self.at(decisions, offset, self.byte), align=1)
+        oldest = b.and_(least, self.constant(self.word, self.lanes, self.n - 1))
+        self.store(b.trunc(oldest, self.vector(self.byte, self.lanes)), decisions, offset)
 
     def _interleaved(self, vectors: list[Any]) -> list[Any]:
         """a0 b0 c0 d0 a1 b1 ...: as many vectors as there are."""
         if len(vectors) == 1:
             return vectors
-        kind, lanes = self.ir.VectorType(self.ir.IntType(32), self.lanes), self.lanes
-        pairs = [lane // 2 + lanes * (lane % 2) for lane in range(2 * lanes)]
-        halves = [self.ir.Constant(kind, pairs[:lanes]), self.ir.Constant(kind, pairs[lanes:])]
+        pairs = [lane // 2 + self.lanes * (lane % 2) for lane in range(2 * self.lanes)]
+        halves = pairs[: self.lanes], pairs[self.lanes :]
         evens, odds = self._interleaved(vectors[0::2]), self._interleaved(vectors[1::2])
-        return [self.b.shuffle_vector(a, c, half) for a, c in zip(evens, odds, strict=True) for half in halves]
+        return [self.shuffled(a, c, half) for a, c in zip(evens, odds, strict=True) for half in halves]
 
     def _renormalize(self, cost: Any) -> None:
-        b = self.b
         self._least(cost)
-        least = b.load(self.held)
-        with jit.loop(b, self.i64(self.nodes)) as node:
-            cell = self.at(cost, node, self.cost)
-            b.store(b.sub(b.load(cell, typ=self.cost, align=4), least), cell, align=4)
+        least = self.b.load(self.held)
+        with self.loop(self.i64(self.nodes)) as node:
+            self.store(self.b.sub(self.load(cost, node, self.word), least), cost, node)
 
     def _least(self, cost: Any) -> None:
         """The least of the costs into `held`, the first node that has it into `where`."""
         b = self.b
-        b.store(self.load(cost, self.i64(0), self.cost), self.held)
+        b.store(self.load(cost, self.i64(0), self.word), self.held)
         b.store(self.i64(0), self.where)
-        with jit.loop(b, self.i64(self.nodes)) as node:
-            value, least = self.load(cost, node, self.cost), b.load(self.held)
+        with self.loop(self.i64(self.nodes)) as node:
+            value, least = self.load(cost, node, self.word), b.load(self.held)
             better = b.icmp_signed("<", value, least)
             b.store(b.select(better, value, least), self.held)
             b.store(b.select(better, node, b.load(self.where)), self.where)
@@ -218,14 +185,14 @@ class _Builder:
         end = b.select(b.icmp_signed("!=", self.has_seam, self.i64(0)), seam, b.load(self.where))
         b.store(self._place(end), self.where)
         row = self.at(self.states, b.mul(sequence, self.steps), self.index)
-        with jit.loop(b, self.steps) as done:
+        with self.loop(self.steps) as done:
             t = b.sub(b.sub(self.steps, self.i64(1)), done)
             place = b.load(self.where)
             cell = b.add(b.mul(t, self.i64(self.together * self.nodes)), b.add(place, self.i64(u * self.nodes)))
             oldest = b.zext(self.load(decisions, cell, self.byte), self.index)
             before = b.add(b.mul(oldest, rest), b.urem(place, rest))
             state = b.or_(b.shl(before, self.i64(self.kv)), b.udiv(place, rest))
-            b.store(state, self.at(row, t, self.index), align=8)
+            self.store(state, row, t)
             b.store(self._place(before), self.where)
 
     def _place(self, node: Any) -> Any:

@@ -1,9 +1,9 @@
 """A linear layer whose weight stays packed in memory.
 
-`forward` takes a fast path (compress/runtime/fastpath.py) where one exists for the format, the type and device of the
-activations and the number of rows; otherwise it decodes the weight to the type of the activations and calls F.linear.
-What was derived from the stored tensors is kept in a cache with a limit in bytes. The cache saves time only: which path
-runs, and so every number, does not depend on what it holds.
+`forward` runs a kernel that reads the stored tensors (compress/kernels/dispatch.py) where one exists for the format,
+the type and device of the activations and the number of rows; otherwise it decodes the weight to the type of the
+activations and calls F.linear. Where there is no kernel at all, what was decoded is kept in a cache with a limit in
+bytes. The cache saves time only: which path runs, and so every number, does not depend on what it holds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress import ops as operations
-from compress.runtime import fastpath
+from compress.kernels import dispatch
 from compress.types import NO_OPS, Ops, PackedWeight
 
-CACHE_LIMIT = 1 << 30  # bytes; a model of two billion 4-bit weights keeps its fast-path operands
+CACHE_LIMIT = 1 << 30  # bytes
 
 Derived = tuple[Tensor, ...]
 
@@ -113,6 +113,8 @@ class PackedLinear(nn.Module):
         self.format, self.params, self.shape, self.ops = format, params, shape, ops
         self.out_features, self.in_features = shape
         self.specs = formats.specs(format, params, shape, ops)
+        self._matrix = list(formats.specs(format, params, shape))  # names of the tensors without those of the ops
+        self._described = dispatch.described(format, params, shape)
         for name, (size, stored) in self.specs.items():
             tensor = torch.empty(size, dtype=stored, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -165,16 +167,15 @@ class PackedLinear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] times the stored matrix, plus bias."""
-        kernel = fastpath.find(self.format, self.params, self.shape, x)
+        if torch.compiler.is_compiling():
+            y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
+            return y if bias is None else y + bias
+        kernel = dispatch.find(self.format, self.params, self.shape, x)
         if kernel is None:
             (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
             return F.linear(x, weight, bias)
-        if not fastpath.suits(x, self.in_features):
-            # many rows repay decoding; the cache is left to the operands, which every single-token step needs
-            return F.linear(x, formats.decode_stored(self.packed(), x.dtype), bias)
-        operand = CACHE.get(self, kernel.name, lambda: kernel.prepare(self.stored, self.params, self.shape))
-        y = kernel.matmul(x.reshape(-1, self.in_features), operand, self.params)
-        y = y.view(*x.shape[:-1], self.out_features)
+        tensors = {name: getattr(self, name) for name in self._matrix}
+        y = dispatch.product(x, tensors, self.format, self.params, self.shape)
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:

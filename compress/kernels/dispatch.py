@@ -1,0 +1,133 @@
+"""Which kernel multiplies activations with a stored weight: a table (format, device, type, rows) -> kernel.
+
+The table is the files: `compress/kernels/<folder of the device>/<format>.py` with
+
+- `supports(params, shape) -> bool`: whether it can run a weight [out, in] with these parameters, and is worth it;
+- `most_rows(params, shape) -> int`: rows of activations up to which it beats decoding the weight and F.linear;
+- `matmul(x, tensors, params, shape) -> Tensor`: x [rows, in] of a type in TYPES, contiguous, and the stored tensors as
+  they lie on disk -> [rows, out], of the type of x or float32.
+
+Where there is none, or more rows, or a gradient to pass back, the caller decodes: always possible and always right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress import formats
+from compress.types import PackedWeight
+
+FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
+TYPES = (torch.bfloat16, torch.float16)  # kernels round activations more than a float32 user would expect
+
+Shape = tuple[int, int]
+
+
+class Kernel(Protocol):
+    """The contract of a kernel file."""
+
+    def supports(self, params: Any, shape: Shape) -> bool: ...
+
+    def most_rows(self, params: Any, shape: Shape) -> int: ...
+
+    def matmul(self, x: Tensor, tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Tensor: ...
+
+
+@cache
+def _module(device: str, format: str) -> Kernel | None:
+    name = f"{FOLDERS[device]}.{format}" if device in FOLDERS else None
+    if name is None or importlib.util.find_spec(name) is None:
+        return None
+    return cast(Kernel, importlib.import_module(name))
+
+
+@cache
+def _supported(device: str, format: str, params: Any, shape: Shape) -> Kernel | None:
+    module = _module(device, format)
+    return module if module is not None and module.supports(params, shape) else None
+
+
+def find(format: str, params: Any, shape: Shape, x: Tensor) -> Kernel | None:
+    """The kernel for this weight and the type and device of x; the caller still asks `suits` about the rows."""
+    return _supported(x.device.type, format, params, shape) if x.dtype in TYPES else None
+
+
+def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
+    """Whether these activations may take the kernel: few enough rows, and no gradient to pass back."""
+    if x.shape[-1] != shape[1] or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    return 0 < x.numel() // shape[1] <= kernel.most_rows(params, shape)
+
+
+def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape) -> Tensor:
+    """x [..., in] times the stored weight [out, in] -> [..., out] of the type of x, by the kernel or by decoding."""
+    kernel = find(format, params, shape, x)
+    if kernel is None or not suits(kernel, params, shape, x):
+        weight = PackedWeight(format, params, dict(tensors), shape)
+        return F.linear(x, formats.decode_stored(weight, x.dtype))
+    y = kernel.matmul(x.reshape(-1, shape[1]).contiguous(), tensors, params, shape)
+    return y.to(x.dtype).view(*x.shape[:-1], shape[0])
+
+
+# For torch.compile and CUDA graphs: one operator, opaque to the compiler.
+
+
+def described(format: str, params: Any, shape: Shape) -> str:
+    """What `linear` needs to know beside tensors, as text: operators take no objects."""
+    return json.dumps({"format": format, "params": dataclasses.asdict(params), "shape": shape})
+
+
+@cache
+def _read(description: str) -> tuple[str, Any, Shape, list[str]]:
+    known = json.loads(description)
+    format, shape = known["format"], (known["shape"][0], known["shape"][1])
+    params = formats.params_from_dict(format, known["params"])
+    return format, params, shape, list(formats.specs(format, params, shape))
+
+
+@torch.library.custom_op("compress::linear", mutates_args=())
+def linear(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
+    """`product` as an operator; tensors in the order of the format's specs, description from `described`."""
+    format, params, shape, names = _read(description)
+    return product(x, dict(zip(names, tensors, strict=True)), format, params, shape)
+
+
+@linear.register_fake
+def _(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], _read(description)[2][0])
+
+
+@torch.library.custom_op("compress::linear_backward", mutates_args=())
+def linear_backward(gradient: Tensor, tensors: list[Tensor], description: str) -> Tensor:
+    """gradient [..., out] of `linear` -> that of its x [..., in]."""
+    format, params, shape, names = _read(description)
+    weight = PackedWeight(format, params, dict(zip(names, tensors, strict=True)), shape)
+    return gradient @ formats.decode_stored(weight, gradient.dtype)
+
+
+@linear_backward.register_fake
+def _(gradient: Tensor, tensors: list[Tensor], description: str) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], _read(description)[2][1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: Tensor) -> None:
+    _, tensors, ctx.description = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, list[None], None]:
+    tensors = list(ctx.saved_tensors)
+    return linear_backward(gradient, tensors, ctx.description), [None] * len(tensors), None
+
+
+linear.register_autograd(_backward, setup_context=_keep)
