@@ -227,6 +227,33 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
         print(json.dumps(counts) if as_json else display.verify_line(counts, str(directory)))
 
 
+@app.command(epilog="Example: compress bench models_out/my-model-int4 --device cpu")
+def bench(
+    model: Model,
+    device: Device = "auto",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that is prefilled.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="That are decoded after it.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second in bfloat16, and the time of each shape of packed layer beside a bfloat16 linear."""
+    with _errors():
+        import dataclasses
+
+        from compress import display
+        from compress.evaluate import speed
+        from compress.job import resolve
+
+        found = speed.measure(resolve(model), _device(device), batch, prompt_tokens, new_tokens)
+        if as_json:
+            print(json.dumps(dataclasses.asdict(found)))
+            return
+        for line in display.speed_lines(found):
+            print(line)
+        if found.layers:
+            display.out.print(display.speed_table(found))
+
+
 @app.command(epilog="Example: compress recipes int4 > mine.yaml")
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe's YAML.")] = None,

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
 if TYPE_CHECKING:
+    from compress.evaluate.speed import Speed
     from compress.job import Prepared
     from compress.progress import Progress
 
@@ -183,4 +184,26 @@ def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
             f"{row['weight_error']:.5f}",
             "; ".join(row["notes"]),
         )
+    return table
+
+
+def speed_lines(speed: Speed) -> list[str]:
+    threads = f", {speed.threads} threads" if speed.device == "cpu" else ""
+    return [
+        f"{speed.device}{threads}, bfloat16, batch {speed.batch}",
+        f"prefill {speed.prefill_tokens_per_s:,.1f} tokens/s ({speed.prompt_tokens} tokens)",
+        f"decode {speed.decode_tokens_per_s:,.1f} tokens/s ({speed.new_tokens} tokens)",
+        f"memory copies {speed.copy_bytes_per_s / 1e9:,.1f} GB/s",
+    ]
+
+
+def speed_table(speed: Speed) -> Table:
+    """One row for each shape of packed layer."""
+    names = ("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16")
+    table = Table(*(Column(name, justify="left" if name in ("layer", "format", "by") else "right") for name in names))
+    for row in speed.layers:
+        cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
+        path = "kernel" if row.kernel else "decoding"
+        rates = (f"{row.bytes_per_s / 1e9:.1f}", f"{row.copy_share:.0%}", f"{row.ratio:.2f}")
+        table.add_row(*cells, path, f"{row.seconds * 1e6:.0f} us", *rates)
     return table

@@ -157,7 +157,9 @@ def _around(
 
 def _forward(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in names:
-        x = OPS[name].forward(x, tensors.get(f"{side}_{name}"))
+        stored = tensors.get(f"{side}_{name}")
+        traced = torch.compiler.is_compiling()
+        x = multiply(x, stored, name, False) if traced else OPS[name].forward(x, stored)
     return x
 
 
@@ -165,3 +167,31 @@ def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str,
     for name in reversed(names):
         x = OPS[name].transpose(x, tensors.get(f"{side}_{name}"))
     return x
+
+
+# For torch.compile: one operator, opaque to the compiler.
+
+
+@torch.library.custom_op("compress::multiply", mutates_args=())
+def multiply(x: Tensor, stored: Tensor | None, name: str, transposed: bool) -> Tensor:
+    """x [..., n] -> T x of the operation of that name, T^T x if transposed."""
+    op = OPS[name]
+    return (op.transpose if transposed else op.forward)(x, stored).clone(memory_format=torch.contiguous_format)
+
+
+@multiply.register_fake
+def _(x: Tensor, stored: Tensor | None, name: str, transposed: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor | None, str, bool], output: Tensor) -> None:
+    _, stored, ctx.name, ctx.transposed = inputs
+    ctx.save_for_backward(stored)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    (stored,) = ctx.saved_tensors
+    return multiply(gradient, stored, ctx.name, not ctx.transposed), None, None, None
+
+
+multiply.register_autograd(_backward, setup_context=_keep)

@@ -3,9 +3,10 @@
 The table is the files: `compress/kernels/<folder of the device>/<format>.py` with
 
 - `supports(params, shape) -> bool`: whether it can run a weight [out, in] with these parameters, and is worth it;
-- `most_rows(params, shape) -> int`: rows of activations up to which it beats decoding the weight and F.linear;
+- `most_rows(params, shape, dtype) -> int`: rows of activations up to which it beats decoding the weight and F.linear;
 - `matmul(x, tensors, params, shape) -> Tensor`: x [rows, in] of a type in TYPES, contiguous, and the stored tensors as
-  they lie on disk -> [rows, out], of the type of x or float32.
+  they lie on disk -> [rows, out], of the type of x or float32;
+- optional `decode(tensors, params, shape, dtype) -> Tensor`: a faster way to what the format's own decoder gives.
 
 Where there is none, or more rows, or a gradient to pass back, the caller decodes: always possible and always right.
 """
@@ -38,17 +39,22 @@ class Kernel(Protocol):
 
     def supports(self, params: Any, shape: Shape) -> bool: ...
 
-    def most_rows(self, params: Any, shape: Shape) -> int: ...
+    def most_rows(self, params: Any, shape: Shape, dtype: torch.dtype) -> int: ...
 
     def matmul(self, x: Tensor, tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Tensor: ...
 
 
 @cache
 def _module(device: str, format: str) -> Kernel | None:
-    name = f"{FOLDERS[device]}.{format}" if device in FOLDERS else None
-    if name is None or importlib.util.find_spec(name) is None:
+    if device not in FOLDERS or (device == "cuda" and not _has_triton()):
         return None
-    return cast(Kernel, importlib.import_module(name))
+    name = f"{FOLDERS[device]}.{format}"
+    return cast(Kernel, importlib.import_module(name)) if importlib.util.find_spec(name) else None
+
+
+def _has_triton() -> bool:
+    """Whether the kernels for NVIDIA's GPUs can be compiled: other GPUs go by the same name."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
 @cache
@@ -66,17 +72,24 @@ def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
     """Whether these activations may take the kernel: few enough rows, and no gradient to pass back."""
     if x.shape[-1] != shape[1] or (x.requires_grad and torch.is_grad_enabled()):
         return False
-    return 0 < x.numel() // shape[1] <= kernel.most_rows(params, shape)
+    return 0 < x.numel() // shape[1] <= kernel.most_rows(params, shape, x.dtype)
 
 
 def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape) -> Tensor:
     """x [..., in] times the stored weight [out, in] -> [..., out] of the type of x, by the kernel or by decoding."""
     kernel = find(format, params, shape, x)
     if kernel is None or not suits(kernel, params, shape, x):
-        weight = PackedWeight(format, params, dict(tensors), shape)
-        return F.linear(x, formats.decode_stored(weight, x.dtype))
+        return F.linear(x, _decoded(kernel, tensors, format, params, shape, x.dtype))
     y = kernel.matmul(x.reshape(-1, shape[1]).contiguous(), tensors, params, shape)
     return y.to(x.dtype).view(*x.shape[:-1], shape[0])
+
+
+def _decoded(
+    kernel: Kernel | None, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape, dtype: torch.dtype
+) -> Tensor:
+    if kernel is not None and hasattr(kernel, "decode"):
+        return kernel.decode(tensors, params, shape, dtype)
+    return formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), dtype)
 
 
 # For torch.compile and CUDA graphs: one operator, opaque to the compiler.

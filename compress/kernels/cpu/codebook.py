@@ -48,7 +48,7 @@ def span_codes(params: Params) -> int:
     return group if params.tile_words % group == 0 and group % min(2 * LANES, params.tile_words) == 0 else 0
 
 
-def most_rows(params: Params, shape: tuple[int, int]) -> int:
+def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
     return rows.MOST
 
 

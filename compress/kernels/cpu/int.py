@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from compress.kernels.cpu.planar import Planar, lanes
 from compress.kernels.cpu.rows import LANES
 from compress.packing import FIELDS
 
-ROWS = int_format.ROW_MULTIPLE  # of the weight, that belong together
+ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
+TOGETHER = {1: 1, 2: 4, 4: 4}  # rows that share a load of activations, by the number of tokens
 
 
 def span_blocks(params: Params) -> int:
@@ -44,7 +46,7 @@ def supports(params: Params, shape: tuple[int, int]) -> bool:
     return rows.worthwhile(shape) and span_blocks(params) > 0
 
 
-def most_rows(params: Params, shape: tuple[int, int]) -> int:
+def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
     return rows.MOST
 
 
@@ -57,7 +59,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     zeros = tensors["scales" if params.symmetric else "zeros"]
     stored = [t.data_ptr() for t in (*(tensors[f"words{w}"] for w in PLANES[params.bits]), tensors["scales"], zeros)]
 
-    def product(tokens: int, given: list[int]) -> None:
+    def some(tokens: int, given: list[int]) -> None:
         kernel = _compiled(params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tokens)
 
         def work(first: int, last: int) -> None:
@@ -66,7 +68,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
 
         jit.parallel(work, padded_rows // ROWS)
 
-    rows.by_tokens(x, columns, span, lanes(params.tile_words), out, product)
+    rows.by_tokens(x, columns, span, lanes(params.tile_words), out, some)
     return out[:, : shape[0]]
 
 
@@ -91,13 +93,14 @@ class _Product(rows.Emitter):
         self.planar = Planar(self, self.planes, PLANES[bits], tile_words, self.tiles)
         self.lanes = self.planar.lanes
         sums = self.vector(self.float, self.lanes // 2)
-        self.sums = [self.variable(sums) for _ in range(tokens)]
+        self.together = TOGETHER[tokens]
+        self.sums = [[self.variable(sums) for _ in range(tokens)] for _ in range(self.together)]
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
         with self.loop(last, first) as block:
             start = self.b.mul(block, self.i64(ROWS))
             self._scales(start)
-            with self.loop(self.i64(ROWS)) as row:
-                self._row(start, row)
+            with self.loop(self.i64(ROWS // self.together)) as some:
+                self._row(start, self.b.mul(some, self.i64(self.together)))
             self._finish(start)
         self.b.ret_void()
 
@@ -137,34 +140,41 @@ class _Product(rows.Emitter):
         return self.bit_fields(self.zeros, stream, self.bits)
 
     def _row(self, start: Any, row: Any) -> None:
+        """The sums of `together` rows of the sixteen, from `row` on."""
         b = self.b
-        number = b.add(start, row)
-        for variable in self.sums:
+        for variable in (each for sums in self.sums for each in sums):
             b.store(self.constant(self.float, self.lanes // 2, 0.0), variable)
         with self.loop(self.tiles) as tile:
             per_tile = self.fields * self.tile_words // self.span
             for part in range(per_tile):
-                self._span(tile, number, part, b.add(b.mul(tile, self.i64(per_tile)), self.i64(part)), row)
-        for m in range(self.tokens):
-            self.store(self.total(b.load(self.sums[m])), self.out, b.add(self._line(m, start), row))
+                self._span(tile, b.add(start, row), part, b.add(b.mul(tile, self.i64(per_tile)), self.i64(part)), row)
+        for r, m in product(range(self.together), range(self.tokens)):
+            line = b.add(self._line(m, start), self.i64(r))
+            self.store(self.total(b.load(self.sums[r][m])), self.out, b.add(line, row))
 
     def _span(self, tile: Any, number: Any, part: int, u: Any, row: Any) -> None:
         b, blocks = self.b, self.span // self.tile_words
-        sums = [self.constant(self.word, self.lanes // 2, 0) for _ in range(self.tokens)]
         column = b.mul(tile, self.i64(self.fields * self.tile_words))
+        zeros = self.constant(self.word, self.lanes // 2, 0)
+        sums = {place: zeros for place in product(range(self.together), range(self.tokens))}
         for block in range(part * blocks, (part + 1) * blocks):
             for first in range(0, self.tile_words, self.lanes):
-                codes = self.planar.codes(tile, number, block, first)
-                for m in range(self.tokens):
-                    place = b.add(column, self.i64(block * self.tile_words + first))
-                    offset = b.add(b.mul(place, self.i64(self.tokens)), self.i64(m * self.lanes))
-                    x = self.load(self.x16, offset, self.short, self.lanes)
-                    sums[m] = b.add(sums[m], self.pair_sums(codes, x))
-        for m in range(self.tokens):
-            cell = b.add(b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(ROWS)), row)
-            scale = self.splat(self.load(self.space, cell, self.float), self.lanes // 2)
-            product = b.fmul(b.sitofp(sums[m], self.sums[m].allocated_type), scale)
-            b.store(b.fadd(b.load(self.sums[m]), product), self.sums[m])
+                place = b.add(column, self.i64(block * self.tile_words + first))
+                inputs = [self._input(place, m) for m in range(self.tokens)]
+                for r in range(self.together):
+                    codes = self.planar.codes(tile, b.add(number, self.i64(r)), block, first)
+                    for m, x in enumerate(inputs):
+                        sums[r, m] = b.add(sums[r, m], self.pair_sums(codes, x))
+        for (r, m), total in sums.items():
+            cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(ROWS))
+            scale = self.load(self.space, b.add(cell, b.add(row, self.i64(r))), self.float)
+            held = self.sums[r][m]
+            added = b.fmul(b.sitofp(total, held.allocated_type), self.splat(scale, self.lanes // 2))
+            b.store(b.fadd(b.load(held), added), held)
+
+    def _input(self, column: Any, m: int) -> Any:
+        offset = self.b.add(self.b.mul(column, self.i64(self.tokens)), self.i64(m * self.lanes))
+        return self.load(self.x16, offset, self.short, self.lanes)
 
     def _finish(self, start: Any) -> None:
         b = self.b

@@ -31,7 +31,7 @@ def supports(params: Params, shape: tuple[int, int]) -> bool:
     return rows.worthwhile(shape) and params.code in BYTE_SUMS
 
 
-def most_rows(params: Params, shape: tuple[int, int]) -> int:
+def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
     return rows.MOST
 
 

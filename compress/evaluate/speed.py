@@ -1,0 +1,195 @@
+"""How fast a checkpoint runs: prefill and decode in tokens a second, and each shape of packed layer beside bfloat16.
+
+What is compared is timed in turns in the same run, so that a busy machine slows all of it alike. Calls go round over
+the layers of a shape (and over copies of the bfloat16 weight), so that no weight is found in a cache because it was
+just used. On a GPU a round is one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.kernels import dispatch
+from compress.runtime.linear import PackedLinear
+
+Call = Callable[[], object]
+
+LEAST_S = 0.3  # for each kind
+LEAST_ROUNDS = 5
+COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of the buffer that is copied: larger than caches
+ROTATED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of bfloat16 weights that calls go round
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """One shape of packed layer, for one call with `rows` activations."""
+
+    shape: tuple[int, int]  # out, in
+    format: str
+    bpw: float
+    count: int  # layers of the model like this one
+    kernel: bool  # whether the stored weights are read by a kernel, rather than decoded
+    rows: int
+    seconds: float
+    bytes_per_s: float  # of the stored tensors
+    copy_share: float  # of the rate at which memory is copied, read and written bytes counted
+    bfloat16_s: float  # F.linear with a bfloat16 weight of this shape
+
+    @property
+    def ratio(self) -> float:
+        return self.bfloat16_s / self.seconds
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What `measure` found; rates are those of all sequences of the batch together."""
+
+    device: str
+    threads: int
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    copy_bytes_per_s: float
+    layers: list[LayerSpeed] = field(default_factory=list)
+
+
+def measure(
+    model: Path | str, device: str = "cpu", batch: int = 1, prompt_tokens: int = 128, new_tokens: int = 32
+) -> Speed:
+    """Load the checkpoint in bfloat16 and time it; its packed layers one by one, too."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded = loaded.to(device).eval()
+    with torch.inference_mode():
+        prefill, decode = _generation(loaded, batch, prompt_tokens, new_tokens)
+        copied = copy_rate(device)
+        layers = [_layer(group, batch, copied) for group in _alike(loaded)]
+    threads = torch.get_num_threads()
+    return Speed(device, threads, batch, prompt_tokens, new_tokens, prefill, decode, copied, layers)
+
+
+def _generation(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
+    """Tokens a second of the prompt, and of what follows it, with the model's own generate; the better of two runs."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(model.device)
+
+    def seconds(count: int) -> float:
+        start = _now(model.device)
+        model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+        return _now(model.device) - start
+
+    seconds(2)
+    first, all = (min(seconds(count) for _ in range(2)) for count in (1, 1 + new_tokens))
+    return batch * prompt_tokens / first, batch * new_tokens / max(all - first, 1e-9)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second, read and written ones together, of a copy inside the device's memory."""
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    (seconds,) = in_turns([[lambda: target.copy_(source)]], device)
+    return 2 * source.nbytes / seconds
+
+
+def _alike(model: nn.Module) -> list[list[PackedLinear]]:
+    """The packed layers, those of the same shape, format and operations together."""
+    groups: dict[Any, list[PackedLinear]] = {}
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            groups.setdefault((module.shape, module.format, module.params, module.ops), []).append(module)
+    return list(groups.values())
+
+
+def _layer(modules: Sequence[PackedLinear], rows: int, copied: float) -> LayerSpeed:
+    first = modules[0]
+    device = first.get_parameter(next(iter(first.specs))).device
+    x = torch.randn(rows, first.in_features, dtype=torch.bfloat16, device=device)
+    weights = bfloat16_weights(first.shape, device.type)
+    packed = [lambda module=module: module(x) for module in modules]
+    plain = [lambda weight=weight: F.linear(x, weight) for weight in weights]
+    seconds, bfloat16_s = in_turns([packed, plain], device.type)
+    stored = first.packed()
+    kernel = dispatch.find(first.format, first.params, first.shape, x)
+    used = kernel is not None and dispatch.suits(kernel, first.params, first.shape, x)
+    rate = stored.nbytes / seconds
+    return LayerSpeed(
+        first.shape, first.format, stored.bpw, len(modules), used, rows, seconds, rate, rate / copied, bfloat16_s
+    )
+
+
+def bfloat16_weights(shape: tuple[int, int], device: str) -> list[Tensor]:
+    """Random weights [out, in], as many as exceed the caches together."""
+    count = max(2, math.ceil(ROTATED_BYTES[device] / (2 * shape[0] * shape[1])))
+    return [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
+
+
+def in_turns(kinds: Sequence[Sequence[Call]], device: str) -> list[float]:
+    """Median seconds of a call of each kind; the calls of a kind are taken in turn, and so are the kinds."""
+    rounds = [_graph(calls) if device == "cuda" else _timed(calls) for calls in kinds]
+    for round in rounds:
+        round()  # compiles, decodes, fills caches
+    found: list[list[float]] = [[] for _ in kinds]
+    end, left = time.perf_counter() + LEAST_S * len(kinds), LEAST_ROUNDS
+    while left > 0 or time.perf_counter() < end:
+        left -= 1
+        for times, round in zip(found, rounds, strict=True):
+            times += round()
+    return [statistics.median(times) for times in found]
+
+
+def _timed(calls: Sequence[Call]) -> Callable[[], list[float]]:
+    def round() -> list[float]:
+        times = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return times
+
+    return round
+
+
+def _graph(calls: Sequence[Call]) -> Callable[[], list[float]]:
+    """All calls in one CUDA graph; a round is a replay, and gives the mean."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def round() -> list[float]:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return [begin.elapsed_time(end) / 1e3 / len(calls)]
+
+    return round

@@ -1,0 +1,83 @@
+"""Packed checkpoints served by transformers' own generate, the kernels active: any cache, any batch, padded prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import compress
+from compress import jit, pipeline
+from compress.kernels import dispatch
+from compress.kernels.cpu import rows
+from pico import save_pico
+from runs import GPTQ, Setup, job
+
+pytestmark = pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+
+SETUPS = {
+    "int": GPTQ,
+    "trellis": Setup("vq2bit", ("state_bits=8", "calibration.num_samples=8", "calibration.seq_len=32")),
+}
+PROMPT = torch.randint(1, 256, (2, 12), generator=torch.Generator().manual_seed(3))
+MASK = torch.ones_like(PROMPT)
+MASK[1, :5] = 0  # the second prompt is shorter: padded on the left
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    pipeline.quantize(job(save_pico("llama", directory / "source"), SETUPS[request.param], directory / "out"))
+    return directory / "out"
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rows, "SMALL", 0)
+    dispatch._supported.cache_clear()
+    yield
+    dispatch._supported.cache_clear()
+
+
+def load(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+
+
+def written(model: Any, **options: Any) -> torch.Tensor:
+    return model.generate(
+        PROMPT, attention_mask=MASK, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, **options
+    )
+
+
+def test_generate_with_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both caches, with left padding: the same tokens, from the kernels."""
+    model, calls = load(checkpoint), []
+    find = dispatch.find
+    monkeypatch.setattr(dispatch, "find", lambda *args: calls.append(kernel := find(*args)) or kernel)
+    dynamic = written(model)
+    assert len(calls) >= 6 * 14 and None not in calls
+    assert dynamic.shape == (2, 18)
+    assert torch.equal(written(model, cache_implementation="static"), dynamic)
+    alone = model.generate(PROMPT[1:, 5:], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(alone[0, -6:], dynamic[1, -6:])
+
+
+def test_logits_are_those_of_the_decoded_weights(checkpoint: Path) -> None:
+    """To the rounding of bfloat16 activations."""
+    kernels, decoded = load(checkpoint), load(checkpoint)
+    decoded.dequantize()
+    with torch.inference_mode():
+        ours, plain = (m(PROMPT, attention_mask=MASK).logits[:, -1].float() for m in (kernels, decoded))
+    assert (ours - plain).norm() < 0.02 * plain.norm()
+
+
+def test_a_model_compiles_whole(checkpoint: Path) -> None:
+    model = compress.load(checkpoint, dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(PROMPT, use_cache=False).logits
+        assert torch.equal(compiled(PROMPT, use_cache=False).logits, expected)

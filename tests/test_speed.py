@@ -1,0 +1,63 @@
+"""Timing a checkpoint: what is measured is there and consistent; how fast it is, no test can say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compress import pipeline
+from compress.cli import app
+from compress.evaluate import speed
+from pico import save_pico
+from runs import RTN, job
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("speed")
+    pipeline.quantize(job(save_pico("llama", directory / "source"), RTN, directory / "out"))
+    return directory / "out"
+
+
+def test_measure(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "LEAST_S", 0.0)
+    monkeypatch.setitem(speed.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(speed.ROTATED_BYTES, "cpu", 1 << 16)
+    found = speed.measure(packed, "cpu", batch=2, prompt_tokens=5, new_tokens=3)
+    assert min(found.prefill_tokens_per_s, found.decode_tokens_per_s, found.copy_bytes_per_s) > 0
+    assert (found.batch, found.prompt_tokens, found.new_tokens) == (2, 5, 3)
+    report = json.loads((packed / "report.json").read_text())
+    assert sum(row.count for row in found.layers) == len(report["layers"])
+    for row in found.layers:
+        assert row.rows == 2 and row.ratio == row.bfloat16_s / row.seconds > 0
+        nbytes = row.bpw * row.shape[0] * row.shape[1] / 8
+        assert row.bytes_per_s == pytest.approx(nbytes / row.seconds)
+        assert row.copy_share == pytest.approx(row.bytes_per_s / found.copy_bytes_per_s)
+
+
+def test_calls_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of every kind is made, kinds in turn."""
+    monkeypatch.setattr(speed, "LEAST_S", 0.0)
+    made: list[str] = []
+    kinds = [[lambda name=name: made.append(name) for name in names] for names in ("ab", "cde")]
+    seconds = speed.in_turns(kinds, "cpu")
+    assert len(seconds) == 2 and all(s > 0 for s in seconds)
+    assert "".join(made[:10]) == "abcdeabcde" and len(made) % 5 == 0
+
+
+def test_copies_exceed_the_caches() -> None:
+    weights = speed.bfloat16_weights((256, 256), "cpu")
+    assert sum(w.nbytes for w in weights) >= speed.ROTATED_BYTES["cpu"]
+    assert weights[0].dtype == torch.bfloat16 and not torch.equal(weights[0], weights[1])
+
+
+def test_the_command(packed: Path) -> None:
+    shown = CliRunner().invoke(app, ["bench", str(packed), "--prompt-tokens", "4", "--new-tokens", "2"])
+    assert shown.exit_code == 0 and "decode" in shown.output and "of copy rate" in shown.output
+    told = CliRunner().invoke(app, ["bench", str(packed), "--prompt-tokens", "4", "--new-tokens", "2", "--json"])
+    values = json.loads(told.stdout)
+    assert values["device"] in ("cpu", "cuda") and values["layers"][0]["format"] == "int"
