@@ -1,7 +1,7 @@
 """Products with packed weights: are they right, and how fast beside bfloat16?
 
-    python benchmarks/kernels.py [--device cuda] [--threads 1] [--entries int4 vq2bit] [--shapes 4096x4096] [--batch 1 8]
-    python benchmarks/kernels.py --interpret        # the Triton kernels on a machine without a GPU: right or not, no times
+    python benchmarks/kernels.py [--device cuda] [--threads 1] [--entries int4 vq2bit] [--shapes 4096x4096] [--batch 1]
+    python benchmarks/kernels.py --interpret        # the Triton kernels without a GPU: right or not, no times
     python benchmarks/kernels.py show [--json FILE]
 
 An entry is a recipe, whose format and parameters a weight of each shape gets, with random codes. First every kernel is
@@ -61,7 +61,6 @@ def stored_as(entry: str, shape: tuple[int, int]) -> tuple[str, Any]:
 def random_layer(entry: str, shape: tuple[int, int], device: str, seed: int = 0) -> Any:
     """A PackedLinear with random codes, without the operations that a recipe puts around it."""
     import stored
-
     from compress.runtime.linear import PackedLinear
 
     format, params = stored_as(entry, shape)
@@ -138,9 +137,8 @@ def line(row: dict[str, Any]) -> str:
 def show(file: Path) -> None:
     found = json.loads(file.read_text())
     print(f"{found['device']}, {found['threads']} threads, copies {found['copy_gb_per_s']:.0f} GB/s\n")
-    print(
-        "| recipe | layer | batch | bpw | by | us | GB/s | of copy rate | x bfloat16 |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    print("| recipe | layer | batch | bpw | by | us | GB/s | of copy rate | x bfloat16 |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in found["rows"]:
         print(line(row))
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import stored
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import problems
+import stored
 from compress import jit
 from compress.formats import codebook, trellis
 from compress.formats import int as int_format

@@ -258,14 +258,14 @@ def test_int_bytes_of_a_real_layer() -> None:
 @pytest.mark.parametrize(
     ("bits", "group", "columns", "tile"),
     [
-        (4, 128, 4096, 128),  # widest
+        (4, 128, 4096, 128),  # widest of at most 512 columns
         (4, 128, 11008, 64),  # 11008 = 43 * 64 * 4; 128 would pad
         (4, 64, 4096, 64),  # a field within one group
         (4, -1, 4096, 128),
         (2, 32, 8192, 32),
         (2, 128, 100, 16),  # least padding
-        (3, 128, 4096, 128),
-        (5, 128, 1024, 64),  # the 1-bit plane has 16 fields: 64 * 16
+        (3, 128, 4096, 32),
+        (5, 128, 1024, 32),  # the 1-bit plane has 16 fields: 32 * 16
         (8, 100, 64, 32),
         (4, 48, 4096, 16),
     ],

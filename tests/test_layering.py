@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "compress.strict_yaml": {"compress.errors", "compress.plugins"},
     "compress.recipe": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
     "compress.formats": BASE | AROUND,
-    "compress.kernels": BASE | {"compress.formats", "compress.jit", "compress.kernels"},
+    "compress.kernels": BASE | AROUND | {"compress.formats", "compress.jit", "compress.kernels"},
     "compress.runtime": BASE | AROUND | {"compress.formats", "compress.kernels", "compress.runtime"},
     "compress.quant": BASE | {"compress.formats", "compress.linalg", "compress.hadamard", "compress.jit"} | SHARED,
 }

@@ -30,6 +30,7 @@ from compress.packing import FIELDS, pack_planar, pack_stream, planar_shape, unp
 PLANES = {2: (2,), 3: (3,), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}  # widths, high bits first
 ROW_MULTIPLE = 16
 TILE_WORDS = (128, 64, 32, 16)
+TILE_COLUMNS = 512
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
 FP16_TINY = 2.0**-14  # smallest normal float16
 FP16_MAX = 65504.0
@@ -59,12 +60,15 @@ class Params:
 
 
 def tile_words(bits: int, group_size: int, in_features: int) -> int:
-    """The tile that pads least; of those one within a group, so that a field meets one scale; of those the widest."""
+    """The tile that pads least; of those one within a group, so that a field meets one scale; of those one of at most
+    TILE_COLUMNS, whose fields a GPU kernel keeps in registers; of those the widest.
+    """
     fields = max(FIELDS[w] for w in PLANES[bits])
 
-    def cost(words: int) -> tuple[int, bool, int]:
+    def cost(words: int) -> tuple[int, bool, bool, int]:
         padded = _round_up(in_features, words * fields)
-        return padded, group_size != -1 and group_size % words != 0, -words
+        split = group_size != -1 and group_size % words != 0
+        return padded, split, words * fields > TILE_COLUMNS, -words
 
     return min(TILE_WORDS, key=cost)
 

@@ -39,8 +39,8 @@ MAX_STATE_BITS = 16
 HYB_ENTRIES, HYB_LOW_BIT = 512, 6
 BYTE_SUMS = {"mul1": (0x83DCD12D, 0, 147.7), "1mad": (34038481, 76625530, 147.8005)}  # factor, addend, divisor
 CENTRE = 510  # of the sum of four bytes
-_HALVES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0)}  # factor, addend
-CODES = (*BYTE_SUMS, *_HALVES, "hyb")
+HALVES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0)}  # factor, addend
+CODES = (*BYTE_SUMS, *HALVES, "hyb")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _computed(code: str, state_bits: int) -> Tensor:
         word = (state * factor + addend) & 0xFFFFFFFF
         total = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)]).sum(0)
         return ((total - CENTRE).double() / divisor).float()[:, None]
-    factor, addend = _HALVES[code]
+    factor, addend = HALVES[code]
     word = ((state * factor + addend) & 0x8FFF8FFF) ^ 0x3B603B60
     halves = torch.stack([word & 0xFFFF, word >> 16]).to(torch.int32).to(torch.int16).view(torch.float16)
     return (halves[0].float() + halves[1].float()).half().float()[:, None]

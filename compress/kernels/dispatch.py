@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress import formats
-from compress.types import PackedWeight
+from compress import ops as operations
+from compress.types import Ops, PackedWeight
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 TYPES = (torch.bfloat16, torch.float16)  # kernels round activations more than a float32 user would expect
@@ -90,6 +91,30 @@ def _decoded(
     if kernel is not None and hasattr(kernel, "decode"):
         return kernel.decode(tensors, params, shape, dtype)
     return formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), dtype)
+
+
+def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The operations on the inputs of a stored matrix: x [..., in] -> [..., in] of the same type."""
+    if _one_launch(x, ops.input, ("signs", "hadamard")):
+        return _hadamard().transform(x, before=tensors["in_signs"])
+    return operations.apply_input(x, ops, tensors)
+
+
+def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The operations on its outputs [..., out]."""
+    if _one_launch(y, ops.output, ("hadamard", "signs")):
+        return _hadamard().transform(y, after=tensors["out_signs"])
+    return operations.apply_output(y, ops, tensors)
+
+
+def _one_launch(x: Tensor, names: tuple[str, ...], fused: tuple[str, ...]) -> bool:
+    if names != fused or x.device.type != "cuda" or torch.compiler.is_compiling() or not _has_triton():
+        return False
+    return not (x.requires_grad and torch.is_grad_enabled()) and _hadamard().supports(x)
+
+
+def _hadamard() -> Any:
+    return importlib.import_module(f"{FOLDERS['cuda']}.hadamard")
 
 
 # For torch.compile and CUDA graphs: one operator, opaque to the compiler.

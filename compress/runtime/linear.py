@@ -46,7 +46,8 @@ class WeightCache:
 
     def get(self, module: nn.Module, key: Hashable, build: Callable[[], Derived]) -> Derived:
         """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
-        state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in module.parameters(recurse=False))
+        own = module._parameters.values()  # module.parameters() costs more than a small product
+        state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in own if t is not None)
         built_from, derived = self._entries.get(module, {}).get(key, (None, ()))
         if built_from == state:
             return derived
@@ -161,8 +162,8 @@ class PackedLinear(nn.Module):
         if not self.ops:
             return self._product(x, self.bias)
         tensors = self.stored
-        y = self._product(operations.apply_input(x, self.ops, tensors), None)
-        y = operations.apply_output(y, self.ops, tensors)
+        y = self._product(dispatch.before(x, self.ops, tensors), None)
+        y = dispatch.after(y, self.ops, tensors)
         return y if self.bias is None else (y + self.bias).to(x.dtype)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,145 @@
+"""The kernel of compress/kernels/triton/codebook.py: imported at the first launch, because it needs triton.
+
+USE_ASM is off in the interpreter, which knows no inline assembly.
+"""
+
+# ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from compress.kernels.triton import codebook
+from compress.kernels.triton._parts import COMPILED, half, sum_parts, x_factor  # noqa: F401
+
+entries_text = triton.constexpr_function(codebook.entries_text)
+
+
+@triton.jit
+def _byte(entry, I: tl.constexpr):
+    return (entry << (24 - 8 * I) >> 24).to(tl.float16)
+
+
+@triton.jit
+def _values(entry, ALONG_ROWS: tl.constexpr, USE_ASM: tl.constexpr):
+    """Entries [n, j] int32 -> four tensors [n, j] float16, as the head of codebook.py says."""
+    if USE_ASM:
+        text: tl.constexpr = entries_text(ALONG_ROWS)
+        dtype: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(text, "=r,=r,=r,=r,r,r", [entry], dtype, is_pure=True, pack=2)
+    elif ALONG_ROWS:
+        return _byte(entry, 0), _byte(entry, 1), _byte(entry, 2), _byte(entry, 3)
+    else:
+        n: tl.constexpr = entry.shape[0]
+        j: tl.constexpr = entry.shape[1]
+        even, odd = tl.split(tl.reshape(entry, (n, j // 2, 2)))
+        first = tl.reshape(tl.join(_byte(even, 0), _byte(even, 1)), (n, j))
+        second = tl.reshape(tl.join(_byte(even, 2), _byte(even, 3)), (n, j))
+        third = tl.reshape(tl.join(_byte(odd, 0), _byte(odd, 1)), (n, j))
+        fourth = tl.reshape(tl.join(_byte(odd, 2), _byte(odd, 3)), (n, j))
+        return first, second, third, fourth
+
+
+@triton.jit
+def _columns(x, k, m, rows, in_features, MASKED: tl.constexpr):
+    """x^T [k, m] float16."""
+    mask = (m < rows)[None, :]
+    if MASKED:
+        mask = mask & (k < in_features)[:, None]
+    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0))
+
+
+@triton.jit
+def _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+         MASKED: tl.constexpr):  # fmt: skip
+    """acc + the products of the values of the codes from `column` on, times the scale of their codebook."""
+    j = tl.arange(0, BLOCK_WORDS)
+    if ALONG_ROWS:
+        columns = _columns(x, column + j, m, rows, in_features, MASKED)
+        new = ()
+        for i in tl.static_range(4):
+            new = new + (acc[i] + tl.dot(value[i], columns) * scale,)
+        return new
+    else:
+        total = tl.zeros(acc[0].shape, tl.float32)
+        for i in tl.static_range(4):
+            k = 4 * column + j // 2 * 8 + 2 * i + j % 2
+            total = tl.dot(value[i], _columns(x, k, m, rows, in_features, MASKED), total)
+        return (acc[0] + total * scale,)
+
+
+@triton.jit
+def _outliers(acc, x, outliers, scales, index, n, m, step, rows, in_features, code_rows, COUNT: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """acc + the integers of some outlier columns times their activations: four rows of a code row are 16 bits."""
+    j = step * BLOCK + tl.arange(0, BLOCK)
+    stored = tl.minimum(j, COUNT - 1)
+    mask = (j < COUNT)[:, None] & (m < rows)[None, :]
+    columns = tl.load(x + m[None, :] * in_features + tl.load(index + stored)[:, None], mask=mask, other=0.0)
+    columns = (half(columns).to(tl.float32) * tl.load(scales + stored).to(tl.float32)[:, None]).to(tl.float16)
+    words = tl.load(outliers.to(tl.pointer_type(tl.int16)) + stored[None, :] * code_rows + n[:, None])
+    new = ()
+    for i in tl.static_range(4):
+        value = (((words >> (4 * i)) & 15) - 8).to(tl.float16)
+        new = new + (tl.dot(value, columns, acc[i]),)
+    return new
+
+
+@triton.jit
+def _finish(total, out, n, m, rows, out_features):
+    total *= x_factor(out)
+    mask = (m < rows)[:, None] & (n < out_features)[None, :]
+    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "parts", "code_rows", "column_groups", "row_groups"])
+def multiply(x, words, codebook, scales, outliers, outlier_scale, outlier_index, out, partials, counters,
+             rows, in_features, out_features, code_rows, code_columns, column_groups, row_groups, steps, parts,
+             ALONG_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+             GROUP_ROWS: tl.constexpr, OUTLIERS: tl.constexpr, OUTLIER_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+             USE_ASM: tl.constexpr):  # fmt: skip
+    """out [rows, out_features] = x [rows, in_features] W^T; program (BLOCK_N code rows, part of the columns).
+
+    x and out have one type. GROUP_*: code columns and code rows of a codebook, 0: all; MASKED: x has fewer columns than
+    the codes. With SPLIT, `parts` programs share the steps.
+    """
+    block, part = tl.program_id(0), tl.program_id(1)
+    n = tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), code_rows - 1)
+    m = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_WORDS)
+    words_at = words + n.to(tl.int64)[:, None] * (code_columns // 2) + j[None, :]
+    row_group = block * BLOCK_N // GROUP_ROWS if GROUP_ROWS != 0 else 0
+    row_group = tl.minimum(row_group, row_groups - 1)
+    entries = codebook.to(tl.pointer_type(tl.int32))
+    zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc = (zero, zero, zero, zero) if ALONG_ROWS else (zero,)
+    for step in range(steps * part // parts, steps * (part + 1) // parts):
+        word = tl.load(words_at + step * BLOCK_WORDS, eviction_policy="evict_first").to(tl.int32)
+        tile = step * BLOCK_WORDS // TILE_WORDS
+        for field in tl.static_range(2):
+            column = (2 * tile + field) * TILE_WORDS + step * BLOCK_WORDS % TILE_WORDS  # of the first code
+            group = column // GROUP_COLUMNS if GROUP_COLUMNS != 0 else 0
+            book = tl.minimum(group, column_groups - 1) * row_groups + row_group
+            entry = tl.load(entries + book * 256 + ((word >> (8 * field)) & 255))
+            value = _values(entry, ALONG_ROWS, USE_ASM)
+            scale = tl.load(scales + book).to(tl.float32)
+            acc = _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS, BLOCK_WORDS, MASKED)
+    if OUTLIERS != 0:
+        count: tl.constexpr = (OUTLIERS + OUTLIER_BLOCK - 1) // OUTLIER_BLOCK
+        for step in range(count * part // parts, count * (part + 1) // parts):
+            acc = _outliers(acc, x, outliers, outlier_scale, outlier_index, n, m, step, rows, in_features, code_rows,
+                            OUTLIERS, OUTLIER_BLOCK)  # fmt: skip
+    if ALONG_ROWS:
+        total = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
+        total = tl.reshape(tl.permute(total, (1, 0, 2, 3)), (BLOCK_M, BLOCK_N * 4))
+        n = block * BLOCK_N * 4 + tl.arange(0, BLOCK_N * 4)
+    else:
+        total = tl.trans(acc[0])
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SPLIT:
+        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
+        if last:
+            _finish(total, out, n, m, rows, out_features)
+    else:
+        _finish(total, out, n, m, rows, out_features)

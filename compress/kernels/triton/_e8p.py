@@ -1,0 +1,167 @@
+"""The kernel of compress/kernels/triton/e8p.py: imported at the first launch, because it needs triton.
+
+USE_ASM is off in the interpreter, which knows no inline assembly: there products are those of float32.
+"""
+
+# ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from compress.kernels.triton import e8p
+from compress.kernels.triton._parts import COMPILED, half, sum_parts, x_factor  # noqa: F401
+
+point_text = triton.constexpr_function(e8p.point_text)
+MIX = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
+STEP = tl.constexpr(2.0**-24)  # of subnormal float16 numbers
+
+
+@triton.jit
+def _pair(word):
+    """Bits 0 to 15 and 16 to 31 of words [n, j], neighbours in [n, 2 j], as float16."""
+    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (word >> 16 & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(low, high), (word.shape[0], 2 * word.shape[1]))
+
+
+@triton.jit
+def _signs(code):
+    """What is exclusively added to the word of a code [n, j] int32."""
+    parity = code & 0xFF
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity = (parity ^ parity >> 1) & 1
+    low = ((code ^ parity) & 0x0F) * 0x00204081 & 0x01010101
+    high = (code & 0xF0) * 0x00204081 & 0x10101010
+    return (low | high).to(tl.uint32) * 14 + parity.to(tl.uint32) * 0x11111111
+
+
+@triton.jit
+def _values(word, code, SIGNED: tl.constexpr, USE_ASM: tl.constexpr):
+    """Words and codes [n, j] -> the eight tensors [n, j] float16 of `point_text`."""
+    if USE_ASM:
+        text: tl.constexpr = point_text(SIGNED)
+        dtype: tl.constexpr = (tl.float16,) * 8
+        if SIGNED:
+            return tl.inline_asm_elementwise(text, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [word, code], dtype, is_pure=True,
+                                             pack=2)  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(text, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [word], dtype, is_pure=True, pack=2)
+    else:
+        word = word.to(tl.uint32, bitcast=True)
+        if SIGNED:
+            word ^= _signs(code.to(tl.int32) & 0xFFFF)
+        first, second = tl.split(tl.reshape(word, (word.shape[0], word.shape[1] // 2, 2)))
+        return (_pair(first & 0x000F000F), _pair(first & 0x00F000F0),
+                _pair(first >> 8 & 0x000F000F), _pair(first >> 8 & 0x00F000F0),
+                _pair(second & 0x000F000F), _pair(second & 0x00F000F0),
+                _pair(second >> 8 & 0x000F000F), _pair(second >> 8 & 0x00F000F0))  # fmt: skip
+
+
+@triton.jit
+def _mix(a, b, USE_ASM: tl.constexpr):
+    """[k, m] float16 with the columns (0, 1) and (2, 3) of a code in neighbouring rows -> (0, 2) and (1, 3)."""
+    if USE_ASM:
+        dtype: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(MIX, "=r,=r,r,r", [a, b], dtype, is_pure=True, pack=2)
+    else:
+        k: tl.constexpr = a.shape[0]
+        m: tl.constexpr = a.shape[1]
+        a0, a1 = tl.split(tl.permute(tl.reshape(a, (k // 2, 2, m)), (0, 2, 1)))
+        b0, b1 = tl.split(tl.permute(tl.reshape(b, (k // 2, 2, m)), (0, 2, 1)))
+        even = tl.reshape(tl.permute(tl.join(a0, b0), (0, 2, 1)), (k, m))
+        odd = tl.reshape(tl.permute(tl.join(a1, b1), (0, 2, 1)), (k, m))
+        return even, odd
+
+
+@triton.jit
+def _dot(a, b, acc, USE_ASM: tl.constexpr):
+    if USE_ASM:
+        return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+
+
+@triton.jit
+def _columns(x, k, m, rows, in_features, MASKED: tl.constexpr):
+    """x^T [k, m] float16."""
+    mask = (m < rows)[None, :]
+    if MASKED:
+        mask = mask & (k < in_features)[:, None]
+    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0))
+
+
+@triton.jit
+def _add(ones, sixteens, values, columns, OFFSET: tl.constexpr, USE_ASM: tl.constexpr):
+    """The sums of nibbles that count once and sixteen times + the products; the latter less OFFSET of every column."""
+    offset = tl.full(values[0].shape, -16 * OFFSET * STEP, tl.float16)
+    for i in tl.static_range(4):
+        ones = _dot(values[2 * i], columns[2 * i], ones, USE_ASM)
+        sixteens = _dot(values[2 * i + 1], columns[2 * i + 1], sixteens, USE_ASM)
+        sixteens = _dot(offset, columns[2 * i], sixteens, USE_ASM)
+        sixteens = _dot(offset, columns[2 * i + 1], sixteens, USE_ASM)
+    return ones, sixteens
+
+
+@triton.jit
+def _finish(total, out, scale, row_scales, n, m, rows, out_features, ROW_SCALES: tl.constexpr):
+    total *= tl.load(scale) * x_factor(out)
+    if ROW_SCALES:
+        total *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
+    mask = (m < rows)[:, None] & (n < out_features)[None, :]
+    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "stored_rows", "steps", "parts"])
+def multiply(x, codes, residual, magnitudes, ball, scale, row_scales, out, partials, counters,
+             rows, in_features, out_features, stored_rows, code_groups, steps, parts,
+             BITS: tl.constexpr, RHO: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_CODES: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+             USE_ASM: tl.constexpr):  # fmt: skip
+    """out [rows, out_features] = x [rows, in_features] W^T; program (BLOCK_N rows of W, part of the columns).
+
+    x and out have one type; MASKED: the columns of x do not fill the last step. With SPLIT, `parts` programs share the
+    steps.
+    """
+    block, part = tl.program_id(0), tl.program_id(1)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_CODES)
+    code_columns = code_groups * 8  # so the compiler knows that rows of codes lie on multiples of 16 bytes
+    row = tl.minimum(n, stored_rows - 1).to(tl.int64)[:, None] * code_columns
+    ones = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    sixteens, ones2, sixteens2 = ones, ones, ones
+    for step in range(steps * part // parts, steps * (part + 1) // parts):
+        at = step * BLOCK_CODES + j[None, :]
+        mask = at < code_columns if MASKED else None
+        pair = step * BLOCK_CODES * 8 + j // 2 * 16 + j % 2  # column of a code's first pair, for the first of two codes
+        columns = ()
+        for i in tl.static_range(4):
+            a = _columns(x, pair + 4 * i, m, rows, in_features, MASKED)
+            b = _columns(x, pair + 4 * i + 2, m, rows, in_features, MASKED)
+            columns = columns + _mix(a, b, USE_ASM)
+        # (0, 2), (4, 6), (1, 3), (5, 7) of the first code and of the second
+        columns = (columns[0], columns[2], columns[1], columns[3], columns[4], columns[6], columns[5], columns[7])
+        code = tl.load(codes + row + at, mask=mask, eviction_policy="evict_first")
+        word = tl.load(magnitudes + (code.to(tl.uint16, bitcast=True) >> 8))
+        ones, sixteens = _add(ones, sixteens, _values(word, code, True, USE_ASM), columns, 7.5, USE_ASM)
+        if BITS == 3:
+            word = tl.load(ball + tl.load(residual + row + at, mask=mask, eviction_policy="evict_first").to(tl.int32))
+            values = _values(word, code, False, USE_ASM)
+            ones2, sixteens2 = _add(ones2, sixteens2, values, columns, 8.0, USE_ASM)
+        if BITS == 4:
+            code = tl.load(residual + row + at, mask=mask, eviction_policy="evict_first")
+            word = tl.load(magnitudes + (code.to(tl.uint16, bitcast=True) >> 8))
+            values = _values(word, code, True, USE_ASM)
+            ones2, sixteens2 = _add(ones2, sixteens2, values, columns, 7.5, USE_ASM)
+    total = ones + sixteens / 16
+    if BITS != 2:
+        total += (ones2 + sixteens2 / 16) / RHO
+    total = tl.trans(total) * (0.5 / STEP)
+    if SPLIT:
+        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
+        if last:
+            _finish(total, out, scale, row_scales, n, m, rows, out_features, ROW_SCALES)
+    else:
+        _finish(total, out, scale, row_scales, n, m, rows, out_features, ROW_SCALES)

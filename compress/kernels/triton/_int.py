@@ -1,0 +1,310 @@
+"""The kernels of compress/kernels/triton/int.py; imported when the first one is launched, because they need triton.
+
+Weights are the left operand of every product: out^T [n, m] = W [n, k] x^T [k, m]. Words go from shared memory to
+registers, are unpacked there (compress/kernels/triton/unpack.py) and feed the tensor cores without a way back.
+
+A step covers BLOCK_WORDS words of a tile, that is BLOCK_WORDS columns of each field: field f of word j of tile t is
+column t * TILE_WORDS * F + f * TILE_WORDS + j. Codes of 5, 6 and 7 bits lie in planes of A, B and C bits (0: absent),
+of which a step takes the words of the same columns; F is then the number of fields of the narrowest plane.
+
+USE_ASM is off in the interpreter, which has neither inline assembly nor correct bfloat16: all is float32 there.
+"""
+
+# ruff: noqa: ANN001, ANN202, C901, PLR0912, PLR0913, PLR0915, PLR0917, SIM102
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from compress.kernels.triton._parts import sum_parts
+from compress.kernels.triton.unpack import chain, combine_text, field_text, fields
+
+
+@triton.jit
+def _pick(a0, a1, a2, FIELD: tl.constexpr):
+    """Of the three words of width 3, five fields each, the one that holds FIELD."""
+    if FIELD < 5:
+        return a0
+    elif FIELD < 10:
+        return a1
+    else:
+        return a2
+
+
+@triton.jit
+def _assemble(TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, args, BF16: tl.constexpr):
+    """$0 of the assembly, pairs of float16 or bfloat16, for pairs of 16-bit operands."""
+    if BF16:
+        return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _field(a0, a1, a2, WIDTH: tl.constexpr, FIELD: tl.constexpr, MIDDLE: tl.constexpr, BF16: tl.constexpr):
+    """Field FIELD less MIDDLE, by assembly."""
+    text: tl.constexpr = field_text(WIDTH, FIELD, MIDDLE, BF16)
+    if WIDTH == 3 and FIELD == 15:
+        return _assemble(text, "=r,r,r,r", (a0, a1, a2), BF16)
+    else:
+        return _assemble(text, "=r,r", (_pick(a0, a1, a2, FIELD) if WIDTH == 3 else a0,), BF16)
+
+
+@triton.jit
+def _plain(a0, a1, a2, WIDTH: tl.constexpr, FIELD: tl.constexpr):
+    """Field FIELD as int32, without assembly."""
+    if WIDTH == 3 and FIELD == 15:
+        low = (a0.to(tl.int32) >> 15) & 1
+        return low | ((a1.to(tl.int32) >> 15) & 1) << 1 | ((a2.to(tl.int32) >> 15) & 1) << 2
+    else:
+        word = _pick(a0, a1, a2, FIELD) if WIDTH == 3 else a0
+        shift: tl.constexpr = WIDTH * (FIELD % 5 if WIDTH == 3 else FIELD)
+        return (word.to(tl.int32) >> shift) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _code(held, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FIELD: tl.constexpr):
+    """The code whose column is field FIELD of the narrowest plane, int32; `held` as from `_advance`."""
+    a0, a1, a2, b, c = held
+    code = _plain(a0, a1, a2, A, FIELD % fields(A))
+    if B != 0:
+        code = code << B | _plain(b, b, b, B, FIELD % fields(B))
+    if C != 0:
+        code = code << C | _plain(c, c, c, C, FIELD % fields(C))
+    return code
+
+
+@triton.jit
+def _value(held, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FIELD: tl.constexpr, BF16: tl.constexpr,
+           USE_ASM: tl.constexpr):  # fmt: skip
+    """`_code` less half of its range, in the type of the products."""
+    if USE_ASM:
+        a0, a1, a2, b, c = held
+        value = _field(a0, a1, a2, A, FIELD % fields(A), 1 << (A - 1), BF16)
+        if B != 0:
+            low = _field(b, b, b, B, FIELD % fields(B), 0, BF16)
+            value = _assemble(combine_text(B, BF16), "=r,r,r", (value, low), BF16)
+        if C != 0:
+            low = _field(c, c, c, C, FIELD % fields(C), 0, BF16)
+            value = _assemble(combine_text(C, BF16), "=r,r,r", (value, low), BF16)
+        return value
+    else:
+        return (_code(held, A, B, C, FIELD) - (1 << (A + B + C - 1))).to(tl.float32)
+
+
+@triton.jit
+def _words(words, row, tiles, tile, skipped, j, TILE_WORDS: tl.constexpr):
+    """Words [n, j] of a tile, of rows of `tiles` tiles, from `skipped`; read once, so evicted first."""
+    start = words + (row * (tiles * TILE_WORDS) + j[None, :])  # the same for all steps
+    return tl.load(start + (tile * TILE_WORDS + skipped), eviction_policy="evict_first")
+
+
+@triton.jit
+def _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A: tl.constexpr, B: tl.constexpr,
+             C: tl.constexpr, F: tl.constexpr, FIELD: tl.constexpr, TILE_WORDS: tl.constexpr):  # fmt: skip
+    """The words (a0, a1, a2, b, c) that hold field FIELD of the narrowest plane: `held`, or loaded where those end."""
+    a0, a1, a2, b, c = held
+    if FIELD % fields(A) == 0:
+        many, at = tiles * (F // fields(A)), tile * (F // fields(A)) + FIELD // fields(A)
+        a0 = _words(words_a, row * 3 if A == 3 else row, many, at, skipped, j, TILE_WORDS)
+        a1, a2 = a0, a0
+        if A == 3:
+            a1 = _words(words_a, row * 3 + 1, many, at, skipped, j, TILE_WORDS)
+            a2 = _words(words_a, row * 3 + 2, many, at, skipped, j, TILE_WORDS)
+    if B != 0:
+        if FIELD % fields(B) == 0:
+            many, at = tiles * (F // fields(B)), tile * (F // fields(B)) + FIELD // fields(B)
+            b = _words(words_b, row, many, at, skipped, j, TILE_WORDS)
+    if C != 0:
+        if FIELD == 0:
+            c = _words(words_c, row, tiles, tile, skipped, j, TILE_WORDS)
+    return a0, a1, a2, b, c
+
+
+@triton.jit
+def _group(tile, skipped, F: tl.constexpr, FIELD: tl.constexpr, GROUP: tl.constexpr, TILE_WORDS: tl.constexpr):
+    """Group of the columns of a field."""
+    if GROUP == 0:
+        return 0
+    elif F * TILE_WORDS % GROUP == 0 and GROUP % TILE_WORDS == 0:  # known but for the tile
+        return tile * (F * TILE_WORDS // GROUP) + FIELD * TILE_WORDS // GROUP
+    else:
+        return ((tile * F + FIELD) * TILE_WORDS + skipped) // GROUP
+
+
+@triton.jit
+def _zero(zeros, group, n, stored_rows, BITS: tl.constexpr):
+    """Zero points int32 of rows n in a group (or in groups that broadcast with them): a stream of BITS bits each."""
+    nbytes = stored_rows // 8 * BITS
+    if 8 % BITS == 0:
+        first = n * BITS // 8
+        value = tl.load((zeros + first) + group * nbytes).to(tl.int32)
+    else:  # some end in the next byte; the last does not, and the row ends there
+        first = tl.minimum(n * BITS // 8, nbytes - 2)
+        start = (zeros + first) + group * nbytes
+        value = tl.load(start).to(tl.int32) | tl.load(start + 1).to(tl.int32) << 8
+    return (value >> (n * BITS - first * 8)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _scaled(acc, sums, scales, zeros, group, n, stored_rows, COUNTED: tl.constexpr, BITS: tl.constexpr):
+    """Products with codes less half of their range, of one group -> products with weights.
+
+    Without COUNTED the zero points are taken as half of the range.
+    """
+    scale = tl.load((scales + n) + group * stored_rows).to(tl.float32)
+    if COUNTED:
+        acc -= sums * _offset(_zero(zeros, group, n, stored_rows, BITS), BITS)[:, None]
+    return acc * scale[:, None]
+
+
+@triton.jit
+def _offset(zero, BITS: tl.constexpr):
+    """Zero points less half of the range, float32."""
+    large = zero | 0x4B000000  # the float32 number 2**23 + zero: conversions of integers are slow
+    return large.to(tl.float32, bitcast=True) - (8388608 + (1 << (BITS - 1)))
+
+
+@triton.jit
+def _shifted(acc, sums, scales, zeros, first, end, n, m, rows, stored_rows, BITS: tl.constexpr):
+    """acc less what the zero points of groups `first` to `end` add to half of the range: a product of its own."""
+    for start in range(first, end, 16):
+        group = start + tl.arange(0, 16)
+        known = group < end
+        at = tl.minimum(group, end - 1)[None, :]
+        scale = tl.load(scales + at * stored_rows + n[:, None]).to(tl.float32)
+        offset = -scale * _offset(_zero(zeros, at, n[:, None], stored_rows, BITS), BITS)
+        mask = known[:, None] & (m < rows)[None, :]
+        totals = tl.load(sums + group[:, None] * rows + m[None, :], mask=mask, other=0.0)
+        acc = tl.dot(tl.where(known[None, :], offset, 0.0), totals, acc, input_precision="tf32x3")
+    return acc
+
+
+@triton.jit
+def _finish(acc, out, row_scales, n, m, rows, out_features, SCALED: tl.constexpr):
+    """out [rows, out_features] = acc^T."""
+    if SCALED:
+        acc *= tl.load(row_scales + m, mask=m < rows, other=0.0)[None, :]
+    mask = (n < out_features)[:, None] & (m < rows)[None, :]
+    tl.store(out + m[None, :] * out_features + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def multiply(x, words_a, words_b, words_c, scales, zeros, sums, row_scales, out, partials, counters,
+             rows, out_features, stored_rows, tiles, splits,
+             A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
+             TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+             SUMMED: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
+             USE_ASM: tl.constexpr):  # fmt: skip
+    """out [rows, out_features] = x [rows, stored columns] W^T; program (rows of W, part of the columns).
+
+    x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
+    programs of the same rows sums their parts in order. SCALED: row i of the result is multiplied by row_scales[i].
+    SUMMED: `sums` [groups, rows] float32 are the sums of x over each group, for the zero points; otherwise the loop
+    takes them, as products with ones.
+    """
+    pid, part = tl.program_id(0), tl.program_id(1)
+    n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_WORDS)
+    stored = tl.minimum(n, stored_rows - 1)  # rows past the end are read again, and dropped
+    row = stored.to(tl.int64)[:, None]  # a weight may have more than 2**31 words
+    F: tl.constexpr = fields(C if C != 0 else (B if B != 0 else A))
+    BITS: tl.constexpr = A + B + C
+    CHAIN: tl.constexpr = chain(F, GROUP, TILE_WORDS)
+    COUNTED: tl.constexpr = not SYMMETRIC and not SUMMED
+    steps = tiles * (TILE_WORDS // BLOCK_WORDS)
+    x_start = x + (m[None, :] * (tiles * (F * TILE_WORDS)) + j[:, None])
+    ones = tl.full((BLOCK_N, BLOCK_WORDS), 1.0, x.dtype.element_ty if USE_ASM else tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(steps * part // splits, steps * (part + 1) // splits):
+        tile = step // (TILE_WORDS // BLOCK_WORDS)
+        skipped = step % (TILE_WORDS // BLOCK_WORDS) * BLOCK_WORDS
+        first = tile * (F * TILE_WORDS) + skipped  # column of the first word's field 0
+        held = (0, 0, 0, 0, 0)
+        for f in tl.static_range(F):
+            held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS)
+            columns = tl.load(x_start + first + f * TILE_WORDS, mask=(m < rows)[None, :], other=0.0)
+            if not USE_ASM:
+                columns = columns.to(tl.float32)
+            if f % CHAIN == 0:
+                part_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                part_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # of x, the same in all rows
+            part_acc = tl.dot(_value(held, A, B, C, f, BF16, USE_ASM), columns, part_acc)
+            if COUNTED:
+                part_sums = tl.dot(ones, columns, part_sums)
+            if f % CHAIN == CHAIN - 1:
+                group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
+                acc += _scaled(part_acc, part_sums, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
+    if SUMMED:  # the parts share the groups out anew
+        count = tl.cdiv(tiles * (F * TILE_WORDS), GROUP) if GROUP != 0 else 1
+        start, end = count * part // splits, count * (part + 1) // splits
+        acc = _shifted(acc, sums, scales, zeros, start, end, stored, m, rows, stored_rows, BITS)
+    if SPLIT:
+        last, acc = sum_parts(acc, partials, counters, pid, part, splits, (m < rows)[None, :] & (n >= 0)[:, None])
+        if last:
+            _finish(acc, out, row_scales, n, m, rows, out_features, SCALED)
+    else:
+        _finish(acc, out, row_scales, n, m, rows, out_features, SCALED)
+
+
+@triton.jit
+def decode(words_a, words_b, words_c, scales, zeros, out, in_features, out_features, stored_rows, tiles,
+           A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
+           TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr):  # fmt: skip
+    """out [out_features, in_features] = scale * (code - zero); program (rows of W, step)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, BLOCK_WORDS)
+    stored = tl.minimum(n, stored_rows - 1)
+    row = stored.to(tl.int64)[:, None]
+    F: tl.constexpr = fields(C if C != 0 else (B if B != 0 else A))
+    tile = tl.program_id(1) // (TILE_WORDS // BLOCK_WORDS)
+    skipped = tl.program_id(1) % (TILE_WORDS // BLOCK_WORDS) * BLOCK_WORDS
+    held = (0, 0, 0, 0, 0)
+    for f in tl.static_range(F):
+        held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS)
+        code = _code(held, A, B, C, f)
+        group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
+        scale = tl.load((scales + stored) + group * stored_rows).to(tl.float32)
+        if SYMMETRIC:
+            code -= 1 << (A + B + C - 1)
+        else:
+            code -= _zero(zeros, group, stored, stored_rows, A + B + C)[:, None]
+        k = (tile * F + f) * TILE_WORDS + skipped + j
+        mask = (n < out_features)[:, None] & (k < in_features)[None, :]
+        weight = code.to(tl.float32) * scale[:, None]
+        tl.store(out + (n.to(tl.int64)[:, None] * in_features + k[None, :]), weight.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def narrow(x, out, scales, columns, BLOCK: tl.constexpr):
+    """Program i: x[i, :] float32 = out[i, :] float16 * scales[i], a power of two; the largest value is near 2**15."""
+    row = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        value = tl.load(x + row * columns + first + j, mask=first + j < columns, other=0.0)
+        largest = tl.maximum(largest, tl.abs(value))
+    exponent = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23  # biased by 127; 255 for inf and nan, which stay
+    exponent = tl.maximum(exponent, 15)  # both powers of two must be normal
+    tl.store(scales + row, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
+    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    for first in range(0, columns, BLOCK):
+        value = tl.load(x + row * columns + first + j, mask=first + j < columns, other=0.0)
+        tl.store(out + row * columns + first + j, (value * inverse).to(tl.float16), mask=first + j < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_up(x, sums, rows, columns, count, GROUP: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr):
+    """Program (row, MANY groups): sums [count, rows] float32 of x [rows, columns] over groups of GROUP columns."""
+    row, j = tl.program_id(0), tl.arange(0, BLOCK)
+    group = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    total = tl.zeros((MANY, BLOCK), tl.float32)
+    for first in range(0, GROUP, BLOCK):
+        k = group[:, None] * GROUP + first + j[None, :]
+        mask = (first + j < GROUP)[None, :] & (k < columns)
+        total += tl.load(x + row * columns + k, mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums + group * rows + row, tl.sum(total, 1), mask=group < count)
+
+
+COMPILED = isinstance(multiply, triton.runtime.JITFunction)  # not interpreted

@@ -1,0 +1,136 @@
+"""The kernel of compress/kernels/triton/trellis.py: imported at the first launch, because it needs triton.
+
+USE_ASM is off in the interpreter, which knows no inline assembly: there the values are made and multiplied in float32.
+"""
+
+# ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from compress.kernels.triton import trellis
+from compress.kernels.triton._parts import COMPILED, half, sum_parts, x_factor  # noqa: F401
+
+PAIR = tl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")  # each column in both halves
+row_text = triton.constexpr_function(trellis.row_text)
+
+
+@triton.jit
+def _values(before, word, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr,
+            ADDEND: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+    """float32 values of row ROW of each group: the sum of the two halves that `row_text` makes of each column."""
+    both = ((before.to(tl.uint32) & 0xFFFF) << 16) | (word.to(tl.uint32) & 0xFFFF)
+    shift: tl.constexpr = (16 - (ROW + 1) * BITS % 16) % 16
+    state = (both >> shift) & ((1 << STATE_BITS) - 1)
+    random = state * tl.full((1, 1), FACTOR, tl.uint32) + tl.full((1, 1), ADDEND, tl.uint32)
+    if HALVES:
+        random = (random & tl.full((1, 1), 0x8FFF8FFF, tl.uint32)) ^ 0x3B603B60
+        low = (random & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        high = (random >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32) + high.to(tl.float32)
+    else:
+        total = (random & 0xFF) + ((random >> 8) & 0xFF) + ((random >> 16) & 0xFF) + (random >> 24)
+        return total.to(tl.float32) - 510
+
+
+@triton.jit
+def _add(acc, before, word, columns, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.constexpr,
+         FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """acc [w, groups, m] + the values of row ROW [w, groups, k] times the columns [w, k, m]."""
+    if USE_ASM:
+        text: tl.constexpr = row_text(BITS, STATE_BITS, ROW, FACTOR, ADDEND, HALVES)
+        dtype: tl.constexpr = (tl.float16, tl.float16)
+        first, second = tl.inline_asm_elementwise(text, "=r,=r,r,r", [before, word], dtype, is_pure=True, pack=2)
+        return tl.dot(second, columns[1], tl.dot(first, columns[0], acc))
+    else:
+        return tl.dot(_values(before, word, ROW, BITS, STATE_BITS, FACTOR, ADDEND, HALVES), columns, acc)
+
+
+@triton.jit
+def _columns(pointers, mask, USE_ASM: tl.constexpr):
+    """Activations as `_add` takes them."""
+    x = half(tl.load(pointers, mask=mask, other=0.0))
+    if USE_ASM:
+        dtype: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(PAIR, "=r,=r,r", [x], dtype, is_pure=True, pack=2)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _rows(acc):
+    """16 accumulators [w, groups, m] -> [m, 16 groups], summed over w."""
+    for level in tl.static_range(4):
+        joined = ()
+        for i in tl.static_range(8 >> level):
+            joined = joined + (tl.join(acc[i], acc[i + (8 >> level)]),)
+        acc = joined
+    total = tl.sum(acc[0], 0)  # group, m, four bits of the row
+    groups: tl.constexpr = total.shape[0]
+    block_m: tl.constexpr = total.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(total, (groups, block_m, 16)), (1, 0, 2)), (block_m, groups * 16))
+
+
+@triton.jit
+def _finish(total, out, scale, row_scales, n, m, rows, out_features, DIVISOR: tl.constexpr, ROW_SCALES: tl.constexpr):
+    """out [rows, out_features] = total, scaled."""
+    total *= tl.load(scale) * x_factor(out) / DIVISOR
+    if ROW_SCALES:
+        total *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
+    mask = (m < rows)[:, None] & (n < out_features)[None, :]
+    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "steps", "parts"])
+def multiply(x, words, scale, row_scales, out, partials, counters,
+             rows, in_features, out_features, groups, steps, parts,
+             BITS: tl.constexpr, STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr,
+             FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr, DIVISOR: tl.constexpr,
+             GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+             MASKED: tl.constexpr, SPLIT: tl.constexpr, ROW_SCALES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """out [rows, out_features] = x [rows, in_features] W^T; program (GROUPS groups of 16 rows of W, part of columns).
+
+    x and out have one type. Warp w takes columns w * BLOCK_K .. of each step of WARPS * BLOCK_K columns; MASKED: they
+    do not fill the last step. With SPLIT, `parts` programs share the steps.
+    """
+    block, part = tl.program_id(0), tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    k = (tl.arange(0, WARPS) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    start = steps * part // parts
+    group = tl.minimum(block * GROUPS + tl.arange(0, GROUPS), groups - 1).to(tl.int64)
+    k += start * WARPS * BLOCK_K
+    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * BITS  # the stream is a circle
+    before_at = words + (end - 1)[None, :, None] * in_features + k[:, None, :]
+    words_at = words + (group * BITS)[None, :, None] * in_features + k[:, None, :]
+    x_at = x + m[None, None, :] * in_features + k[:, :, None]
+    zero = tl.zeros((WARPS, GROUPS, BLOCK_M), tl.float32)
+    acc = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    for _ in range(start, steps * (part + 1) // parts):
+        x_mask = (m < rows)[None, None, :]
+        mask = None
+        if MASKED:
+            x_mask = x_mask & (k < in_features)[:, :, None]
+            mask = (k < in_features)[:, None, :]
+        columns = _columns(x_at, x_mask, USE_ASM)
+        word = tl.load(before_at, mask=mask, eviction_policy="evict_first")
+        new = ()
+        for i in tl.static_range(BITS):
+            before = word
+            word = tl.load(words_at + i * in_features, mask=mask, eviction_policy="evict_first")
+            for row in tl.static_range(16 * i // BITS, 16 * (i + 1) // BITS):
+                new = new + (_add(acc[row], before, word, columns, row, BITS, STATE_BITS, FACTOR, ADDEND, HALVES,
+                                  USE_ASM),)  # fmt: skip
+        acc = new
+        before_at += WARPS * BLOCK_K
+        words_at += WARPS * BLOCK_K
+        x_at += WARPS * BLOCK_K
+        k += WARPS * BLOCK_K
+    total = _rows(acc)
+    n = block * GROUPS * 16 + tl.arange(0, GROUPS * 16)
+    if SPLIT:
+        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
+        if last:
+            _finish(total, out, scale, row_scales, n, m, rows, out_features, DIVISOR, ROW_SCALES)
+    else:
+        _finish(total, out, scale, row_scales, n, m, rows, out_features, DIVISOR, ROW_SCALES)

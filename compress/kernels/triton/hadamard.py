@@ -1,0 +1,93 @@
+"""The Hadamard transform of compress/hadamard.py on a GPU: one launch, signs included.
+
+For sizes K * 2^k with a table of +-1 of order K the table is multiplied first, by tensor cores and exactly, then the
+power of two follows in registers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from compress import hadamard
+from compress.kernels.triton import splits
+from compress.ops import unpack_signs
+
+LARGEST = 1 << 15  # numbers that fit in the registers of a program, and in its shared memory
+SMALLEST = 16  # power of two
+LARGEST_TABLE = 128
+ELEMENTS = 1 << 12  # of a program at least, if there are rows enough
+PER_THREAD = 16  # numbers that a thread holds, more above 2^14: a row is one program, and few rows want short ones
+
+
+def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+    """x [..., n] of any floating type -> diag(after) H diag(before) x for each vector, of the same type.
+
+    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/ops.py packs them; None: ones. Sums are those of
+    float32. Sizes with tables that are not of +-1 or large are left to compress/hadamard.py.
+    """
+    if not supports(x):
+        return _flipped(hadamard.transform(_flipped(x, before)), after)
+    return _launch(x, before, after, transposed=False)
+
+
+def transpose(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+    """The same with H transposed."""
+    if not supports(x):
+        return _flipped(hadamard.transpose(_flipped(x, before)), after)
+    return _launch(x, before, after, transposed=True)
+
+
+def supports(x: Tensor) -> bool:
+    """Whether the transforms of x take one launch."""
+    order = hadamard.order(x.shape[-1])
+    numbers = _padded(order.K) << order.power
+    known = order.kind != "hartley" and order.K <= LARGEST_TABLE and x.dtype in (torch.float16, torch.bfloat16)
+    fits = numbers <= LARGEST and 4 * numbers <= splits.properties(x.device).shared and 1 << order.power >= SMALLEST
+    return fits and (known or order.K == 1 and x.dtype == torch.float32)
+
+
+def configuration(n: int) -> dict[str, int]:
+    """The kernel's constants but for BEFORE and AFTER: lines of SIZE numbers, of which TABLE make a row."""
+    order = hadamard.order(n)
+    size = 1 << order.power
+    block = max(1, ELEMENTS // size) if order.K == 1 else _padded(order.K)
+    return {"TABLE": order.K, "SIZE": size, "BITS": order.power, "BLOCK": block}
+
+
+def warps(constants: dict[str, int]) -> int:
+    """Of a program."""
+    return min(32, max(1, constants["BLOCK"] * constants["SIZE"] // (32 * PER_THREAD)))
+
+
+def _launch(x: Tensor, before: Tensor | None, after: Tensor | None, transposed: bool) -> Tensor:
+    from compress.kernels.triton import _hadamard
+
+    n = x.shape[-1]
+    constants = configuration(n)
+    lines = x.reshape(-1, constants["SIZE"]).contiguous()
+    out = torch.empty_like(lines)
+    of_program = constants["BLOCK"] if constants["TABLE"] == 1 else constants["TABLE"]
+    table = out if constants["TABLE"] == 1 else _table(n, x.dtype, x.device, transposed)
+    _hadamard.transform[(-(-lines.shape[0] // of_program),)](
+        lines, table, out if before is None else before, out if after is None else after, out, lines.shape[0], n**-0.5,
+        BEFORE=before is not None, AFTER=after is not None, num_warps=warps(constants), **constants,
+    )  # fmt: skip
+    return out.view(x.shape)
+
+
+@cache
+def _table(n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> Tensor:
+    matrix = hadamard.table(hadamard.order(n)).to(device, dtype)
+    return (matrix.T if transposed else matrix).contiguous()
+
+
+def _padded(K: int) -> int:
+    """The least power of two that holds a table; tensor cores want 16."""
+    return 1 if K == 1 else max(16, 1 << (K - 1).bit_length())
+
+
+def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
+    return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)

@@ -1,0 +1,190 @@
+"""`int` weights times up to 64 rows of activations on a GPU, read as they are stored.
+
+float16 and bfloat16 activations are multiplied as they are; codes are exact in both types, sums are float32, scales
+and zero points are applied in float32 to the sums of each group. Other activations are rounded to float16, each row
+divided by a power of two of its own, so that no value is too large. The kernels are in `_int.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.formats.int import PLANES, Params, padded_shape
+from compress.kernels.triton import configs, splits
+from compress.kernels.triton.configs import LEAST_WORDS, Config
+from compress.packing import FIELDS
+
+# Rows up to which the kernel is taken: the most that one launch has registers for. At 64 rows it issues 2.5 to 3.5
+# instructions a weight, about what an H200 has time for while it reads 4 bits; the crossover to decoding, estimated
+# at 128 to 256 rows for 4 bits, is not measured.
+MOST_ROWS = 64
+
+# Rows up to which the loop itself sums the activations for the zero points; more have no registers left for that.
+LOOP_SUMS = 8
+DECODE_ROWS = 16  # of the weight, in one program of the decoder
+SUMS_BLOCK = 2048  # activations that a program of the sums takes at a time
+
+
+def supports(params: Params, shape: tuple[int, int]) -> bool:
+    """Every width; groups must be whole runs of 16 columns, that is of the words that a step can take."""
+    return params.group_size == -1 or params.group_size % LEAST_WORDS == 0
+
+
+def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    return MOST_ROWS
+
+
+def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
+    """x [rows, in] floating, contiguous -> [rows, out] of its type. Launches kernels only: graphs can capture it."""
+    with splits.on(x.device):
+        return _matmul(x, tensors, params, shape)
+
+
+def _matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
+    dtype, row_scales = x.dtype, None
+    if dtype not in (torch.float16, torch.bfloat16):
+        x, row_scales = _narrow(x)
+    out = torch.empty(x.shape[0], shape[0], dtype=dtype if row_scales is None else torch.float32, device=x.device)
+    padding = padded_shape(params, shape)[1] - shape[1]
+    if padding:  # rare: tiles are chosen to pad least
+        x = torch.nn.functional.pad(x, (0, padding))
+    device = splits.properties(x.device)
+    most = max(configs.table(params.bits, device.major))
+    for first in range(0, x.shape[0], most):
+        part = slice(first, min(first + most, x.shape[0]))
+        plan = choose(params, shape, part.stop - first, device)
+        launch(x[part], tensors, params, out[part], None if row_scales is None else row_scales[part], plan)
+    return out.to(dtype)
+
+
+def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The dequantized weight [out, in], computed in float32 and rounded once, as formats/int.py does; in one pass."""
+    from compress.kernels.triton import _int
+
+    rows, columns = padded_shape(params, shape)
+    scales = tensors["scales"]
+    out = torch.empty(shape, dtype=dtype, device=scales.device)
+    block, tiles = most_words(params), columns // (_fields(params) * params.tile_words)
+    with splits.on(out.device):
+        _int.decode[-(-shape[0] // DECODE_ROWS), tiles * (params.tile_words // block)](
+            *_planes(tensors, params), scales, tensors.get("zeros", scales), out, shape[1], shape[0], rows, tiles,
+            **_layout(params), BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
+        )  # fmt: skip
+    return out
+
+
+class Plan(NamedTuple):
+    """How one launch is cut up."""
+
+    config: Config
+    rows: int  # of activations that a program computes
+    parts: int  # of the columns
+
+
+@cache
+def choose(params: Params, shape: tuple[int, int], rows: int, device: splits.Device) -> Plan:
+    """The first configuration that can give every multiprocessor its programs, split as far as they run at once."""
+    stored_rows, columns = padded_shape(params, shape)
+    block_m, known = next(item for item in configs.table(params.bits, device.major).items() if rows <= item[0])
+    for config in known:
+        config = configs.fitted(config, params.bits, block_m, most_words(params), device.shared)
+        tiles = -(-stored_rows // config.block_n)
+        counts = not params.symmetric and block_m <= LOOP_SUMS
+        slots = device.multiprocessors * (config.with_zeros if counts and config.with_zeros else config.programs)
+        steps = columns // (_fields(params) * config.block_words)
+        parts = splits.count(tiles, steps, slots, config.block_n * block_m)
+        if tiles * parts * 3 >= slots * 2:
+            break
+    return Plan(config, block_m, parts)
+
+
+def launch(
+    x: Tensor, tensors: Mapping[str, Tensor], params: Params, out: Tensor, row_scales: Tensor | None, plan: Plan
+) -> None:
+    """out [rows, out] = x [rows, stored columns] W^T, row i times row_scales[i]; at most plan.rows rows.
+
+    x is float16 or bfloat16.
+    """
+    from compress.kernels.triton import _int
+
+    rows, columns = padded_shape(params, (out.shape[1], x.shape[1]))
+    config, workspace, scales = plan.config, splits.workspace(x.device), tensors["scales"]
+    static = constants(params, plan)
+    sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
+    _int.multiply[-(-rows // config.block_n), plan.parts](
+        x, *_planes(tensors, params), scales, tensors.get("zeros", scales), sums,
+        scales if row_scales is None else row_scales, out, workspace.partials, workspace.counters,
+        x.shape[0], out.shape[1], rows, columns // (_fields(params) * params.tile_words), plan.parts,
+        **static, SCALED=row_scales is not None, BF16=x.dtype == torch.bfloat16, USE_ASM=_int.COMPILED,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+@cache
+def constants(params: Params, plan: Plan) -> dict[str, Any]:
+    """The constants of the kernel that depend on the weight and the plan only."""
+    return {
+        **_layout(params),
+        "SUMMED": not params.symmetric and plan.rows > LOOP_SUMS,
+        "BLOCK_N": plan.config.block_n,
+        "BLOCK_M": plan.rows,
+        "BLOCK_WORDS": plan.config.block_words,
+        "SPLIT": plan.parts > 1,
+    }
+
+
+def most_words(params: Params) -> int:
+    """Words of a tile that a step can take, a power of two: their columns in each field share a group."""
+    words = params.tile_words
+    while params.group_size != -1 and params.group_size % words:
+        words //= 2
+    return words
+
+
+def _layout(params: Params) -> dict[str, Any]:
+    a, b, c = (*PLANES[params.bits], 0, 0)[:3]
+    group = 0 if params.group_size == -1 else params.group_size
+    return {"A": a, "B": b, "C": c, "GROUP": group, "SYMMETRIC": params.symmetric, "TILE_WORDS": params.tile_words}
+
+
+def _fields(params: Params) -> int:
+    """Columns that a tile has for each of its words."""
+    return max(FIELDS[width] for width in PLANES[params.bits])
+
+
+def _planes(tensors: Mapping[str, Tensor], params: Params) -> tuple[Tensor, Tensor, Tensor]:
+    """The planes of words, the first in place of those that the width does not have."""
+    planes = [tensors[f"words{width}"] for width in PLANES[params.bits]]
+    first, second, third = (planes + planes[:1] * 2)[:3]
+    return first, second, third
+
+
+def _sums(x: Tensor, params: Params, count: int) -> Tensor:
+    """Sums of x [rows, in] over each of `count` groups: float32 [count, rows]."""
+    from compress.kernels.triton import _int
+
+    group = params.group(x.shape[1])
+    sums = torch.empty(count, x.shape[0], dtype=torch.float32, device=x.device)
+    block = min(1 << (group - 1).bit_length(), SUMS_BLOCK)
+    many = SUMS_BLOCK // block
+    _int.add_up[x.shape[0], -(-count // many)](
+        x, sums, x.shape[0], x.shape[1], count, GROUP=group, BLOCK=block, MANY=many
+    )
+    return sums
+
+
+def _narrow(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, n] -> float16 [rows, n] and powers of two float32 [rows] whose product is x, up to rounding."""
+    from compress.kernels.triton import _int
+
+    rows, columns = x.shape
+    narrow = torch.empty_like(x, dtype=torch.float16)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        _int.narrow[(rows,)](x.float(), narrow, scales, columns, BLOCK=1024)
+    return narrow, scales

@@ -1,0 +1,95 @@
+"""The Triton kernel of the Hadamard transform: its results in the interpreter, its machine code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import interpreter  # noqa: F401
+import offline
+from compress import hadamard as reference
+from compress.kernels.triton import hadamard
+from compress.ops import pack_signs, unpack_signs
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [(16, 1), (16, 300), (128, 33), (2048, 3), (4096, 16), (32768, 1), (448, 5), (3072, 2), (13824, 1)],
+)
+def test_transform_is_that_of_the_package(size: int, rows: int) -> None:
+    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).half()
+    assert hadamard.supports(x)
+    for apply, exact in ((hadamard.transform, reference.transform), (hadamard.transpose, reference.transpose)):
+        wanted = exact(x.double())
+        found = apply(x)
+        assert found.dtype == torch.float16
+        assert torch.equal(found, wanted.half()) or (found - wanted).abs().max() < 2**-10 * wanted.abs().max()
+        if reference.order(size).K == 1:
+            torch.testing.assert_close(apply(x.float()).double(), wanted, rtol=0, atol=5e-6)
+            assert (apply(x.bfloat16()) - wanted).abs().max() < 2**-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("size", [64, 320])
+def test_signs_before_and_after(size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, size, generator=generator).half()
+    before, after = (pack_signs(torch.rand(size, generator=generator) < 0.5) for _ in range(2))
+    flipped = x.double() * unpack_signs(before, size, torch.float64)
+    signs = unpack_signs(after, size, torch.float64)
+    for apply, exact in ((hadamard.transform, reference.transform), (hadamard.transpose, reference.transpose)):
+        found = apply(x, before, after)
+        assert found.shape == x.shape
+        torch.testing.assert_close(found.double(), exact(flipped) * signs, rtol=0, atol=3e-3)
+        torch.testing.assert_close(apply(x, before).double(), exact(flipped), rtol=0, atol=3e-3)
+
+
+def test_memory_is_written_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows of a buffer of seven: the last two stay, and strides are honoured."""
+    kept = torch.full((7, 128), float("nan"))
+    monkeypatch.setattr(torch, "empty_like", lambda x: kept[: x.shape[0]])
+    wide = torch.randn(5, 256)
+    found = hadamard.transform(wide[:, ::2])
+    torch.testing.assert_close(found, reference.transform(wide[:, ::2]), rtol=0, atol=2e-6)
+    assert kept[5:].isnan().all()
+
+
+@pytest.mark.parametrize("size", [8, 36, 172, 200, 65536, 11008])
+def test_other_sizes_are_left_to_the_package(size: int) -> None:
+    x = torch.randn(2, size)
+    assert not hadamard.supports(x)
+    signs = pack_signs(torch.rand(size) < 0.5)
+    flipped = x * unpack_signs(signs, size, x.dtype)
+    assert torch.equal(hadamard.transform(x, signs), reference.transform(flipped))
+    assert torch.equal(hadamard.transpose(x), reference.transpose(x))
+
+
+SIGNATURE = {
+    "x": "*bf16", "table": "*bf16", "before": "*u8", "after": "*u8", "out": "*bf16", "count": "i32", "factor": "fp32",
+}  # fmt: skip
+# Instructions of a number, triton 3.6: 2 to 4 times as many as additions.
+COSTS = [
+    # size, arch, most
+    (128, 90, 24),
+    (4096, 80, 38),
+    (4096, 90, 34),
+    (4096, 100, 34),
+    (8192, 90, 34),
+    (32768, 90, 34),
+    (14336, 80, 45),
+    (14336, 90, 44),
+    (14336, 100, 45),
+    (28672, 90, 38),
+    (13824, 90, 44),
+]
+
+
+def test_machine_code() -> None:
+    cases = []
+    for size, arch, _ in COSTS:
+        constants = hadamard.configuration(size) | {"BEFORE": True, "AFTER": False}
+        warps = hadamard.warps(constants)
+        cases.append(offline.Case("compress.kernels.triton._hadamard", "transform", SIGNATURE, constants, arch, warps))
+    for cost, case, built in zip(COSTS, cases, offline.compile_cases(cases), strict=True):
+        numbers = case.constants["SIZE"] * case.constants["BLOCK"] / (32 * case.warps)
+        assert built.spills == 0, cost
+        assert sum(built.opcodes.values()) / numbers < cost[-1], (cost, sum(built.opcodes.values()) / numbers)
