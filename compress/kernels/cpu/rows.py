@@ -88,6 +88,13 @@ class Emitter(jit.Emitter):
         function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
         return self.b.call(function, values)
 
+    def prefetch(self, pointer: Any, offset: Any, kind: Any) -> None:
+        """Ask for a line of memory that is read soon; an address past the end does no harm."""
+        name = "llvm.prefetch.p0"
+        kinds = self.ir.FunctionType(self.ir.VoidType(), [self.pointer, self.word, self.word, self.word])
+        function = self.module.globals.get(name) or self.ir.Function(self.module, kinds, name)
+        self.b.call(function, [self.at(pointer, offset, kind), self.word(0), self.word(3), self.word(1)])
+
     def floats(self, value: float) -> Any:
         return self.constant(self.float, LANES, value)
 
