@@ -172,8 +172,8 @@ class _Product(rows.Emitter):
             for m in range(self.tokens):
                 for p in range(self.height):
                     cell = b.mul(self._cell(m, row, p), self.i64(LANES))
-                    product = b.fmul(b.sitofp(sums[m][p], self.kind), scales[m])
-                    total = b.fadd(self.load(self.space, cell, self.float, self.lanes // 2), product)
+                    held = self.load(self.space, cell, self.float, self.lanes // 2)
+                    total = self.multiply_add(b.sitofp(sums[m][p], self.kind), scales[m], held)
                     self.store(total, self.space, cell)
 
     def _cell(self, m: int, row: Any, p: int) -> Any:

@@ -118,8 +118,7 @@ class _Product(rows.Emitter):
                 both = b.fmul(scale, self.splat(self.load(self.x_scales, cell, self.float), LANES))
                 self.store(both, self.space, b.mul(cell, self.i64(ROWS)))
                 total = self.splat(self.load(self.x_sums, cell, self.float), LANES)
-                taken = b.fmul(b.fmul(both, zero), total)
-                b.store(b.fadd(b.load(self.shift[m]), taken), self.shift[m])
+                b.store(self.multiply_add(b.fmul(both, zero), total, b.load(self.shift[m])), self.shift[m])
 
     def _scale(self, offset: Any) -> Any:
         b = self.b
@@ -156,7 +155,7 @@ class _Product(rows.Emitter):
         b, blocks = self.b, self.span // self.tile_words
         column = b.mul(tile, self.i64(self.fields * self.tile_words))
         zeros = self.constant(self.word, self.lanes // 2, 0)
-        sums = {place: zeros for place in product(range(self.together), range(self.tokens))}
+        totals = {place: zeros for place in product(range(self.together), range(self.tokens))}
         for block in range(part * blocks, (part + 1) * blocks):
             for first in range(0, self.tile_words, self.lanes):
                 place = b.add(column, self.i64(block * self.tile_words + first))
@@ -164,13 +163,13 @@ class _Product(rows.Emitter):
                 for r in range(self.together):
                     codes = self.planar.codes(tile, b.add(number, self.i64(r)), block, first)
                     for m, x in enumerate(inputs):
-                        sums[r, m] = b.add(sums[r, m], self.pair_sums(codes, x))
-        for (r, m), total in sums.items():
+                        totals[r, m] = b.add(totals[r, m], self.pair_sums(codes, x))
+        for (r, m), total in totals.items():
             cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(ROWS))
             scale = self.load(self.space, b.add(cell, b.add(row, self.i64(r))), self.float)
             held = self.sums[r][m]
-            added = b.fmul(b.sitofp(total, held.allocated_type), self.splat(scale, self.lanes // 2))
-            b.store(b.fadd(b.load(held), added), held)
+            sums = b.sitofp(total, held.allocated_type)
+            b.store(self.multiply_add(sums, self.splat(scale, self.lanes // 2), b.load(held)), held)
 
     def _input(self, column: Any, m: int) -> Any:
         offset = self.b.add(self.b.mul(column, self.i64(self.tokens)), self.i64(m * self.lanes))

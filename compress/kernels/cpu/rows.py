@@ -88,6 +88,10 @@ class Emitter(jit.Emitter):
         function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
         return self.b.call(function, values)
 
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c of float vectors, in one instruction where there is one."""
+        return self.intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
+
     def prefetch(self, pointer: Any, offset: Any, kind: Any) -> None:
         """Ask for a line of memory that is read soon; an address past the end does no harm."""
         name = "llvm.prefetch.p0"

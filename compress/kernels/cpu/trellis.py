@@ -131,8 +131,8 @@ class _Product(rows.Emitter):
             scale = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
             factor = self.splat(scale, LANES)
             for i in range(self.together):
-                product = b.fmul(b.sitofp(b.load(self.partial[i][m]), self.kind), factor)
-                b.store(b.fadd(b.load(self.sums[i][m]), product), self.sums[i][m])
+                partial = b.sitofp(b.load(self.partial[i][m]), self.kind)
+                b.store(self.multiply_add(partial, factor, b.load(self.sums[i][m])), self.sums[i][m])
 
     def _chunk(self, column: Any, rest: Any, lines: list[Any], row: int) -> None:
         """Add the products of a vector of columns, of `rest` ones only if it is given."""
