@@ -86,14 +86,30 @@ def check(entry: str, shape: tuple[int, int], batch: int, device: str) -> float:
 
 def product(layer: Any, x: Any) -> Any:
     """The layer's own forward; in the interpreter the Triton kernel, which a CPU would not take."""
-    from compress.kernels import dispatch
-
     if not os.environ.get("TRITON_INTERPRET"):
         return layer(x)
-    kernel = dispatch._supported("cuda", layer.format, layer.params, layer.shape)
-    if kernel is None:
-        return layer(x)
-    return kernel.matmul(x, layer.stored, layer.params, layer.shape).to(x.dtype)
+    return triton_kernel(layer).matmul(x, layer.stored, layer.params, layer.shape).to(x.dtype)
+
+
+def triton_kernel(layer: Any) -> Any:
+    from compress.kernels import dispatch
+
+    return dispatch._supported("cuda", layer.format, layer.params, layer.shape)
+
+
+def path(entry: str, shape: tuple[int, int], batch: int, device: str) -> str:
+    """What multiplies: "kernel", "decode", or, in the interpreter, "no kernel"."""
+    import torch
+
+    from compress.kernels import dispatch
+
+    layer, x = random_layer(entry, shape, device), torch.empty(batch, shape[1], dtype=torch.bfloat16, device=device)
+    if os.environ.get("TRITON_INTERPRET"):
+        kernel = triton_kernel(layer)
+        takes = kernel is not None and dispatch.suits(kernel, layer.params, shape, x)
+        return "kernel" if takes else "no kernel"
+    kernel = dispatch.find(layer.format, layer.params, shape, x)
+    return "kernel" if kernel is not None and dispatch.suits(kernel, layer.params, shape, x) else "decode"
 
 
 def time_rows(entry: str, shape: tuple[int, int], batches: list[int], device: str, copied: float) -> list[Row]:
@@ -101,7 +117,6 @@ def time_rows(entry: str, shape: tuple[int, int], batches: list[int], device: st
     import torch.nn.functional as F
 
     from compress.evaluate import speed
-    from compress.kernels import dispatch
 
     first = random_layer(entry, shape, device)
     weight = first.packed()
@@ -115,8 +130,7 @@ def time_rows(entry: str, shape: tuple[int, int], batches: list[int], device: st
             packed = [lambda layer=layer, x=x: layer(x) for layer in layers]
             others = [lambda other=other, x=x: F.linear(x, other) for other in plain]
             seconds, bfloat16_s = speed.in_turns([packed, others], device)
-        kernel = dispatch.find(first.format, first.params, shape, x)
-        used = kernel is not None and dispatch.suits(kernel, first.params, shape, x)
+        used = path(entry, shape, batch, device) == "kernel"
         rate = weight.nbytes / seconds
         row = Row(
             entry, shape, batch, weight.bpw, used, seconds, rate / 1e9, rate / copied, bfloat16_s, bfloat16_s / seconds
@@ -174,7 +188,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+        import interpreter  # noqa: F401  (tests/interpreter.py: before triton is imported)
     if args.mode == "show":
         show(args.json or ROOT / "benchmarks/results/kernels_cpu.json")
         return
@@ -185,8 +199,10 @@ def main() -> None:
     shapes = [INTERPRETED] if args.interpret else args.shapes
     for entry in args.entries:
         for shape in {(min(shape[0], CHECKED_ROWS), shape[1]) for shape in shapes}:
-            errors = [check(entry, shape, batch, args.device) for batch in args.batch]
-            print(f"{entry} {shape[0]} x {shape[1]}: right, errors {min(errors):.1e} to {max(errors):.1e}", flush=True)
+            for batch in args.batch:
+                by = path(entry, shape, batch, args.device)
+                found = "" if by == "no kernel" else f", right, error {check(entry, shape, batch, args.device):.1e}"
+                print(f"{entry} {shape[0]} x {shape[1]}, batch {batch}: {by}{found}", flush=True)
     if args.interpret:
         return
     from compress.evaluate import speed

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,8 @@ def available() -> bool:
     except (ImportError, OSError, RuntimeError) as error:
         _log.info("no compiled functions on this machine: %s", error)
         return False
-    return True
+    # without it float16 would be converted by a library function that compiled code does not find
+    return platform.machine().lower() not in ("x86_64", "amd64") or "f16c" in features()
 
 
 @cache
@@ -179,12 +182,20 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="compress")
 
 
-def parallel(work: Callable[[int, int], None], total: int) -> None:
-    """work(first, last) for ranges that cover range(total), on torch's number of threads."""
-    threads = min(torch.get_num_threads(), total)
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a child
+
+
+def parallel(work: Callable[[int, int], None], total: int, least: int = 1) -> None:
+    """work(first, last) for ranges of `least` or more that cover range(total), on at most torch's number of threads."""
+    threads = min(torch.get_num_threads(), total // max(1, least))
     if threads <= 1:
         work(0, total)
         return
     bounds = [total * i // threads for i in range(threads + 1)]
-    for done in [_pool(threads).submit(work, *pair) for pair in zip(bounds, bounds[1:], strict=False)]:
-        done.result()
+    others = [_pool(threads).submit(work, *pair) for pair in zip(bounds[1:], bounds[2:], strict=False)]
+    try:
+        work(*bounds[:2])
+    finally:
+        wait(others)  # whatever happens: they write to memory that the caller frees
+    for other in others:
+        other.result()

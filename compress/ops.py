@@ -158,7 +158,7 @@ def _around(
 def _forward(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in names:
         stored = tensors.get(f"{side}_{name}")
-        traced = torch.compiler.is_compiling()
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         x = multiply(x, stored, name, False) if traced else OPS[name].forward(x, stored)
     return x
 

@@ -28,7 +28,9 @@ def compile_cases(cases: list[offline.Case]) -> list[offline.Built]:
     environment["PYTHONPATH"] = os.pathsep.join(path for path in [str(offline.ROOT), *sys.path] if path)
     text = json.dumps([dataclasses.asdict(case) for case in cases])
     command = [sys.executable, __file__]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, env=environment, check=False, timeout=900
+    )
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-30:])
     return [offline.Built(**values) for values in json.loads(done.stdout)]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats, jit
+from compress import formats
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.quant import gptq, trellis, viterbi, viterbi_jit
@@ -222,8 +222,7 @@ def test_results_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> No
     """Nor on whether the search is compiled."""
     weight, stats = layer()
     whole = quantize(weight, stats)
-    monkeypatch.setattr(jit, "available", lambda: False)
-    viterbi_jit.paths.cache_clear()
+    monkeypatch.setattr(viterbi_jit, "paths", lambda *settings: None)
     monkeypatch.setattr(viterbi, "STATES", {"cpu": 1})
     monkeypatch.setattr(viterbi, "DECISIONS", {"cpu": 1})
     monkeypatch.setattr(trellis_format, "DECODE_CHUNK", 1)
@@ -231,7 +230,6 @@ def test_results_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> No
     small = quantize(weight, stats)
     assert all(torch.equal(whole.tensors[key], small.tensors[key]) for key in whole.tensors)
     assert torch.equal(problems.decoded(whole), problems.decoded(small))
-    viterbi_jit.paths.cache_clear()
 
 
 def test_tiles_are_independent() -> None:

@@ -8,7 +8,8 @@ The table is the files: `compress/kernels/<folder of the device>/<format>.py` wi
   they lie on disk -> [rows, out], of the type of x or float32;
 - optional `decode(tensors, params, shape, dtype) -> Tensor`: a faster way to what the format's own decoder gives.
 
-Where there is none, or more rows, or a gradient to pass back, the caller decodes: always possible and always right.
+Where there is none, or more rows, or a gradient to pass back, the weight is decoded: always possible and always right.
+(Traced by torch.compile, a product that passes a gradient back still takes the kernel: the operator cannot tell.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -30,6 +32,7 @@ from compress import ops as operations
 from compress.types import Ops, PackedWeight
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
+LEAST_CAPABILITY = (8, 0)  # products in bfloat16
 TYPES = (torch.bfloat16, torch.float16)  # kernels round activations more than a float32 user would expect
 
 Shape = tuple[int, int]
@@ -53,9 +56,13 @@ def _module(device: str, format: str) -> Kernel | None:
     return cast(Kernel, importlib.import_module(name)) if importlib.util.find_spec(name) else None
 
 
+@cache
 def _has_triton() -> bool:
-    """Whether the kernels for NVIDIA's GPUs can be compiled: other GPUs go by the same name."""
-    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+    """Whether the kernels for NVIDIA's GPUs can be compiled, for all that are here: other GPUs go by the same name."""
+    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
+        return False
+    count = torch.cuda.device_count()
+    return all(torch.cuda.get_device_capability(i) >= LEAST_CAPABILITY for i in range(count))
 
 
 @cache
@@ -78,11 +85,22 @@ def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
 
 def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape) -> Tensor:
     """x [..., in] times the stored weight [out, in] -> [..., out] of the type of x, by the kernel or by decoding."""
-    kernel = find(format, params, shape, x)
-    if kernel is None or not suits(kernel, params, shape, x):
-        return F.linear(x, _decoded(kernel, tensors, format, params, shape, x.dtype))
-    y = kernel.matmul(x.reshape(-1, shape[1]).contiguous(), tensors, params, shape)
+    kernel = find(format, params, shape, x) if all(_readable(t, x) for t in tensors.values()) else None
+    with _on(x.device):
+        if kernel is None or not suits(kernel, params, shape, x):
+            return F.linear(x, _decoded(kernel, tensors, format, params, shape, x.dtype))
+        y = kernel.matmul(x.reshape(-1, shape[1]).contiguous(), tensors, params, shape)
     return y.to(x.dtype).view(*x.shape[:-1], shape[0])
+
+
+def _readable(stored: Tensor, x: Tensor) -> bool:
+    """Whether a kernel that is given an address finds there what it expects; decoding raises or copes where not."""
+    return stored.device == x.device and stored.is_contiguous()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _decoded(
@@ -96,14 +114,16 @@ def _decoded(
 def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on the inputs of a stored matrix: x [..., in] -> [..., in] of the same type."""
     if _one_launch(x, ops.input, ("signs", "hadamard")):
-        return _hadamard().transform(x, before=tensors["in_signs"])
+        with _on(x.device):
+            return _hadamard().transform(x, before=tensors["in_signs"])
     return operations.apply_input(x, ops, tensors)
 
 
 def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on its outputs [..., out]."""
     if _one_launch(y, ops.output, ("hadamard", "signs")):
-        return _hadamard().transform(y, after=tensors["out_signs"])
+        with _on(y.device):
+            return _hadamard().transform(y, after=tensors["out_signs"])
     return operations.apply_output(y, ops, tensors)
 
 

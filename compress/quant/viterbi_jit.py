@@ -36,13 +36,14 @@ class Paths:
         count, steps, _ = values.shape
         groups = -(-count // self.together)
         padded = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, groups * self.together - count)).contiguous()
-        seams = torch.zeros(groups * self.together, dtype=torch.int64)
+        seams = torch.zeros(groups * self.together, dtype=torch.int64, device="cpu")
         if seam is not None:
             seams[:count] = seam
-        states = torch.empty(groups * self.together, steps, dtype=torch.int64)
+        states = torch.empty(groups * self.together, steps, dtype=torch.int64, device="cpu")
 
         def work(first: int, last: int) -> None:
-            space = torch.empty(self.together * self.nodes * (8 + steps), dtype=torch.uint8)  # costs twice, decisions
+            cells = self.together * self.nodes
+            space = torch.empty(cells * (8 + steps), dtype=torch.uint8, device="cpu")  # costs twice, decisions
             pointers = [t.data_ptr() for t in (padded, seams, states, fixed, slope, space)]
             self._function(*pointers, first, last, steps, seam is not None)
 

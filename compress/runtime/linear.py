@@ -168,7 +168,7 @@ class PackedLinear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] times the stored matrix, plus bias."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
             return y if bias is None else y + bias
         kernel = dispatch.find(self.format, self.params, self.shape, x)

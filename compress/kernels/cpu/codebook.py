@@ -57,7 +57,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     code_rows, code_columns = codebook_format.padded_shape(params, shape)
     span, spans = span_codes(params), code_columns // span_codes(params)
     inputs = _inputs(x, tensors, params, code_columns)
-    out = torch.empty(x.shape[0], code_rows * params.height)
+    out = torch.empty(x.shape[0], code_rows * params.height, dtype=torch.float32, device="cpu")
     groups = codebook_format.groups(params, shape)
     words = [tensors[f"words{width}"].data_ptr() for width in plane_widths(params.bits[0])]
     books = [tensors["codebook"].data_ptr(), tensors["codebook_scales"].data_ptr()]
@@ -69,11 +69,12 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
         kernel = _compiled(params.bits[0], params.vector_dim, params.axis, params.tile_words, span, single, tokens)
 
         def work(first: int, last: int) -> None:
-            space = torch.empty(tokens * ROW_MULTIPLE * LANES)
+            space = torch.empty(tokens * ROW_MULTIPLE * LANES, dtype=torch.float32, device="cpu")
             sizes = (first, last, spans, code_rows, columns, per_group, groups[0], groups[1])
             kernel(*words, *books, *given, space.data_ptr(), *sizes)
 
-        jit.parallel(work, code_rows * params.height // ROW_MULTIPLE)
+        blocks = code_rows * params.height // ROW_MULTIPLE
+        jit.parallel(work, blocks, rows.blocks_of_a_thread(shape[1], tokens))
 
     rows.by_tokens(inputs, inputs.shape[1], span * params.width, lanes(params.tile_words), out, product)
     if params.outliers:
@@ -249,7 +250,7 @@ def _add_outliers(out: Tensor, x: Tensor, tensors: Mapping[str, Tensor], params:
     def work(first: int, last: int) -> None:
         kernel(codes, chosen.data_ptr(), out.data_ptr(), first, last, count, size, len(out))
 
-    jit.parallel(work, size // ROW_MULTIPLE)
+    jit.parallel(work, size // ROW_MULTIPLE, rows.blocks_of_a_thread(count, len(out)))
 
 
 @cache

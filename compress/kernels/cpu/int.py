@@ -54,7 +54,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     """x [rows, in] of any floating type times the stored weight [out, in] -> float32 [rows, out]."""
     padded_rows, columns = int_format.padded_shape(params, shape)
     span = span_blocks(params) * params.tile_words
-    out = torch.empty(x.shape[0], padded_rows)
+    out = torch.empty(x.shape[0], padded_rows, dtype=torch.float32, device="cpu")
     group = columns if params.group_size == -1 else params.group_size
     zeros = tensors["scales" if params.symmetric else "zeros"]
     stored = [t.data_ptr() for t in (*(tensors[f"words{w}"] for w in PLANES[params.bits]), tensors["scales"], zeros)]
@@ -63,10 +63,10 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
         kernel = _compiled(params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tokens)
 
         def work(first: int, last: int) -> None:
-            space = torch.empty(tokens * (columns // span) * ROWS)
+            space = torch.empty(tokens * (columns // span) * ROWS, dtype=torch.float32, device="cpu")
             kernel(*stored, *given, space.data_ptr(), first, last, columns // span, padded_rows, group)
 
-        jit.parallel(work, padded_rows // ROWS)
+        jit.parallel(work, padded_rows // ROWS, rows.blocks_of_a_thread(columns, tokens))
 
     rows.by_tokens(x, columns, span, lanes(params.tile_words), out, some)
     return out[:, : shape[0]]

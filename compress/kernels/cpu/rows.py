@@ -21,7 +21,8 @@ LANES = 16  # of float32 or int32; vectors of int16 have twice as many
 TOKENS = (1, 2, 4)  # rows of activations that a compiled product takes at once
 LARGEST = 32767.0
 MOST = 32  # rows of activations
-SMALL = 1 << 20  # weights, up to which a weight that is decoded once stays in the processor's cache
+SMALL = 1 << 19  # weights, up to which a weight that is decoded once stays in the processor's cache
+THREAD = 1 << 21  # products of a weight and an activation that are worth waking a thread
 
 
 def worthwhile(shape: tuple[int, int]) -> bool:
@@ -129,7 +130,7 @@ class _Activations(Emitter):
         largest = self.intrinsic(f"llvm.vector.reduce.fmaximum.v{LANES}f32", self.float, b.load(self.largest))
         usable = b.fcmp_ordered("<", largest, self.float(float("inf")))
         scale = b.select(usable, b.fmul(largest, self.float(1 / LARGEST)), self.float(float("nan")))
-        positive = b.fcmp_ordered(">", scale, self.float(0.0))
+        positive = b.fcmp_ordered(">", scale, self.float(2.0**-126))  # smaller ones have no reciprocal
         factor = self.splat(b.select(positive, b.fdiv(self.float(1.0), scale), self.float(0.0)), LANES)
         b.store(self.constant(self.word, LANES, 0), self.sum)
         with self.loop(self.vectors) as i:
@@ -146,6 +147,11 @@ class _Activations(Emitter):
 
     def _values(self, start: Any, i: Any) -> Any:
         return self.load(self.x, self.b.add(start, self.b.mul(i, self.i64(LANES))), self.float, LANES)
+
+
+def blocks_of_a_thread(columns: int, tokens: int) -> int:
+    """Blocks of sixteen rows that are worth waking a thread."""
+    return -(-THREAD // (LANES * columns * tokens))
 
 
 def function(emitter: jit.Emitter) -> Callable[..., None]:
@@ -184,7 +190,7 @@ def activations(x: Tensor, columns: int, span: int, lanes: int) -> tuple[Tensor,
     """
     x = torch.nn.functional.pad(x.float(), (0, columns - x.shape[1])).contiguous()
     rows, spans = x.shape[0], columns // span
-    integers = torch.empty(rows * columns, dtype=torch.int16)
-    scales, sums = torch.empty(rows, spans), torch.empty(rows, spans)
+    integers = torch.empty(rows * columns, dtype=torch.int16, device="cpu")  # the defaults may be others
+    scales, sums = (torch.empty(rows, spans, dtype=torch.float32, device="cpu") for _ in range(2))
     _compiled_activations()(*(t.data_ptr() for t in (x, integers, scales, sums)), rows, spans, span, lanes)
     return integers, scales, sums

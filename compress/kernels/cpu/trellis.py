@@ -40,7 +40,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     padded = trellis_format.padded_rows(params, shape[0])
     spans = -(-shape[1] // SPAN)
     factor, addend, divisor = BYTE_SUMS[params.code]
-    out = torch.empty(x.shape[0], padded)
+    out = torch.empty(x.shape[0], padded, dtype=torch.float32, device="cpu")
 
     def product(tokens: int, given: list[int]) -> None:
         kernel = _compiled(params.bits, params.state_bits, factor, addend, tokens)
@@ -49,7 +49,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
             sizes = (first, last, shape[1], spans, padded, params.tile_rows // ROWS)
             kernel(tensors["words"].data_ptr(), *given, *sizes)
 
-        jit.parallel(work, padded // ROWS)
+        jit.parallel(work, padded // ROWS, rows.blocks_of_a_thread(shape[1], tokens))
 
     rows.by_tokens(x, spans * SPAN, SPAN, CHUNK, out, product)
     out = out[:, : shape[0]].mul_(tensors["scale"] / divisor)
