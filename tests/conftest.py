@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by torch.compile for one
 
 import pytest
 import torch

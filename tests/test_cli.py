@@ -44,7 +44,7 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["eval", "generate", "inspect", "methods", "plan", "quantize", "recipes", "verify"]
+    assert COMMANDS == ["bench", "eval", "generate", "inspect", "methods", "plan", "quantize", "recipes", "verify"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
