@@ -94,7 +94,7 @@ def product(layer: Any, x: Any) -> Any:
 def triton_kernel(layer: Any) -> Any:
     from compress.kernels import dispatch
 
-    return dispatch._supported("cuda", layer.format, layer.params, layer.shape)
+    return dispatch.supported("cuda", layer.format, layer.params, layer.shape)
 
 
 def path(entry: str, shape: tuple[int, int], batch: int, device: str) -> str:
@@ -103,13 +103,12 @@ def path(entry: str, shape: tuple[int, int], batch: int, device: str) -> str:
 
     from compress.kernels import dispatch
 
-    layer, x = random_layer(entry, shape, device), torch.empty(batch, shape[1], dtype=torch.bfloat16, device=device)
-    if os.environ.get("TRITON_INTERPRET"):
-        kernel = triton_kernel(layer)
-        takes = kernel is not None and dispatch.suits(kernel, layer.params, shape, x)
-        return "kernel" if takes else "no kernel"
-    kernel = dispatch.find(layer.format, layer.params, shape, x)
-    return "kernel" if kernel is not None and dispatch.suits(kernel, layer.params, shape, x) else "decode"
+    format, params = stored_as(entry, shape)
+    x = torch.empty(batch, shape[1], dtype=torch.bfloat16, device=device)
+    if not os.environ.get("TRITON_INTERPRET"):
+        return "kernel" if dispatch.taken(format, params, shape, x) else "decode"
+    kernel = dispatch.supported("cuda", format, params, shape)
+    return "kernel" if kernel is not None and dispatch.suits(kernel, params, shape, x) else "no kernel"
 
 
 def time_rows(entry: str, shape: tuple[int, int], batches: list[int], device: str, copied: float) -> list[Row]:

@@ -1,8 +1,8 @@
 """Functions compiled for this CPU at run time, by LLVM through llvmlite: no compiler on the machine is needed.
 
-A caller builds an `llvmlite.ir` module, `compile_module` turns it into machine code for the CPU at hand in some
-milliseconds, and the functions are called through ctypes, which lets go of the interpreter lock, so that `parallel`
-runs them on as many threads as torch uses. Vectors of a width that the CPU does not have are split by LLVM. Where
+An `Emitter` writes a function in LLVM's language, `compiled` turns it into machine code for the CPU at hand within a
+second or two, and the function is called through ctypes, which lets go of the interpreter lock, so that `parallel` runs
+it on as many threads as torch uses. Vectors of a width that the CPU does not have are split by LLVM. Where
 llvmlite is missing or knows no target for this machine, `available` says so, and callers keep to torch.
 """
 
@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from llvmlite import ir
 
 _log = logging.getLogger(__name__)
 
@@ -67,42 +64,14 @@ def _machine() -> Any:
     )
 
 
-class Compiled:
-    """The machine code of a module."""
-
-    def __init__(self, module: ir.Module) -> None:
-        from llvmlite import binding
-
-        machine = _machine()
-        parsed = binding.parse_assembly(str(module))
-        parsed.verify()
-        builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
-        builder.getModulePassManager().run(parsed, builder)
-        self._engine = binding.create_mcjit_compiler(parsed, machine)
-        self._engine.finalize_object()
-
-    def function(self, name: str, pointers: int, integers: int) -> Callable[..., None]:
-        """The function of that name, whose parameters are pointers, then 64-bit integers; it returns nothing."""
-        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
-        called = ctypes.CFUNCTYPE(None, *kinds)(self._engine.get_function_address(name))
-        called.code = self  # type: ignore[attr-defined]  # which must live as long as the function
-        return called
-
-
-def new_module() -> ir.Module:
-    from llvmlite import ir
-
-    return ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
-
-
 class Emitter:
-    """Writes one function of a module: llvmlite's builder with what kernels need over and over.
+    """Writes one function: llvmlite's builder with what kernels need over and over.
 
     Offsets count elements of the type that is loaded or stored. Nothing is assumed about alignment but that of an
     element: tensors are views of files.
     """
 
-    def __init__(self, module: ir.Module, name: str, pointers: int, integers: int) -> None:
+    def __init__(self, name: str, pointers: int, integers: int) -> None:
         """void name(pointers, 64-bit integers); no pointer aliases another."""
         from llvmlite import ir
 
@@ -110,11 +79,12 @@ class Emitter:
         self.byte, self.short, self.word, self.index = (ir.IntType(bits) for bits in (8, 16, 32, 64))
         self.half, self.float = ir.HalfType(), ir.FloatType()
         kind = ir.FunctionType(ir.VoidType(), [self.pointer] * pointers + [self.index] * integers)
-        function = ir.Function(module, kind, name)
+        self.module = ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
+        self.name, function = name, ir.Function(self.module, kind, name)
         for argument in function.args[:pointers]:
             argument.add_attribute("noalias")
         self.pointers, self.integers = function.args[:pointers], function.args[pointers:]
-        self.module, self.b = module, ir.IRBuilder(function.append_basic_block())
+        self.b = ir.IRBuilder(function.append_basic_block())
         self._entry = self.b.block
 
     def i64(self, value: int) -> Any:
@@ -177,12 +147,30 @@ def _bytes(kind: Any) -> int:
     return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
 
 
+def compiled(emitter: Emitter) -> Callable[..., None]:
+    """What was written, as a function of addresses and then integers."""
+    from llvmlite import binding
+
+    machine = _machine()
+    module = binding.parse_assembly(str(emitter.module))
+    module.verify()
+    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(module, builder)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    kinds = [ctypes.c_void_p] * len(emitter.pointers) + [ctypes.c_int64] * len(emitter.integers)
+    function = ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(emitter.name))
+    function.engine = engine  # type: ignore[attr-defined]  # which must live as long as the function
+    return function
+
+
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="compress")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a child
+if hasattr(os, "register_at_fork"):  # threads do not live on in a child
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def parallel(work: Callable[[int, int], None], total: int, least: int = 1) -> None:

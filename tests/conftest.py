@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -29,3 +29,15 @@ def pico_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return written[key]
 
     return directory
+
+
+@pytest.fixture
+def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU kernels take weights of any size."""
+    from compress.kernels import dispatch
+    from compress.kernels.cpu import rows
+
+    monkeypatch.setattr(rows, "SMALL", 0)
+    dispatch.supported.cache_clear()
+    yield
+    dispatch.supported.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,10 @@ from compress.kernels.cpu import rows
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight
 
-pytestmark = pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+pytestmark = [
+    pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
+    pytest.mark.usefixtures("small_weights_too"),
+]
 
 INT = [  # shape, bits, group, symmetric
     ((64, 512), 4, 128, True),
@@ -86,16 +88,8 @@ WEIGHTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rows, "SMALL", 0)
-    dispatch._supported.cache_clear()
-    yield
-    dispatch._supported.cache_clear()
-
-
 def kernel_of(weight: PackedWeight) -> dispatch.Kernel:
-    kernel = dispatch._supported("cpu", weight.format, weight.params, weight.shape)
+    kernel = dispatch.supported("cpu", weight.format, weight.params, weight.shape)
     if weight.format == "codebook" and "avx512vbmi" not in jit.features():
         assert kernel is None
         pytest.skip("no byte permutations on this processor")
@@ -151,12 +145,12 @@ def test_extreme_activations() -> None:
 @pytest.mark.parametrize("settings", [{"codebook_dtype": "float16"}, {"norm": "rows"}, {"scale_columns": 64}])
 def test_other_codebooks_decode(settings: dict[str, Any]) -> None:
     params = codebook.Params(**{"bits": (4,), "vector_dim": 2, "tile_words": 128, **settings})
-    assert dispatch._supported("cpu", "codebook", params, (64, 1024)) is None
+    assert dispatch.supported("cpu", "codebook", params, (64, 1024)) is None
 
 
 @pytest.mark.parametrize("code", ["3inst", "mcg", "hyb"])
 def test_other_codes_of_trellises_decode(code: str) -> None:
-    assert dispatch._supported("cpu", "trellis", trellis.Params(2, 16, 64, code), (64, 64)) is None
+    assert dispatch.supported("cpu", "trellis", trellis.Params(2, 16, 64, code), (64, 64)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -246,6 +240,14 @@ def test_stored_tensors_that_a_kernel_cannot_read() -> None:
     layer.scales = torch.nn.Parameter(layer.scales.detach().T.contiguous().T, requires_grad=False)
     assert torch.equal(layer(x), F.linear(x, layer.dequantize(torch.bfloat16)))
     assert not dispatch._readable(layer.scales, x) and not dispatch._readable(layer.words4.to("meta"), x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tracing_records_the_product() -> None:
+    layer = PackedLinear.from_packed(int_weight((64, 256), 4, 64, False))
+    x, other = (problems.random(2, 256, seed=seed).bfloat16() for seed in (1, 2))
+    traced = torch.jit.trace(layer, x)
+    assert torch.equal(traced(other), layer(other))
 
 
 def test_threads_are_waited_for() -> None:

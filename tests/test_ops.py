@@ -12,7 +12,6 @@ from compress import formats, jit, ops
 from compress.errors import CheckpointError
 from compress.formats import dense
 from compress.kernels import dispatch
-from compress.kernels.cpu import rows
 from compress.runtime.hf import build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import NO_OPS, Ops, PackedWeight
@@ -122,18 +121,16 @@ def test_a_layer_in_other_types(dtype: torch.dtype) -> None:
     assert layer.get_parameter("in_signs").dtype == torch.uint8
 
 
-def test_a_kernel_multiplies_by_the_stored_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_weights_too")
+def test_a_kernel_multiplies_by_the_stored_matrix() -> None:
     if not jit.available():
         pytest.skip("nothing can be compiled here")
-    monkeypatch.setattr(rows, "SMALL", 0)
-    dispatch._supported.cache_clear()
     weight = packed(random(64, 96), BOTH)
     x = random(2, 96, seed=2).bfloat16()
     assert dispatch.find("int", weight.params, weight.shape, x) is not None
     exact = x.double() @ formats.decode(weight, torch.float64).T
     y = PackedLinear.from_packed(weight)(x).double()
     assert (y - exact).abs().max() < 0.03 * float(exact.abs().max())
-    dispatch._supported.cache_clear()
 
 
 def test_gradients_pass_to_the_inputs() -> None:

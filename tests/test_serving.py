@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,10 @@ from compress.kernels.cpu import rows
 from pico import save_pico
 from runs import GPTQ, Setup, job
 
-pytestmark = pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+pytestmark = [
+    pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
+    pytest.mark.usefixtures("small_weights_too"),
+]
 
 SETUPS = {
     "int": GPTQ,
@@ -33,14 +35,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     directory = tmp_path_factory.mktemp(request.param)
     pipeline.quantize(job(save_pico("llama", directory / "source"), SETUPS[request.param], directory / "out"))
     return directory / "out"
-
-
-@pytest.fixture(autouse=True)
-def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rows, "SMALL", 0)
-    dispatch._supported.cache_clear()
-    yield
-    dispatch._supported.cache_clear()
 
 
 def load(checkpoint: Path) -> Any:

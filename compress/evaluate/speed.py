@@ -131,8 +131,7 @@ def _layer(modules: Sequence[PackedLinear], rows: int, copied: float) -> LayerSp
     plain = [lambda weight=weight: F.linear(x, weight) for weight in weights]
     seconds, bfloat16_s = in_turns([packed, plain], device.type)
     stored = first.packed()
-    kernel = dispatch.find(first.format, first.params, first.shape, x)
-    used = kernel is not None and dispatch.suits(kernel, first.params, first.shape, x)
+    used = dispatch.taken(first.format, first.params, first.shape, x)
     rate = stored.nbytes / seconds
     return LayerSpeed(
         first.shape, first.format, stored.bpw, len(modules), used, rows, seconds, rate, rate / copied, bfloat16_s

@@ -66,14 +66,15 @@ def _has_triton() -> bool:
 
 
 @cache
-def _supported(device: str, format: str, params: Any, shape: Shape) -> Kernel | None:
+def supported(device: str, format: str, params: Any, shape: Shape) -> Kernel | None:
+    """The kernel for this weight on a type of device, None if it has to be decoded there."""
     module = _module(device, format)
     return module if module is not None and module.supports(params, shape) else None
 
 
 def find(format: str, params: Any, shape: Shape, x: Tensor) -> Kernel | None:
-    """The kernel for this weight and the type and device of x; the caller still asks `suits` about the rows."""
-    return _supported(x.device.type, format, params, shape) if x.dtype in TYPES else None
+    """The kernel for this weight and the type and device of x; `suits` says whether these rows may take it."""
+    return supported(x.device.type, format, params, shape) if x.dtype in TYPES else None
 
 
 def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
@@ -81,6 +82,12 @@ def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
     if x.shape[-1] != shape[1] or (x.requires_grad and torch.is_grad_enabled()):
         return False
     return 0 < x.numel() // shape[1] <= kernel.most_rows(params, shape, x.dtype)
+
+
+def taken(format: str, params: Any, shape: Shape, x: Tensor) -> bool:
+    """Whether a kernel multiplies these activations, rather than that the weight is decoded."""
+    kernel = find(format, params, shape, x)
+    return kernel is not None and suits(kernel, params, shape, x)
 
 
 def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape) -> Tensor:
@@ -130,7 +137,7 @@ def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
 def _one_launch(x: Tensor, names: tuple[str, ...], fused: tuple[str, ...]) -> bool:
     if names != fused or x.device.type != "cuda" or torch.compiler.is_compiling() or not _has_triton():
         return False
-    return not (x.requires_grad and torch.is_grad_enabled()) and _hadamard().supports(x)
+    return not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _hadamard() -> Any:

@@ -28,8 +28,7 @@ class Paths:
         """far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
         self.symbols, self.nodes, self.dim = 1 << symbol_bits, 1 << (state_bits - symbol_bits), dim
         self.together = max(1, min(VECTORS // self.symbols, CELLS // self.nodes))
-        self._code = jit.Compiled(_Search(state_bits, symbol_bits, dim, self.together, far, period).module)
-        self._function = self._code.function("paths", 6, 4)
+        self._function = jit.compiled(_Search(state_bits, symbol_bits, dim, self.together, far, period))
 
     def search(self, values: Tensor, seam: Tensor | None, fixed: Tensor, slope: Tensor) -> Tensor:
         """States [sequences, steps] int64; values [sequences, steps, dim] int32, seam [sequences] int64 or None."""
@@ -53,17 +52,15 @@ class Paths:
 
 @cache
 def paths(state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> Paths | None:
-    """The compiled search, None where this machine or this trellis has none."""
-    if not jit.available() or state_bits < 2 * symbol_bits:
-        return None
-    return Paths(state_bits, symbol_bits, dim, far, period)
+    """The compiled search, None where nothing can be compiled."""
+    return Paths(state_bits, symbol_bits, dim, far, period) if jit.available() else None
 
 
 class _Search(jit.Emitter):
     """Writes void paths(values, seam, states, fixed, slope, space, first group, last group, steps, has seam)."""
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, together: int, far: int, period: int) -> None:
-        super().__init__(jit.new_module(), "paths", 6, 4)
+        super().__init__("paths", 6, 4)
         self.dim, self.together, self.far, self.period = dim, together, far, period
         self.kv, self.n, self.nodes = symbol_bits, 1 << symbol_bits, 1 << (state_bits - symbol_bits)
         self.rest = self.nodes // self.n

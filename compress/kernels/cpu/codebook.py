@@ -94,7 +94,7 @@ def _inputs(x: Tensor, tensors: Mapping[str, Tensor], params: Params, code_colum
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return rows.function(_Product(*settings))
+    return jit.compiled(_Product(*settings))
 
 
 class _Product(rows.Emitter):
@@ -103,7 +103,7 @@ class _Product(rows.Emitter):
 
     def __init__(self, bits: int, dim: int, axis: str, tile_words: int, span: int, single: bool, tokens: int) -> None:
         widths = plane_widths(bits)
-        super().__init__(jit.new_module(), "product", len(widths) + 7, 8)
+        super().__init__("product", len(widths) + 7, 8)
         self.bits, self.dim, self.axis, self.span, self.tokens = bits, dim, axis, span, tokens
         self.width, self.height = (dim, 1) if axis == "in" else (1, dim)
         self.tile_words, self.fields = tile_words, plane_fields(bits)
@@ -255,14 +255,14 @@ def _add_outliers(out: Tensor, x: Tensor, tensors: Mapping[str, Tensor], params:
 
 @cache
 def _compiled_outliers(bits: int) -> Any:
-    return rows.function(_Outliers(bits))
+    return jit.compiled(_Outliers(bits))
 
 
 class _Outliers(rows.Emitter):
     """void outliers(codes, x, out, first, last, count, rows of the weight, rows of activations)."""
 
     def __init__(self, bits: int) -> None:
-        super().__init__(jit.new_module(), "outliers", 3, 5)
+        super().__init__("outliers", 3, 5)
         codes, x, out = self.pointers
         first, last, count, rows_of_weight, tokens = self.integers
         b = self.b

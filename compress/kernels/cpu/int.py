@@ -74,14 +74,14 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return rows.function(_Product(*settings))
+    return jit.compiled(_Product(*settings))
 
 
 class _Product(rows.Emitter):
     """void product(words..., scales, zeros, x16, x_scales, x_sums, out, space, first, last, spans, rows, group)."""
 
     def __init__(self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, tokens: int) -> None:
-        super().__init__(jit.new_module(), "product", len(PLANES[bits]) + 7, 5)
+        super().__init__("product", len(PLANES[bits]) + 7, 5)
         self.bits, self.tile_words, self.span, self.tokens = bits, tile_words, span, tokens
         self.symmetric, self.scale_dtype = symmetric, scale_dtype
         self.planes = self.pointers[: len(PLANES[bits])]

@@ -95,10 +95,8 @@ class Emitter(jit.Emitter):
 
     def prefetch(self, pointer: Any, offset: Any, kind: Any) -> None:
         """Ask for a line of memory that is read soon; an address past the end does no harm."""
-        name = "llvm.prefetch.p0"
-        kinds = self.ir.FunctionType(self.ir.VoidType(), [self.pointer, self.word, self.word, self.word])
-        function = self.module.globals.get(name) or self.ir.Function(self.module, kinds, name)
-        self.b.call(function, [self.at(pointer, offset, kind), self.word(0), self.word(3), self.word(1)])
+        here = self.at(pointer, offset, kind)
+        self.intrinsic("llvm.prefetch.p0", self.ir.VoidType(), here, self.word(0), self.word(3), self.word(1))
 
     def floats(self, value: float) -> Any:
         return self.constant(self.float, LANES, value)
@@ -108,7 +106,7 @@ class _Activations(Emitter):
     """void activations(x, x16, scales, sums, rows, spans, span, lanes): float32 rows of spans * span columns."""
 
     def __init__(self) -> None:
-        super().__init__(jit.new_module(), "activations", 4, 4)
+        super().__init__("activations", 4, 4)
         self.x, self.x16, self.scales, self.sums = self.pointers
         self.rows, spans, span, self.lanes = self.integers
         self.vectors = self.b.udiv(span, self.i64(LANES))
@@ -154,17 +152,9 @@ def blocks_of_a_thread(columns: int, tokens: int) -> int:
     return -(-THREAD // (LANES * columns * tokens))
 
 
-def function(emitter: jit.Emitter) -> Callable[..., None]:
-    """The machine code of what was written."""
-    code = jit.Compiled(emitter.module)
-    (written,) = [f for f in emitter.module.functions if not f.is_declaration]
-    called = code.function(written.name, len(emitter.pointers), len(emitter.integers))
-    return called
-
-
 @cache
 def _compiled_activations() -> Callable[..., None]:
-    return function(_Activations())
+    return jit.compiled(_Activations())
 
 
 def by_tokens(

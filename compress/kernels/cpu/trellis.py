@@ -58,14 +58,14 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
 
 @cache
 def _compiled(*settings: int) -> Any:
-    return rows.function(_Product(*settings))
+    return jit.compiled(_Product(*settings))
 
 
 class _Product(rows.Emitter):
     """void product(words, x16, x_scales, x_sums, out, first, last, columns, spans, rows, blocks of a tile)."""
 
     def __init__(self, bits: int, state_bits: int, factor: int, addend: int, tokens: int) -> None:
-        super().__init__(jit.new_module(), "product", 5, 6)
+        super().__init__("product", 5, 6)
         self.bits, self.mask = bits, (1 << state_bits) - 1
         self.factor, self.addend, self.tokens = factor, addend, tokens
         self.words, self.x16, self.x_scales, self.x_sums, self.out = self.pointers

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton import codebook
-from compress.kernels.triton._parts import COMPILED, half, sum_parts, x_factor  # noqa: F401
+from compress.kernels.triton._parts import COMPILED, columns_of, half, sum_parts, x_factor  # noqa: F401
 
 entries_text = triton.constexpr_function(codebook.entries_text)
 
@@ -41,21 +41,12 @@ def _values(entry, ALONG_ROWS: tl.constexpr, USE_ASM: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, k, m, rows, in_features, MASKED: tl.constexpr):
-    """x^T [k, m] float16."""
-    mask = (m < rows)[None, :]
-    if MASKED:
-        mask = mask & (k < in_features)[:, None]
-    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0))
-
-
-@triton.jit
 def _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
          MASKED: tl.constexpr):  # fmt: skip
     """acc + the products of the values of the codes from `column` on, times the scale of their codebook."""
     j = tl.arange(0, BLOCK_WORDS)
     if ALONG_ROWS:
-        columns = _columns(x, column + j, m, rows, in_features, MASKED)
+        columns = columns_of(x, column + j, m, rows, in_features, MASKED)
         new = ()
         for i in tl.static_range(4):
             new = new + (acc[i] + tl.dot(value[i], columns) * scale,)
@@ -64,7 +55,7 @@ def _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS: tl.cons
         total = tl.zeros(acc[0].shape, tl.float32)
         for i in tl.static_range(4):
             k = 4 * column + j // 2 * 8 + 2 * i + j % 2
-            total = tl.dot(value[i], _columns(x, k, m, rows, in_features, MASKED), total)
+            total = tl.dot(value[i], columns_of(x, k, m, rows, in_features, MASKED), total)
         return (acc[0] + total * scale,)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton import e8p
-from compress.kernels.triton._parts import COMPILED, half, sum_parts, x_factor  # noqa: F401
+from compress.kernels.triton._parts import COMPILED, columns_of, sum_parts, x_factor  # noqa: F401
 
 point_text = triton.constexpr_function(e8p.point_text)
 MIX = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
@@ -84,15 +84,6 @@ def _dot(a, b, acc, USE_ASM: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, k, m, rows, in_features, MASKED: tl.constexpr):
-    """x^T [k, m] float16."""
-    mask = (m < rows)[None, :]
-    if MASKED:
-        mask = mask & (k < in_features)[:, None]
-    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0))
-
-
-@triton.jit
 def _add(ones, sixteens, values, columns, OFFSET: tl.constexpr, USE_ASM: tl.constexpr):
     """The sums of nibbles that count once and sixteen times + the products; the latter less OFFSET of every column."""
     offset = tl.full(values[0].shape, -16 * OFFSET * STEP, tl.float16)
@@ -138,8 +129,8 @@ def multiply(x, codes, residual, magnitudes, ball, scale, row_scales, out, parti
         pair = step * BLOCK_CODES * 8 + j // 2 * 16 + j % 2  # column of a code's first pair, for the first of two codes
         columns = ()
         for i in tl.static_range(4):
-            a = _columns(x, pair + 4 * i, m, rows, in_features, MASKED)
-            b = _columns(x, pair + 4 * i + 2, m, rows, in_features, MASKED)
+            a = columns_of(x, pair + 4 * i, m, rows, in_features, MASKED)
+            b = columns_of(x, pair + 4 * i + 2, m, rows, in_features, MASKED)
             columns = columns + _mix(a, b, USE_ASM)
         # (0, 2), (4, 6), (1, 3), (5, 7) of the first code and of the second
         columns = (columns[0], columns[2], columns[1], columns[3], columns[4], columns[6], columns[5], columns[7])

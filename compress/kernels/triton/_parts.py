@@ -22,6 +22,15 @@ def half(x):
 
 
 @triton.jit
+def columns_of(x, k, m, rows, in_features, MASKED: tl.constexpr):
+    """x^T [k, m] float16, the columns k and rows m of x [rows, in_features]."""
+    mask = (m < rows)[None, :]
+    if MASKED:
+        mask = mask & (k < in_features)[:, None]
+    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0))
+
+
+@triton.jit
 def x_factor(x):
     """What the products of `half(x)` are multiplied by; x is a pointer."""
     if x.dtype.element_ty == tl.float16:

@@ -41,11 +41,6 @@ def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
     """x [rows, in] floating, contiguous -> [rows, out] of its type. Launches kernels only: graphs can capture it."""
-    with splits.on(x.device):
-        return _matmul(x, tensors, params, shape)
-
-
-def _matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
     dtype, row_scales = x.dtype, None
     if dtype not in (torch.float16, torch.bfloat16):
         x, row_scales = _narrow(x)
@@ -70,11 +65,10 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     scales = tensors["scales"]
     out = torch.empty(shape, dtype=dtype, device=scales.device)
     block, tiles = most_words(params), columns // (_fields(params) * params.tile_words)
-    with splits.on(out.device):
-        _int.decode[-(-shape[0] // DECODE_ROWS), tiles * (params.tile_words // block)](
-            *_planes(tensors, params), scales, tensors.get("zeros", scales), out, shape[1], shape[0], rows, tiles,
-            **_layout(params), BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
-        )  # fmt: skip
+    _int.decode[-(-shape[0] // DECODE_ROWS), tiles * (params.tile_words // block)](
+        *_planes(tensors, params), scales, tensors.get("zeros", scales), out, shape[1], shape[0], rows, tiles,
+        **_layout(params), BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
+    )  # fmt: skip
     return out
 
 

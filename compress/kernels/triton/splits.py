@@ -8,9 +8,8 @@ kernels that run at once on two streams of a device would mix their parts.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,11 +49,6 @@ def properties(device: torch.device) -> Device:
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return Device(found.multi_processor_count, shared, found.major)
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Where kernels are launched: Triton takes the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def count(tiles: int, steps: int, slots: int, size: int) -> int:
