@@ -77,7 +77,7 @@ class Emitter:
 
         self.ir, self.pointer = ir, ir.PointerType()
         self.byte, self.short, self.word, self.index = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-        self.half, self.float = ir.HalfType(), ir.FloatType()
+        self.half, self.float, self.bfloat = ir.HalfType(), ir.FloatType(), _bfloat()
         kind = ir.FunctionType(ir.VoidType(), [self.pointer] * pointers + [self.index] * integers)
         self.module = ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
         self.name, function = name, ir.Function(self.module, kind, name)
@@ -140,6 +140,18 @@ class Emitter:
         index.add_incoming(b.add(index, self.i64(1)), b.block)
         b.branch(head)
         b.position_at_end(done)
+
+
+@cache
+def _bfloat() -> Any:
+    """LLVM's type, which llvmlite does not have."""
+    from llvmlite import ir
+
+    class BFloat(ir.Type):
+        def _to_string(self) -> str:
+            return "bfloat"
+
+    return BFloat()
 
 
 def _bytes(kind: Any) -> int:

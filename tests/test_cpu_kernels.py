@@ -2,99 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of
 from torch import Tensor
 
 import problems
 import stored
 from compress import jit
 from compress.formats import codebook, trellis
-from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.cpu import rows
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight
 
 pytestmark = [
     pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
     pytest.mark.usefixtures("small_weights_too"),
 ]
-
-INT = [  # shape, bits, group, symmetric
-    ((64, 512), 4, 128, True),
-    ((48, 1000), 2, 64, False),
-    ((40, 512), 3, 128, False),
-    ((33, 300), 8, -1, True),
-    ((16, 640), 5, 32, False),
-    ((16, 1024), 6, 128, True),
-    ((17, 512), 7, 64, False),
-    ((16, 96), 4, 32, True),
-    ((16, 2048), 3, -1, True),
-    ((1, 50), 2, -1, False),
-]
-CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [
-    ((256, 512), {"bits": (8,), "vector_dim": 4, "group_columns": 256, "group_rows": 64, "permuted": True}),
-    ((250, 500), {"bits": (8,), "vector_dim": 4, "tile_words": 32, "group_columns": 256, "group_rows": 128}),
-    ((96, 1000), {"bits": (8,), "vector_dim": 4, "tile_words": 64, "axis": "out", "outliers": 7}),
-    ((50, 512), {"bits": (8,), "vector_dim": 2, "axis": "out", "outliers": 3, "outlier_bits": 8}),
-    ((40, 300), {"bits": (6,), "vector_dim": 2, "tile_words": 16, "group_columns": 128, "group_rows": 16}),
-    ((64, 512), {"bits": (3,), "vector_dim": 1, "group_columns": 128, "group_rows": 32, "permuted": True}),
-    ((64, 512), {"bits": (4,), "vector_dim": 1, "group_columns": 256}),
-    ((64, 250), {"bits": (5,), "vector_dim": 4, "tile_words": 16}),
-    ((64, 250), {"bits": (7,), "vector_dim": 2, "tile_words": 16, "permuted": True, "outliers": 2}),
-]
-TRELLIS = [  # shape, bits, state_bits, tile_rows, code, row_scales
-    ((256, 512), 2, 16, 128, "mul1", False),
-    ((100, 600), 3, 12, 64, "mul1", True),
-    ((40, 33), 1, 9, 16, "1mad", False),
-    ((96, 1000), 4, 16, 48, "mul1", False),
-    ((16, 1030), 8, 16, 16, "mul1", True),
-    ((64, 31), 5, 13, 32, "1mad", False),
-]
-
-
-def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
-    tile = int_format.tile_words(bits, group, shape[1])
-    return stored.random_weight("int", int_format.Params(bits, group, symmetric, tile, dtype), shape)
-
-
-def codebook_weight(shape: tuple[int, int], settings: dict[str, Any]) -> PackedWeight:
-    per_row = -(-shape[1] // (settings["vector_dim"] if settings.get("axis", "in") == "in" else 1))
-    tile = codebook.tile_words(settings["bits"], per_row)
-    return stored.random_weight("codebook", codebook.Params(**{"tile_words": tile, **settings}), shape)
-
-
-def trellis_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
-    return stored.random_weight("trellis", trellis.Params(*params), shape)
-
-
-WEIGHTS = [
-    *(pytest.param(int_weight, case, id=f"int{case[1]}-{case[0]}-{case[2]}") for case in INT),
-    pytest.param(int_weight, (*INT[0], "bfloat16"), id="int4-bfloat16"),
-    *(pytest.param(codebook_weight, case, id=f"codebook-{i}") for i, case in enumerate(CODEBOOK)),
-    *(
-        pytest.param(
-            trellis_weight,
-            case,
-            id=f"trellis{case[1]}-{case[0]}",
-        )
-        for case in TRELLIS
-    ),
-]
-
-
-def kernel_of(weight: PackedWeight) -> dispatch.Kernel:
-    kernel = dispatch.supported("cpu", weight.format, weight.params, weight.shape)
-    if weight.format == "codebook" and "avx512vbmi" not in jit.features():
-        assert kernel is None
-        pytest.skip("no byte permutations on this processor")
-    assert kernel is not None
-    return kernel
 
 
 @pytest.mark.parametrize("make, case", WEIGHTS)
@@ -127,6 +56,50 @@ def test_a_row_does_not_depend_on_others(make: Any, case: Any, monkeypatch: pyte
     assert torch.equal(whole, torch.cat(apart))
 
 
+@pytest.mark.parametrize("make, case", WEIGHTS)
+def test_outputs_are_rounded_once(make: Any, case: Any) -> None:
+    """To bfloat16 and float16 as to float32, from the same activations; any shape in front; nothing past the end."""
+    weight = make(*case)
+    kernel: Any = kernel_of(weight)
+    product = kernel.bind(weight.tensors, weight.params, weight.shape)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = problems.random(5, weight.shape[1]).to(dtype)
+        expected = product(x.float()).to(dtype)
+        assert torch.equal(product(x), expected)
+        assert torch.equal(product(x[None, :3]), expected[None, :3])
+
+
+def test_layers_notice_that_tensors_changed() -> None:
+    """In place, replaced, or copied with the layer: what was prepared for the old ones is not used for the new."""
+    first, second = (int_weight((64, 256), 4, 64, False) for _ in range(2))
+    second = stored.random_weight("int", second.params, second.shape, seed=1)
+    layer, other = PackedLinear.from_packed(first), PackedLinear.from_packed(second)
+    x = problems.random(2, 256).bfloat16()
+    one, two = layer(x), other(x)
+    assert not torch.equal(one, two)
+    copied = copy.deepcopy(layer)
+    loaded = copy.deepcopy(copied)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(layer(x), two) and torch.equal(copied(x), one) and torch.equal(loaded(x), one)
+    copied.load_state_dict(other.state_dict())
+    assert torch.equal(copied(x), two) and torch.equal(loaded(x), one)
+    loaded.scales.data = other.scales.data * 2
+    assert not torch.equal(loaded(x), one)
+
+
+def test_indices_of_a_damaged_file_stay_inside() -> None:
+    """Orders and outlier columns that point nowhere are read as the last column."""
+    settings = {"bits": (4,), "vector_dim": 2, "tile_words": 16, "permuted": True, "outliers": 2}
+    weight = codebook_weight((32, 256), settings)
+    kernel: Any = kernel_of(weight)
+    x = problems.random(2, 256)
+    results = []
+    for wrong in (255, 32000):
+        weight.tensors["order"][7], weight.tensors["outlier_index"][0] = wrong, wrong
+        results.append(kernel.matmul(x, weight.tensors, weight.params, weight.shape))
+    assert torch.equal(*results)
+
+
 def test_extreme_activations() -> None:
     """Large next to small ones, zeros only, and values that are not finite, which must not pass unseen."""
     weight = int_weight((32, 256), 4, 64, False)
@@ -154,7 +127,8 @@ def test_other_codes_of_trellises_decode(code: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_layer_takes_the_kernel_for_few_rows(dtype: torch.dtype) -> None:
+def test_a_layer_takes_the_kernel_for_few_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_FLOAT16", rows.MOST)
     weight = int_weight((64, 256), 4, 64, False)
     layer = PackedLinear.from_packed(weight, torch.ones(64, dtype=dtype))
     kernel = kernel_of(weight)
@@ -215,7 +189,7 @@ def test_without_a_compiler_everything_decodes(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(layer(x), F.linear(x, layer.dequantize(torch.bfloat16)))
 
 
-@pytest.mark.parametrize("make, case", [WEIGHTS[0].values, WEIGHTS[11].values, WEIGHTS[-1].values])
+@pytest.mark.parametrize("make, case", [WEIGHTS[i].values for i in (0, 11, 25, 29)])
 def test_the_defaults_of_torch_do_not_matter(make: Any, case: Any) -> None:
     """Memory that compiled code writes is of the type and on the device that it expects."""
     weight = make(*case)

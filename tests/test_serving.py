@@ -13,6 +13,7 @@ import compress
 from compress import jit, pipeline
 from compress.kernels import dispatch
 from compress.kernels.cpu import rows
+from compress.kernels.cpu.product import Product
 from pico import save_pico
 from runs import GPTQ, Setup, job
 
@@ -25,9 +26,9 @@ SETUPS = {
     "int": GPTQ,
     "trellis": Setup("vq2bit", ("state_bits=8", "calibration.num_samples=8", "calibration.seq_len=32")),
 }
-PROMPT = torch.randint(1, 256, (2, 12), generator=torch.Generator().manual_seed(3))
+PROMPT = torch.randint(1, 256, (2, rows.MOST // 2), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(PROMPT)
-MASK[1, :5] = 0  # the second prompt is shorter: padded on the left
+MASK[1, :2] = 0  # the second prompt is shorter: padded on the left
 
 
 @pytest.fixture(scope="module", params=SETUPS)
@@ -50,14 +51,15 @@ def written(model: Any, **options: Any) -> torch.Tensor:
 def test_generate_with_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both caches, with left padding: the same tokens, from the kernels."""
     model, calls = load(checkpoint), []
-    monkeypatch.setattr(dispatch, "_decoded", lambda *args: pytest.fail("a weight was decoded"))
-    activations = rows.activations
-    monkeypatch.setattr(rows, "activations", lambda *args: calls.append(args) or activations(*args))
+    for name in ("_decoded", "_decoded_product"):
+        monkeypatch.setattr(dispatch, name, lambda *args: pytest.fail("a weight was decoded"))
+    run = Product.__call__
+    monkeypatch.setattr(Product, "__call__", lambda *args: calls.append(args) or run(*args))
     dynamic = written(model)
     assert len(calls) >= 6 * 14
-    assert dynamic.shape == (2, 18)
+    assert dynamic.shape == (2, PROMPT.shape[1] + 6)
     assert torch.equal(written(model, cache_implementation="static"), dynamic)
-    alone = model.generate(PROMPT[1:, 5:], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    alone = model.generate(PROMPT[1:, 2:], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(alone[0, -6:], dynamic[1, -6:])
 
 

@@ -59,7 +59,7 @@ def test_assembly_widens_every_byte(along_rows: bool) -> None:
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
-    assert codebook.supports(params, shape)
+    assert codebook.four_bytes(params) and codebook.supports(params, shape)
     tensors = stored(params, shape)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).half()
     wanted = x.double() @ codebook_format.decode(tensors, params, shape, torch.float64).T
@@ -80,9 +80,9 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(codebook.matmul(x, tensors, params, shape), first)  # the counters are 0 again
 
 
-def test_what_is_supported() -> None:
+def test_what_the_kernel_of_four_bytes_takes() -> None:
     shape = (4096, 4096)
-    assert codebook.supports(GPTVQ, shape) and codebook.supports(VPTQ, shape)
+    assert codebook.four_bytes(GPTVQ) and codebook.four_bytes(VPTQ)
     for other in (
         replace(GPTVQ, bits=(6,)),
         replace(GPTVQ, bits=(8, 8)),
@@ -96,7 +96,7 @@ def test_what_is_supported() -> None:
         replace(VPTQ, outlier_bits=8),
         Params((4,), 1, 128, svd_rank=3),
     ):
-        assert not codebook.supports(other, shape), other
+        assert not codebook.four_bytes(other) and codebook.supports(other, shape), other
 
 
 SIGNATURE = {

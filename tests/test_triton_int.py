@@ -106,7 +106,7 @@ def test_groups_that_words_cannot_follow_are_declined() -> None:
     assert kernel.supports(Params(4, -1, True, 16), (16, 240))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-7), (torch.float64, 2e-6)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-7)])
 def test_types_of_activations(dtype: torch.dtype, bound: float) -> None:
     shape = (32, 256)
     params, tensors = stored(4, 64, False, shape, "bfloat16")
@@ -114,17 +114,16 @@ def test_types_of_activations(dtype: torch.dtype, bound: float) -> None:
     assert_product(kernel.matmul(x, tensors, params, shape), x, tensors, params, shape, bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_large_and_small_activations(dtype: torch.dtype) -> None:
+def test_large_and_small_activations() -> None:
     shape = (16, 256)
     params, tensors = stored(8, 64, True, shape)
     sizes = torch.tensor([1e30, 1e6, 1.0, 1e-20, 0.0])
-    x = (activations(5, shape[1]) * sizes[:, None]).to(dtype)
+    x = (activations(5, shape[1]) * sizes[:, None]).bfloat16()
     found = kernel.matmul(x, tensors, params, shape)
     wanted = reference(x, tensors, params, shape)
     for row in range(4):
         error = (found[row] - wanted[row]).abs().max() / wanted[row].abs().max()
-        assert error < (2**-7 if dtype == torch.bfloat16 else 2**-10), row
+        assert error < 2**-7, row
     assert not found[4].any()
 
 
@@ -148,7 +147,7 @@ def test_parts_of_unequal_length(parts: int) -> None:
     plan = kernel.Plan(configs.Config(16, 32, 4, 3, 4), 8, parts)
     found = [torch.empty(3, shape[0], dtype=torch.float32) for _ in range(2)]
     for out in found:
-        kernel.launch(x.half(), tensors, params, out, None, plan)
+        kernel.launch(x.half(), tensors, params, out, plan)
     assert torch.equal(*found)
     assert_product(found[0], x, tensors, params, shape)
 

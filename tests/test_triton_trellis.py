@@ -35,7 +35,7 @@ def operands(params: Params, words: Tensor) -> Tensor:
     code = trellis.computed(params.code)
     for row in range(params.tile_rows):
         at = ((row + 1) * params.bits - 1) // 16
-        text = trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves)
+        text = trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves, False)
         both = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])
         made.append(torch.stack([sum(half.double() for half in ptx.halves(r)) for r in both], -1).flatten())
     return torch.stack(made)
@@ -125,8 +125,8 @@ COSTS = [
     (4, 16, "mul1", 16, "bf16", 90, 4096, 4.85),
     (2, 16, "3inst", 8, "fp16", 90, 4096, 4.1),
     (2, 12, "1mad", 8, "fp16", 90, 4096, 4.7),
-    (2, 16, "mul1", 8, "bf16", 90, 4100, 5.7),
-    (3, 16, "mul1", 16, "fp16", 100, 4100, 7.9),
+    (2, 16, "mul1", 8, "bf16", 90, 4100, 6.0),
+    (3, 16, "mul1", 16, "fp16", 100, 4100, 8.6),
 ]
 
 
@@ -145,4 +145,4 @@ def test_machine_code() -> None:
         assert built.spills == 0, cost
         assert built.loop_count / weights < cost[-1], (cost, built.loop_count / weights)
         assert built.loop["HMMA"] > 0, cost
-        assert cost[-2] % 16 or "STS" not in built.loop, cost
+        assert cost[-2] % 16 or built.loop.get("STS", 0) <= 2, cost  # activations that are scaled, never weights

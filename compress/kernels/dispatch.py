@@ -6,7 +6,10 @@ The table is the files: `compress/kernels/<folder of the device>/<format>.py` wi
 - `most_rows(params, shape, dtype) -> int`: rows of activations up to which it beats decoding the weight and F.linear;
 - `matmul(x, tensors, params, shape) -> Tensor`: x [rows, in] of a type in TYPES, contiguous, and the stored tensors as
   they lie on disk -> [rows, out], of the type of x or float32;
-- optional `decode(tensors, params, shape, dtype) -> Tensor`: a faster way to what the format's own decoder gives.
+- optional `bind(tensors, params, shape) -> Bound`: `matmul` for tensors that stay where they are, prepared once;
+- optional `decode(tensors, params, shape, dtype) -> Tensor`: a faster way to what the format's own decoder gives, or
+- optional `decoder(tensors, params, shape, dtype) -> Decoder`, which writes some of the rows of that at a time, and
+  `arranged(x, tensors, params) -> Tensor` beside it, if it writes columns in an order of its own: x in this order.
 
 Where there is none, or more rows, or a gradient to pass back, the weight is decoded: always possible and always right.
 (Traced by torch.compile, a product that passes a gradient back still takes the kernel: the operator cannot tell.)
@@ -18,7 +21,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, cast
@@ -33,9 +36,13 @@ from compress.types import Ops, PackedWeight
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
+PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is still in the cache of a CPU
+PANEL_ROWS = 16
 TYPES = (torch.bfloat16, torch.float16)  # kernels round activations more than a float32 user would expect
 
 Shape = tuple[int, int]
+Bound = Callable[[Tensor], Tensor]  # x [..., in] of a type in TYPES, contiguous -> [..., out] of the same type
+Decoder = Callable[[Tensor, int], None]  # (out [n, in], contiguous; first of the n rows, a multiple of PANEL_ROWS)
 
 
 class Kernel(Protocol):
@@ -95,9 +102,64 @@ def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, 
     kernel = find(format, params, shape, x) if all(_readable(t, x) for t in tensors.values()) else None
     with _on(x.device):
         if kernel is None or not suits(kernel, params, shape, x):
-            return F.linear(x, _decoded(kernel, tensors, format, params, shape, x.dtype))
+            return _decoded_product(kernel, x, tensors, format, params, shape)
         y = kernel.matmul(x.reshape(-1, shape[1]).contiguous(), tensors, params, shape)
     return y.to(x.dtype).view(*x.shape[:-1], shape[0])
+
+
+def _decoded_product(
+    kernel: Any, x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape
+) -> Tensor:
+    """F.linear with the decoded weight; without a gradient to pass back some rows of the weight at a time."""
+    decoder = getattr(kernel, "decoder", None)
+    if decoder is None or x.shape[-1] != shape[1] or (x.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, _decoded(kernel, tensors, format, params, shape, x.dtype))
+    write: Decoder = decoder(tensors, params, shape, x.dtype)
+    x = kernel.arranged(x, tensors, params) if hasattr(kernel, "arranged") else x
+    count = -(-shape[0] * shape[1] * x.element_size() // PANEL)
+    rows = -(-shape[0] // (count * PANEL_ROWS)) * PANEL_ROWS  # panels have the same size, but the last one
+    y = x.new_empty(*x.shape[:-1], shape[0])
+    panel = x.new_empty(rows, shape[1])
+    for first in range(0, shape[0], rows):
+        part = panel[: shape[0] - first]
+        write(part, first)
+        y[..., first : first + rows] = F.linear(x, part)
+    return y
+
+
+class Prepared:
+    """A stored weight that is multiplied many times: its kernel is looked up, and told where its tensors are, once."""
+
+    def __init__(self, format: str, params: Any, shape: Shape) -> None:
+        self.format, self.params, self.shape = format, params, shape
+        self._names = list(formats.specs(format, params, shape))
+        self._places: list[int] = []  # addresses of the tensors that were prepared
+        self._bound: Bound | None = None
+        self._most: dict[torch.dtype, int] = {}  # rows of activations
+
+    def __reduce__(self) -> Any:
+        return Prepared, (self.format, self.params, self.shape)  # addresses do not go into copies
+
+    def product(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+        """As the function `product`, of the tensors of a layer by name; None if that has to be called."""
+        if not x.is_cpu:
+            return None
+        stored = [tensors[name] for name in self._names]
+        places = [t.data_ptr() if t is not None and t.is_contiguous() else 0 for t in stored]
+        if places != self._places:
+            self._prepare(x, tensors, places)
+        bound, most = self._bound, self._most.get(x.dtype, 0)
+        if bound is None or x.shape[-1] != self.shape[1] or not 0 < x.numel() // self.shape[1] <= most:
+            return None
+        return None if x.requires_grad and torch.is_grad_enabled() else bound(x.contiguous())
+
+    def _prepare(self, x: Tensor, tensors: Mapping[str, Tensor | None], places: list[int]) -> None:
+        kernel: Any = supported(x.device.type, self.format, self.params, self.shape)
+        stored = {name: tensors[name] for name in self._names}
+        able = hasattr(kernel, "bind") and all(t is not None and _readable(t, x) for t in stored.values())
+        self._bound = kernel.bind(stored, self.params, self.shape) if able else None
+        self._most = {dtype: kernel.most_rows(self.params, self.shape, dtype) for dtype in TYPES} if able else {}
+        self._places = places
 
 
 def _readable(stored: Tensor, x: Tensor) -> bool:

@@ -18,8 +18,9 @@ from torch import Tensor
 from compress import jit
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
-from compress.kernels.cpu import rows
+from compress.kernels.cpu import codebook_decode, decoding, rows
 from compress.kernels.cpu.planar import Planar, lanes
+from compress.kernels.cpu.product import Layout, Product
 from compress.kernels.cpu.rows import LANES
 from compress.packing import plane_fields, plane_widths
 
@@ -49,55 +50,112 @@ def span_codes(params: Params) -> int:
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.MOST
+    return rows.most_rows(dtype, rows.MOST_OF_CODEBOOKS)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] of any floating type times the stored weight [out, in] -> float32 [rows, out]."""
-    code_rows, code_columns = codebook_format.padded_shape(params, shape)
-    span, spans = span_codes(params), code_columns // span_codes(params)
-    inputs = _inputs(x, tensors, params, code_columns)
-    out = torch.empty(x.shape[0], code_rows * params.height, dtype=torch.float32, device="cpu")
-    groups = codebook_format.groups(params, shape)
-    words = [tensors[f"words{width}"].data_ptr() for width in plane_widths(params.bits[0])]
-    books = [tensors["codebook"].data_ptr(), tensors["codebook_scales"].data_ptr()]
-    columns = code_columns if params.group_columns == -1 else params.group_columns // params.width
-    per_group = code_rows if params.group_rows == -1 else params.group_rows // params.height
+    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
+    return bind(tensors, params, shape)(x)
 
-    def product(tokens: int, given: list[int]) -> None:
-        single = groups[0] == 1
-        kernel = _compiled(params.bits[0], params.vector_dim, params.axis, params.tile_words, span, single, tokens)
+
+def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
+    """`matmul`, as long as these tensors stay where they are."""
+    code_rows, code_columns = codebook_format.padded_shape(params, shape)
+    span, groups = span_codes(params), codebook_format.groups(params, shape)
+    width, padded = params.width, code_rows * params.height
+    words = [tensors[f"words{bits}"] for bits in plane_widths(params.bits[0])]
+    stored = [t.data_ptr() for t in (*words, tensors["codebook"], tensors["codebook_scales"])]
+    columns = code_columns if params.group_columns == -1 else params.group_columns // width
+    per_group = code_rows if params.group_rows == -1 else params.group_rows // params.height
+    space = ROW_MULTIPLE * LANES
+    layout = Layout(shape[1], shape[0], code_columns * width, padded, span * width, lanes(params.tile_words), space)
+    sizes = (code_columns // span, code_rows, columns, per_group, *groups)
+    settings = (params.bits[0], params.vector_dim, params.axis, params.tile_words, span, groups[0] == 1)
+    product = _Product(layout, stored, sizes, lambda tokens: _compiled(*settings, tokens))
+    product.params, product.tensors = params, tensors
+    product.gathers = params.permuted or width > 1
+    return product
+
+
+class _Product(Product):
+    """With vectors along the input, an order of columns, and outliers."""
+
+    params: Params
+    tensors: Mapping[str, Tensor]
+
+    def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
+        order = self.tensors["order"] if self.params.permuted else None
+        layout, bits = self.layout, 8 * order.element_size() if order is not None else 0
+        kernel = _compiled_gather(dtype.itemsize, self.params.width, bits)
+        address = source if order is None else order.data_ptr()
+        kernel(source, address, target, tokens, layout.inputs, layout.spans, layout.span // self.params.width)
+
+    def add(self, source: int, sums: int, tokens: int, dtype: torch.dtype) -> None:
+        if not self.params.outliers:
+            return
+        kernel, layout, count = _compiled_outliers(self.params.outlier_bits, dtype), self.layout, self.params.outliers
+        names = ("outliers", "outlier_scale", "outlier_index")
+        stored = [self.tensors[name].data_ptr() for name in names]
 
         def work(first: int, last: int) -> None:
-            space = torch.empty(tokens * ROW_MULTIPLE * LANES, dtype=torch.float32, device="cpu")
-            sizes = (first, last, spans, code_rows, columns, per_group, groups[0], groups[1])
-            kernel(*words, *books, *given, space.data_ptr(), *sizes)
+            kernel(*stored, source, sums, first, last, count, layout.rows, tokens, layout.inputs)
 
-        blocks = code_rows * params.height // ROW_MULTIPLE
-        jit.parallel(work, blocks, rows.blocks_of_a_thread(shape[1], tokens))
-
-    rows.by_tokens(inputs, inputs.shape[1], span * params.width, lanes(params.tile_words), out, product)
-    if params.outliers:
-        _add_outliers(out, x, tensors, params)
-    return out[:, : shape[0]]
+        jit.parallel(work, layout.rows // ROW_MULTIPLE, -(-rows.THREAD // (ROW_MULTIPLE * count * tokens)))
 
 
-def _inputs(x: Tensor, tensors: Mapping[str, Tensor], params: Params, code_columns: int) -> Tensor:
-    """Activations in the order in which the kernel meets them: span, dimension, code."""
-    if params.permuted:
-        x = x.index_select(1, tensors["order"].int())
-    x = torch.nn.functional.pad(x, (0, code_columns * params.width - x.shape[1]))
-    if params.width == 1:
+decoder = codebook_decode.decoder
+
+
+def arranged(x: Tensor, tensors: Mapping[str, Tensor], params: Params) -> Tensor:
+    """x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
+    if not params.permuted:
         return x
-    return x.view(x.shape[0], -1, span_codes(params), params.width).transpose(2, 3).reshape(x.shape)
+    x, order = x.contiguous(), tensors["order"]
+    out, inputs = torch.empty_like(x), x.shape[-1]
+    kernel = _compiled_gather(x.element_size(), 1, 8 * order.element_size())
+
+    def work(first: int, last: int) -> None:
+        skip = first * inputs * x.element_size()
+        kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
+
+    jit.parallel(work, x.numel() // inputs, -(-decoding.THREAD // inputs))
+    return out
+
+
+@cache
+def _compiled_gather(*settings: int) -> Any:
+    return jit.compiled(_Gather(*settings))
+
+
+class _Gather(rows.Emitter):
+    """void gather(x, order, out, rows, inputs, spans, codes of a span): activations in the order in which the kernel
+    meets them: span, dimension, code; 0 past the last."""
+
+    def __init__(self, size: int, width: int, order_bits: int) -> None:
+        super().__init__("gather", 3, 4)
+        x, order, out = self.pointers
+        count, inputs, spans, codes = self.integers
+        b, kind = self.b, self.ir.IntType(8 * size)
+        span = b.mul(codes, self.i64(width))
+        with self.loop(count) as row, self.loop(spans) as u, self.loop(self.i64(width)) as p, self.loop(codes) as i:
+            first = b.mul(u, span)
+            stored = b.add(first, b.add(b.mul(i, self.i64(width)), p))
+            column = self.clamped(stored, inputs)
+            if order_bits:
+                column = self.clamped(self.load(order, column, self.ir.IntType(order_bits)), inputs)
+            value = self.load(x, b.add(b.mul(row, inputs), column), kind)
+            value = b.select(b.icmp_signed("<", stored, inputs), value, kind(0))
+            line = b.mul(row, b.mul(spans, span))
+            self.store(value, out, b.add(b.add(line, first), b.add(b.mul(p, codes), i)))
+        b.ret_void()
 
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return jit.compiled(_Product(*settings))
+    return jit.compiled(_Sums(*settings))
 
 
-class _Product(rows.Emitter):
+class _Sums(rows.Emitter):
     """void product(words..., codebook, codebook_scales, x16, x_scales, x_sums, out, space, first, last, spans, code
     rows, codes of a column group, code rows of a row group, column groups, row groups)."""
 
@@ -241,41 +299,34 @@ class _Product(rows.Emitter):
                 self.store(self.total(vector), self.out, b.add(line, b.add(first, row)))
 
 
-def _add_outliers(out: Tensor, x: Tensor, tensors: Mapping[str, Tensor], params: Params) -> None:
-    """The integer parts of whole columns, added to out [rows, padded out]."""
-    chosen = x.index_select(1, tensors["outlier_index"]).float() * tensors["outlier_scale"].float()
-    kernel, codes = _compiled_outliers(params.outlier_bits), tensors["outliers"].data_ptr()
-    count, size = chosen.shape[1], out.shape[1]
-
-    def work(first: int, last: int) -> None:
-        kernel(codes, chosen.data_ptr(), out.data_ptr(), first, last, count, size, len(out))
-
-    jit.parallel(work, size // ROW_MULTIPLE, rows.blocks_of_a_thread(count, len(out)))
-
-
 @cache
-def _compiled_outliers(bits: int) -> Any:
-    return jit.compiled(_Outliers(bits))
+def _compiled_outliers(bits: int, dtype: torch.dtype) -> Any:
+    return jit.compiled(_Outliers(bits, dtype))
 
 
 class _Outliers(rows.Emitter):
-    """void outliers(codes, x, out, first, last, count, rows of the weight, rows of activations)."""
+    """void outliers(codes, scales, index, x, sums, first, last, count, rows of the weight, rows of activations, inputs)
 
-    def __init__(self, bits: int) -> None:
-        super().__init__("outliers", 3, 5)
-        codes, x, out = self.pointers
-        first, last, count, rows_of_weight, tokens = self.integers
+    adds the integer parts of whole columns to the sums [rows of activations, rows of the weight].
+    """
+
+    def __init__(self, bits: int, dtype: torch.dtype) -> None:
+        super().__init__("outliers", 5, 6)
+        codes, scales, index, x, sums = self.pointers
+        first, last, count, rows_of_weight, tokens, inputs = self.integers
         b = self.b
         held = self.variable(self.vector(self.float, LANES))
         centre = self.floats(2 ** (bits - 1))
         with self.loop(last, first) as block, self.loop(tokens) as m:
             start = b.mul(block, self.i64(ROW_MULTIPLE))
             place = b.add(b.mul(rows_of_weight, m), start)
-            b.store(self.load(out, place, self.float, LANES), held)
+            b.store(self.load(sums, place, self.float, LANES), held)
             with self.loop(count) as c:
                 stream = b.udiv(b.mul(b.add(b.mul(rows_of_weight, c), start), self.i64(bits)), self.i64(8))
                 integers = self.bit_fields(codes, stream, bits)
-                value = self.splat(self.load(x, b.add(b.mul(m, count), c), self.float), LANES)
+                column = self.clamped(self.load(index, c, self.word), inputs)
+                value = self.load_floats(x, b.add(b.mul(m, inputs), column), dtype)
+                value = self.splat(b.fmul(value, self.load_floats(scales, c, torch.float16)), LANES)
                 b.store(b.fadd(b.load(held), b.fmul(b.fsub(integers, centre), value)), held)
-            self.store(b.load(held), out, place)
+            self.store(b.load(held), sums, place)
         b.ret_void()

@@ -9,9 +9,9 @@ multiplied with those of the activations once, and the zero points are taken off
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import product
+from itertools import product as pairs
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor
 from compress import jit
 from compress.formats import int as int_format
 from compress.formats.int import PLANES, Params
-from compress.kernels.cpu import rows
+from compress.kernels.cpu import decoding, rows
 from compress.kernels.cpu.planar import Planar, lanes
+from compress.kernels.cpu.product import Layout, Product
 from compress.kernels.cpu.rows import LANES
 from compress.packing import FIELDS
 
+SHORTS = 32  # int16 of a register of 512 bits
 ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
 TOGETHER = {1: 1, 2: 4, 4: 4}  # rows that share a load of activations, by the number of tokens
 
@@ -47,37 +49,30 @@ def supports(params: Params, shape: tuple[int, int]) -> bool:
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.MOST
+    return rows.most_rows(dtype)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] of any floating type times the stored weight [out, in] -> float32 [rows, out]."""
+    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
+    return bind(tensors, params, shape)(x)
+
+
+def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
+    """`matmul`, as long as these tensors stay where they are."""
     padded_rows, columns = int_format.padded_shape(params, shape)
     span = span_blocks(params) * params.tile_words
-    out = torch.empty(x.shape[0], padded_rows, dtype=torch.float32, device="cpu")
-    group = columns if params.group_size == -1 else params.group_size
-    zeros = tensors["scales" if params.symmetric else "zeros"]
-    stored = [t.data_ptr() for t in (*(tensors[f"words{w}"] for w in PLANES[params.bits]), tensors["scales"], zeros)]
-
-    def some(tokens: int, given: list[int]) -> None:
-        kernel = _compiled(params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tokens)
-
-        def work(first: int, last: int) -> None:
-            space = torch.empty(tokens * (columns // span) * ROWS, dtype=torch.float32, device="cpu")
-            kernel(*stored, *given, space.data_ptr(), first, last, columns // span, padded_rows, group)
-
-        jit.parallel(work, padded_rows // ROWS, rows.blocks_of_a_thread(columns, tokens))
-
-    rows.by_tokens(x, columns, span, lanes(params.tile_words), out, some)
-    return out[:, : shape[0]]
+    layout = Layout(shape[1], shape[0], columns, padded_rows, span, lanes(params.tile_words), columns // span * ROWS)
+    settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype)
+    sizes = (columns // span, padded_rows, columns if params.group_size == -1 else params.group_size)
+    return Product(layout, _addresses(tensors, params), sizes, lambda tokens: _compiled(*settings, tokens))
 
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return jit.compiled(_Product(*settings))
+    return jit.compiled(_Sums(*settings))
 
 
-class _Product(rows.Emitter):
+class _Sums(rows.Emitter):
     """void product(words..., scales, zeros, x16, x_scales, x_sums, out, space, first, last, spans, rows, group)."""
 
     def __init__(self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, tokens: int) -> None:
@@ -147,7 +142,7 @@ class _Product(rows.Emitter):
             per_tile = self.fields * self.tile_words // self.span
             for part in range(per_tile):
                 self._span(tile, b.add(start, row), part, b.add(b.mul(tile, self.i64(per_tile)), self.i64(part)), row)
-        for r, m in product(range(self.together), range(self.tokens)):
+        for r, m in pairs(range(self.together), range(self.tokens)):
             line = b.add(self._line(m, start), self.i64(r))
             self.store(self.total(b.load(self.sums[r][m])), self.out, b.add(line, row))
 
@@ -155,7 +150,7 @@ class _Product(rows.Emitter):
         b, blocks = self.b, self.span // self.tile_words
         column = b.mul(tile, self.i64(self.fields * self.tile_words))
         zeros = self.constant(self.word, self.lanes // 2, 0)
-        totals = {place: zeros for place in product(range(self.together), range(self.tokens))}
+        totals = {place: zeros for place in pairs(range(self.together), range(self.tokens))}
         for block in range(part * blocks, (part + 1) * blocks):
             for first in range(0, self.tile_words, self.lanes):
                 place = b.add(column, self.i64(block * self.tile_words + first))
@@ -184,3 +179,102 @@ class _Product(rows.Emitter):
     def _line(self, m: int, start: Any) -> Any:
         """Where the outputs of a token and sixteen rows are."""
         return self.b.add(self.b.mul(self.rows, self.i64(m)), start)
+
+
+def decoder(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
+) -> decoding.Decoder:
+    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
+    padded_rows, columns = int_format.padded_shape(params, shape)
+    span = span_blocks(params) * params.tile_words
+    kernel = _compiled_decode(params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, dtype)
+    group = columns if params.group_size == -1 else params.group_size
+    stored = _addresses(tensors, params)
+
+    def write(first: int, last: int, out: int, start: int) -> None:
+        kernel(*stored, out, first, last, start, shape[1], columns, padded_rows, group)
+
+    return decoding.in_rows(write, shape[1])
+
+
+def _addresses(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
+    zeros = tensors["scales" if params.symmetric else "zeros"]
+    return [t.data_ptr() for t in (*(tensors[f"words{w}"] for w in PLANES[params.bits]), tensors["scales"], zeros)]
+
+
+@cache
+def _compiled_decode(*settings: Any) -> Any:
+    return jit.compiled(_Decode(*settings))
+
+
+class _Decode(decoding.Writer):
+    """void decode(words..., scales, zeros, out, first, last, start, in features, columns, rows, group): rows of the
+    weight from first to last, the row `start` at the beginning of out."""
+
+    def __init__(
+        self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__("decode", len(PLANES[bits]) + 3, 7, dtype)
+        self.bits, self.tile_words, self.span, self.symmetric = bits, tile_words, span, symmetric
+        self.scale_dtype = scale_dtype
+        planes, (self.scales, self.zeros, self.out) = self.pointers[:-3], self.pointers[-3:]
+        first, last, self.start, self.features, columns, self.rows, self.group = self.integers
+        fields = max(FIELDS[w] for w in PLANES[bits])
+        self.columns = fields * tile_words  # of a tile
+        self.planar = Planar(self, planes, PLANES[bits], tile_words, self.b.udiv(columns, self.i64(self.columns)))
+        whole = self.b.udiv(self.features, self.i64(self.columns))
+        with self.loop(last, first) as row:
+            with self.loop(whole) as tile:
+                self._tile(row, tile, ragged=False)
+            with self.b.if_then(self.b.icmp_signed("<", self.b.mul(whole, self.i64(self.columns)), self.features)):
+                self._tile(row, whole, ragged=True)
+        self.b.ret_void()
+
+    def _tile(self, row: Any, tile: Any, ragged: bool) -> None:
+        b, lanes = self.b, self.planar.lanes
+        first = b.mul(tile, self.i64(self.columns))
+        line = b.mul(b.sub(row, self.start), self.features)
+        values: Callable[[Any], Any] = self.rounded
+        for position in range(0, self.columns, lanes):
+            column = b.add(first, self.i64(position))
+            if position % self.span == 0:
+                values = self._values(row, column)
+            found = values(self.planar.codes(tile, row, *divmod(position, self.tile_words)))
+            if ragged:
+                self.store_some(found, self.out, b.add(line, column), b.sub(self.features, column))
+            else:
+                self.store(found, self.out, b.add(line, column))
+
+    def _values(self, row: Any, column: Any) -> Callable[[Any], Any]:
+        """What takes vectors of codes in the group of this column to rounded weights.
+
+        Where 2 to 5 bits meet registers of 512, that is a table in one: half of the time.
+        """
+        lanes = self.planar.lanes
+        scale, zero = (self.splat(each, lanes) for each in self._scale_and_zero(row, column))
+
+        def computed(codes: Any) -> Any:
+            values = self.b.uitofp(codes, self.vector(self.float, lanes))
+            return self.rounded(self.b.fmul(self.b.fsub(values, zero), scale))
+
+        shorts = self.vector(self.short, lanes)
+        if self.dtype == torch.float32 or 2**self.bits > lanes or lanes != SHORTS or "avx512bw" not in jit.features():
+            return computed
+        table = computed(self.ir.Constant(shorts, [code % 2**self.bits for code in range(lanes)]))
+        kind, words = table.type, self.b.bitcast(table, shorts)
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return lambda codes: self.b.bitcast(self.intrinsic(name, shorts, words, codes), kind)
+
+    def _scale_and_zero(self, row: Any, column: Any) -> tuple[Any, Any]:
+        b = self.b
+        group = b.udiv(column, self.group)
+        cell = b.add(b.mul(group, self.rows), row)
+        if self.scale_dtype == "float16":
+            scale = b.fpext(self.load(self.scales, cell, self.half), self.float)
+        else:
+            scale = b.bitcast(
+                b.shl(b.zext(self.load(self.scales, cell, self.short), self.word), self.word(16)), self.float
+            )
+        if self.symmetric:
+            return scale, self.float(2.0 ** (self.bits - 1))
+        return scale, b.uitofp(self.bit_field(self.zeros, cell, self.bits), self.float)

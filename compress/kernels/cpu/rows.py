@@ -8,26 +8,38 @@ approximated but the activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress import jit
 
+_INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
 LANES = 16  # of float32 or int32; vectors of int16 have twice as many
-TOKENS = (1, 2, 4)  # rows of activations that a compiled product takes at once
+TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
 LARGEST = 32767.0
-MOST = 32  # rows of activations
-SMALL = 1 << 19  # weights, up to which a weight that is decoded once stays in the processor's cache
+# Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
+# codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
+MOST = 12
+MOST_OF_CODEBOOKS = 24
+MOST_FLOAT16 = 1024
+SMALL = 1 << 14  # weights, up to which a weight that is decoded once stays in the processor's cache
 THREAD = 1 << 21  # products of a weight and an activation that are worth waking a thread
 
 
 def worthwhile(shape: tuple[int, int]) -> bool:
     """Whether code can be compiled here and a weight is so large that reading less of it saves time."""
     return shape[0] * shape[1] > SMALL and jit.available()
+
+
+def float32(value: float) -> float:
+    """The nearest float32, which a constant of this type has to be."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
+
+
+def most_rows(dtype: torch.dtype, bfloat16: int = MOST) -> int:
+    slow = dtype == torch.float16 and "avx512fp16" not in jit.features()
+    return MOST_FLOAT16 if slow else bfloat16
 
 
 class Emitter(jit.Emitter):
@@ -49,6 +61,16 @@ class Emitter(jit.Emitter):
             vector = self.b.fadd(low, self.shuffled(vector, vector, list(range(lanes, 2 * lanes))))
         return self.b.extract_element(vector, self.word(0))
 
+    def scaled_sums(self, scales: Any, sums: Any, m: int, spans: Any) -> Any:
+        """The sum over all spans of scale times sum of the activations of row m."""
+        b, total = self.b, self.variable(self.float)
+        b.store(self.float(0.0), total)
+        with self.loop(spans) as u:
+            cell = b.add(b.mul(spans, self.i64(m)), u)
+            product = b.fmul(self.load(scales, cell, self.float), self.load(sums, cell, self.float))
+            b.store(b.fadd(b.load(total), product), total)
+        return b.load(total)
+
     def byte_pairs(self, words: Any) -> Any:
         """int32 vector -> the sums of its first and second two unsigned bytes, as int16 vector of twice the length."""
         b, lanes = self.b, words.type.count
@@ -60,17 +82,64 @@ class Emitter(jit.Emitter):
         high = b.and_(b.lshr(words, self.constant(self.word, lanes, 8)), low)
         return b.bitcast(b.add(b.and_(words, low), high), shorts)
 
+    def load_floats(self, pointer: Any, offset: Any, dtype: torch.dtype, lanes: int = 0, count: Any = None) -> Any:
+        """The element, or `lanes` of them, of this type as float32; with `count` only so many, 0 for the others."""
+        kind = {torch.float32: self.float, torch.float16: self.half, torch.bfloat16: self.short}[dtype]
+        if count is None:
+            value = self.load(pointer, offset, kind, lanes)
+        else:
+            value = self.load_some(pointer, offset, kind, lanes, count)
+        if dtype == torch.float32:
+            return value
+        if dtype == torch.float16:
+            return self.b.fpext(value, self.vector(self.float, lanes) if lanes else self.float)
+        word, sixteen = (
+            (self.vector(self.word, lanes), self.constant(self.word, lanes, 16))
+            if lanes
+            else (self.word, self.word(16))
+        )
+        high = self.b.shl(self.b.zext(value, word), sixteen)
+        return self.b.bitcast(high, self.vector(self.float, lanes) if lanes else self.float)
+
     def load_some(self, pointer: Any, offset: Any, kind: Any, lanes: int, count: Any) -> Any:
         """The first `count` of `lanes` elements, 0 for the others, whose memory is not touched."""
         b, vector = self.b, self.vector(kind, lanes)
         places = self.ir.Constant(self.vector(self.word, lanes), list(range(lanes)))
         mask = b.icmp_signed("<", places, self.splat(b.trunc(count, self.word), lanes))
         zeros = self.constant(kind, lanes, 0)
-        name = f"llvm.masked.load.v{lanes}{kind}.p0"
+        name = f"llvm.masked.load.v{lanes}{_INTRINSIC.get(str(kind), str(kind))}.p0"
         here = self.at(pointer, offset, kind)
         if jit.llvm_version() < (22, 0):
             return self.intrinsic(name, vector, here, self.word(1), mask, zeros)
         return self.intrinsic(name, vector, here, mask, zeros)
+
+    def store_some(self, value: Any, pointer: Any, offset: Any, count: Any) -> None:
+        """Store the first `count` elements of a vector, none if it is negative; memory of the others is not touched."""
+        b, kind, lanes = self.b, value.type.element, value.type.count
+        places = self.ir.Constant(self.vector(self.index, lanes), list(range(lanes)))
+        mask = b.icmp_signed("<", places, self.splat(count, lanes))
+        name = f"llvm.masked.store.v{lanes}{_INTRINSIC.get(str(kind), str(kind))}.p0"
+        here = self.at(pointer, offset, kind)
+        if jit.llvm_version() < (22, 0):
+            self.intrinsic(name, self.ir.VoidType(), value, here, self.word(1), mask)
+        else:
+            self.intrinsic(name, self.ir.VoidType(), value, here, mask)
+
+    def clamped(self, index: Any, size: Any) -> Any:
+        """A stored index, unsigned, as an offset below size: a damaged file leads nowhere out of a tensor."""
+        b, last = self.b, self.b.sub(size, self.i64(1))
+        wide = index if index.type == self.index else b.zext(index, self.index)
+        return b.select(b.icmp_unsigned("<", wide, last), wide, last)
+
+    def bit_field(self, stream: Any, index: Any, bits: int) -> Any:
+        """The field `index` of 1 to 8 bits of a little-endian bit stream, as int32."""
+        b = self.b
+        first = b.mul(index, self.i64(bits))
+        ends = [b.lshr(place, self.i64(3)) for place in (first, b.add(first, self.i64(bits - 1)))]
+        low, high = (b.zext(self.load(stream, end, self.byte), self.word) for end in ends)
+        both = b.or_(low, b.shl(high, self.word(8)))  # twice the same byte: the second is not reached
+        shift = b.trunc(b.and_(first, self.i64(7)), self.word)
+        return b.and_(b.lshr(both, shift), self.word(2**bits - 1))
 
     def bit_fields(self, stream: Any, offset: Any, bits: int) -> Any:
         """Sixteen fields of 2 to 8 bits of a little-endian bit stream, from a whole byte on, as floats."""
@@ -100,87 +169,3 @@ class Emitter(jit.Emitter):
 
     def floats(self, value: float) -> Any:
         return self.constant(self.float, LANES, value)
-
-
-class _Activations(Emitter):
-    """void activations(x, x16, scales, sums, rows, spans, span, lanes): float32 rows of spans * span columns."""
-
-    def __init__(self) -> None:
-        super().__init__("activations", 4, 4)
-        self.x, self.x16, self.scales, self.sums = self.pointers
-        self.rows, spans, span, self.lanes = self.integers
-        self.vectors = self.b.udiv(span, self.i64(LANES))
-        self.kind = self.vector(self.float, LANES)
-        self.largest, self.sum = self.variable(self.kind), self.variable(self.vector(self.word, LANES))
-        with self.loop(self.rows) as row, self.loop(spans) as u:
-            index = self.b.add(self.b.mul(row, spans), u)
-            self._span(row, index, self.b.mul(u, span), self.b.mul(index, span))
-        self.b.ret_void()
-
-    def _span(self, row: Any, index: Any, column: Any, start: Any) -> None:
-        b = self.b
-        b.store(self.floats(0.0), self.largest)
-        with self.loop(self.vectors) as i:
-            values = self._values(start, i)
-            size = self.intrinsic(f"llvm.fabs.v{LANES}f32", self.kind, values)
-            largest = self.intrinsic(f"llvm.maximum.v{LANES}f32", self.kind, b.load(self.largest), size)  # NaN stays
-            b.store(largest, self.largest)
-        largest = self.intrinsic(f"llvm.vector.reduce.fmaximum.v{LANES}f32", self.float, b.load(self.largest))
-        usable = b.fcmp_ordered("<", largest, self.float(float("inf")))
-        scale = b.select(usable, b.fmul(largest, self.float(1 / LARGEST)), self.float(float("nan")))
-        positive = b.fcmp_ordered(">", scale, self.float(2.0**-126))  # smaller ones have no reciprocal
-        factor = self.splat(b.select(positive, b.fdiv(self.float(1.0), scale), self.float(0.0)), LANES)
-        b.store(self.constant(self.word, LANES, 0), self.sum)
-        with self.loop(self.vectors) as i:
-            rounded = self.intrinsic(f"llvm.rint.v{LANES}f32", self.kind, b.fmul(self._values(start, i), factor))
-            words = self.vector(self.word, LANES)
-            integers = self.intrinsic(f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32", words, rounded)  # 0 for NaN
-            b.store(b.add(b.load(self.sum), integers), self.sum)
-            place = b.add(column, b.mul(i, self.i64(LANES)))
-            inside = b.urem(place, self.lanes)
-            vector = b.add(b.mul(b.sub(place, inside), self.rows), b.mul(row, self.lanes))
-            self.store(b.trunc(integers, self.vector(self.short, LANES)), self.x16, b.add(vector, inside))
-        self.store(scale, self.scales, index)
-        self.store(self.total(b.sitofp(b.load(self.sum), self.kind)), self.sums, index)
-
-    def _values(self, start: Any, i: Any) -> Any:
-        return self.load(self.x, self.b.add(start, self.b.mul(i, self.i64(LANES))), self.float, LANES)
-
-
-def blocks_of_a_thread(columns: int, tokens: int) -> int:
-    """Blocks of sixteen rows that are worth waking a thread."""
-    return -(-THREAD // (LANES * columns * tokens))
-
-
-@cache
-def _compiled_activations() -> Callable[..., None]:
-    return jit.compiled(_Activations())
-
-
-def by_tokens(
-    x: Tensor, columns: int, span: int, lanes: int, out: Tensor, product: Callable[[int, list[int]], None]
-) -> None:
-    """product(tokens, addresses of x16, scales, sums, out) for some rows of x and out at a time.
-
-    x, columns, span and lanes as in `activations`; out [rows, out features] float32.
-    """
-    first = 0
-    while first < len(x):
-        tokens = max(t for t in TOKENS if t <= len(x) - first)
-        given = (*activations(x[first : first + tokens], columns, span, lanes), out[first:])
-        product(tokens, [t.data_ptr() for t in given])
-        first += tokens
-
-
-def activations(x: Tensor, columns: int, span: int, lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, in] -> int16 [columns / lanes, rows, lanes], scales and sums of integers float32 [rows, columns / span].
-
-    Vectors of the same columns lie beside each other, because a kernel reads them together. columns is a multiple of
-    span and lanes, both of LANES; columns past those of x are 0. A span with a value that is not finite has scale NaN.
-    """
-    x = torch.nn.functional.pad(x.float(), (0, columns - x.shape[1])).contiguous()
-    rows, spans = x.shape[0], columns // span
-    integers = torch.empty(rows * columns, dtype=torch.int16, device="cpu")  # the defaults may be others
-    scales, sums = (torch.empty(rows, spans, dtype=torch.float32, device="cpu") for _ in range(2))
-    _compiled_activations()(*(t.data_ptr() for t in (x, integers, scales, sums)), rows, spans, span, lanes)
-    return integers, scales, sums

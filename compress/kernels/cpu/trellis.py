@@ -19,7 +19,8 @@ from torch import Tensor
 from compress import jit
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import BYTE_SUMS, CENTRE, Params
-from compress.kernels.cpu import rows
+from compress.kernels.cpu import decoding, rows
+from compress.kernels.cpu.product import Factors, Layout, Product
 from compress.kernels.cpu.rows import LANES
 
 ROWS = trellis_format.ROW_MULTIPLE
@@ -32,53 +33,71 @@ def supports(params: Params, shape: tuple[int, int]) -> bool:
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.MOST
+    return rows.most_rows(dtype)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] of any floating type times the stored weight [out, in] -> float32 [rows, out]."""
-    padded = trellis_format.padded_rows(params, shape[0])
-    spans = -(-shape[1] // SPAN)
+    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
+    return bind(tensors, params, shape)(x)
+
+
+def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
+    """`matmul`, as long as these tensors stay where they are."""
+    padded, spans = trellis_format.padded_rows(params, shape[0]), -(-shape[1] // SPAN)
     factor, addend, divisor = BYTE_SUMS[params.code]
-    out = torch.empty(x.shape[0], padded, dtype=torch.float32, device="cpu")
+    layout = Layout(shape[1], shape[0], spans * SPAN, padded, SPAN, CHUNK, 0)
+    sizes = (shape[1], spans, padded, params.tile_rows // ROWS)
+    by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
+    factors = Factors(tensors["scale"].data_ptr(), by_row, divisor)
+    settings = (params.bits, params.state_bits, factor, addend)
+    return Product(layout, [tensors["words"].data_ptr()], sizes, lambda tokens: _compiled(*settings, tokens), factors)
 
-    def product(tokens: int, given: list[int]) -> None:
-        kernel = _compiled(params.bits, params.state_bits, factor, addend, tokens)
 
-        def work(first: int, last: int) -> None:
-            sizes = (first, last, shape[1], spans, padded, params.tile_rows // ROWS)
-            kernel(tensors["words"].data_ptr(), *given, *sizes)
+def decoder(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
+) -> decoding.Decoder:
+    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
+    kernel = _compiled_decode(params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
+    row_scales = tensors["row_scales" if params.row_scales else "scale"]
+    stored = [t.data_ptr() for t in (tensors["words"], tensors["scale"], row_scales)]
 
-        jit.parallel(work, padded // ROWS, rows.blocks_of_a_thread(shape[1], tokens))
+    def write(first: int, last: int, out: int, start: int, stop: int) -> None:
+        kernel(*stored, out, first, last, start, stop, shape[1], params.tile_rows // ROWS)
 
-    rows.by_tokens(x, spans * SPAN, SPAN, CHUNK, out, product)
-    out = out[:, : shape[0]].mul_(tensors["scale"] / divisor)
-    return out.mul_(tensors["row_scales"][: shape[0]].float()) if params.row_scales else out
+    return decoding.in_blocks(write, shape[1])
+
+
+@cache
+def _compiled_decode(*settings: Any) -> Any:
+    return jit.compiled(_Decode(*settings))
 
 
 @cache
 def _compiled(*settings: int) -> Any:
-    return jit.compiled(_Product(*settings))
+    return jit.compiled(_Sums(*settings))
 
 
-class _Product(rows.Emitter):
-    """void product(words, x16, x_scales, x_sums, out, first, last, columns, spans, rows, blocks of a tile)."""
+class _Trellis(decoding.Writer):
+    """What both functions do: from words to the bytes that are summed."""
 
-    def __init__(self, bits: int, state_bits: int, factor: int, addend: int, tokens: int) -> None:
-        super().__init__("product", 5, 6)
+    words: Any
+    columns: Any
+    tile_blocks: Any
+
+    def __init__(
+        self,
+        name: str,
+        pointers: int,
+        integers: int,
+        bits: int,
+        state_bits: int,
+        hash: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(name, pointers, integers, dtype)
         self.bits, self.mask = bits, (1 << state_bits) - 1
-        self.factor, self.addend, self.tokens = factor, addend, tokens
-        self.words, self.x16, self.x_scales, self.x_sums, self.out = self.pointers
-        first, last, self.columns, self.spans, self.rows, self.tile_blocks = self.integers
-        self.together = ROWS // tokens  # rows whose sums fit the registers
+        self.factor, self.addend = hash
         self.kind, self.int32 = self.vector(self.float, LANES), self.vector(self.word, LANES)
-        self.sums = [[self.variable(self.kind) for _ in range(tokens)] for _ in range(self.together)]
-        self.partial = [[self.variable(self.int32) for _ in range(tokens)] for _ in range(self.together)]
-        with self.loop(last, first) as block:
-            lines = self._lines(block)
-            for row in range(0, ROWS, self.together):
-                self._rows(block, lines, row)
-        self.b.ret_void()
 
     def _lines(self, block: Any) -> list[Any]:
         """Offsets of the lines of words of sixteen rows, the one before them first: the stream is circular."""
@@ -90,6 +109,57 @@ class _Product(rows.Emitter):
         lines = [before, *(b.add(line, self.i64(i)) for i in range(self.bits))]
         return [b.mul(each, self.columns) for each in lines]
 
+    def _windows(self, words: dict[int, Any], lines: list[Any], row: int, column: Any, rest: Any) -> Any:
+        """States of a row of sixteen in a vector of columns; `words` keeps the lines that were read."""
+        end = (row + 1) * self.bits  # of the row's bits, in the stream from the first row of sixteen on
+        line = (end - 1) // 16
+        for needed in (line, line + 1):
+            if needed not in words:
+                words[needed] = self._line(self.b.add(lines[needed], column), rest)
+        return self._states(words[line], words[line + 1], 16 * (line + 1) - end)
+
+    def _line(self, offset: Any, rest: Any) -> Any:
+        if rest is None:
+            return self.load(self.words, offset, self.short, CHUNK)
+        return self.load_some(self.words, offset, self.short, CHUNK, rest)
+
+    def _states(self, before: Any, words: Any, shift: int) -> Any:
+        """The windows that end `shift` bits before the end of `words`, int16."""
+        b, kind = self.b, self.vector(self.short, CHUNK)
+        places = self.constant(self.short, CHUNK, shift)
+        window = self.intrinsic(f"llvm.fshr.v{CHUNK}i16", kind, before, words, places) if shift else words
+        return window if self.mask == 0xFFFF else b.and_(window, self.constant(self.short, CHUNK, self.mask))
+
+    def _byte_sums(self, states: Any) -> tuple[Any, Any]:
+        """For even and odd columns two int16 that add up to the sum of the four bytes."""
+        b = self.b
+        wide, low = b.bitcast(states, self.int32), self.constant(self.word, LANES, 0xFFFF)
+        sums = []
+        for part in (b.and_(wide, low), b.lshr(wide, self.constant(self.word, LANES, 16))):
+            product = b.mul(part, self.constant(self.word, LANES, self.factor))
+            if self.addend:
+                product = b.add(product, self.constant(self.word, LANES, self.addend))
+            sums.append(self.byte_pairs(product))
+        return sums[0], sums[1]
+
+
+class _Sums(_Trellis):
+    """void product(words, x16, x_scales, x_sums, out, space, first, last, columns, spans, rows, blocks of a tile)."""
+
+    def __init__(self, bits: int, state_bits: int, factor: int, addend: int, tokens: int) -> None:
+        super().__init__("product", 6, 6, bits, state_bits, (factor, addend))
+        self.tokens = tokens
+        self.words, self.x16, self.x_scales, self.x_sums, self.out, _ = self.pointers
+        first, last, self.columns, self.spans, self.rows, self.tile_blocks = self.integers
+        self.together = ROWS // tokens  # rows whose sums fit the registers
+        self.sums = [[self.variable(self.kind) for _ in range(tokens)] for _ in range(self.together)]
+        self.partial = [[self.variable(self.int32) for _ in range(tokens)] for _ in range(self.together)]
+        with self.loop(last, first) as block:
+            lines = self._lines(block)
+            for row in range(0, ROWS, self.together):
+                self._rows(block, lines, row)
+        self.b.ret_void()
+
     def _rows(self, block: Any, lines: list[Any], row: int) -> None:
         b = self.b
         for sums in self.sums:
@@ -98,20 +168,10 @@ class _Product(rows.Emitter):
         with self.loop(self.spans) as u:
             self._span(u, lines, row)
         for m in range(self.tokens):
-            taken = self._taken(m)
+            taken = b.fmul(self.scaled_sums(self.x_scales, self.x_sums, m, self.spans), self.float(float(CENTRE)))
             for i in range(self.together):
                 offset = b.add(b.mul(self.rows, self.i64(m)), b.add(b.mul(block, self.i64(ROWS)), self.i64(row + i)))
                 self.store(b.fsub(self.total(b.load(self.sums[i][m])), taken), self.out, offset)
-
-    def _taken(self, m: int) -> Any:
-        """510 times the sum of the activations."""
-        b, total = self.b, self.variable(self.float)
-        b.store(self.float(0.0), total)
-        with self.loop(self.spans) as u:
-            cell = b.add(b.mul(self.spans, self.i64(m)), u)
-            product = b.fmul(self.load(self.x_scales, cell, self.float), self.load(self.x_sums, cell, self.float))
-            b.store(b.fadd(b.load(total), product), total)
-        return b.fmul(b.load(total), self.float(float(CENTRE)))
 
     def _span(self, u: Any, lines: list[Any], row: int) -> None:
         b = self.b
@@ -140,21 +200,11 @@ class _Product(rows.Emitter):
         words: dict[int, Any] = {}
         inputs = [self._inputs(column, m) for m in range(self.tokens)]
         for i in range(self.together):
-            end = (row + i + 1) * self.bits  # of the row's bits, in the stream from the first row of sixteen on
-            line = (end - 1) // 16
-            for needed in (line, line + 1):
-                if needed not in words:
-                    words[needed] = self._line(b.add(lines[needed], column), rest)
-            states = self._states(words[line], words[line + 1], 16 * (line + 1) - end)
+            states = self._windows(words, lines, row + i, column, rest)
             for sums, part in zip(self._byte_sums(states), (0, 1), strict=True):
                 for m in range(self.tokens):
                     total = b.add(b.load(self.partial[i][m]), self.pair_sums(sums, inputs[m][part]))
                     b.store(total, self.partial[i][m])
-
-    def _line(self, offset: Any, rest: Any) -> Any:
-        if rest is None:
-            return self.load(self.words, offset, self.short, CHUNK)
-        return self.load_some(self.words, offset, self.short, CHUNK, rest)
 
     def _inputs(self, column: Any, m: int) -> tuple[Any, Any]:
         """Each even, and each odd, activation twice, as int16."""
@@ -166,21 +216,63 @@ class _Product(rows.Emitter):
         odd = b.or_(b.lshr(x, half), b.and_(x, self.constant(self.word, LANES, -0x10000)))
         return b.bitcast(even, both), b.bitcast(odd, both)
 
-    def _states(self, before: Any, words: Any, shift: int) -> Any:
-        """The windows that end `shift` bits before the end of `words`, int16."""
-        b, kind = self.b, self.vector(self.short, CHUNK)
-        places = self.constant(self.short, CHUNK, shift)
-        window = self.intrinsic(f"llvm.fshr.v{CHUNK}i16", kind, before, words, places) if shift else words
-        return window if self.mask == 0xFFFF else b.and_(window, self.constant(self.short, CHUNK, self.mask))
 
-    def _byte_sums(self, states: Any) -> tuple[Any, Any]:
-        """For even and odd columns two int16 that add up to the sum of the four bytes."""
+class _Decode(_Trellis):
+    """void decode(words, scale, row scales, out, first, last, start, stop, columns, blocks of a tile)
+
+    writes the rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row `start`
+    is at the beginning of out.
+    """
+
+    def __init__(
+        self, bits: int, state_bits: int, factor: int, addend: int, divisor: float, by_row: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__("decode", 4, 6, bits, state_bits, (factor, addend), dtype)
+        self.words, scale, self.row_scales, self.out = self.pointers
+        first, last, self.start, self.stop, self.columns, self.tile_blocks = self.integers
+        self.by_row, self.high, self.low = by_row, *two_floats(1 / divisor)
+        self.scale = self.splat(self.load(scale, self.i64(0), self.float), LANES)
         b = self.b
-        wide, low = b.bitcast(states, self.int32), self.constant(self.word, LANES, 0xFFFF)
-        sums = []
-        for part in (b.and_(wide, low), b.lshr(wide, self.constant(self.word, LANES, 16))):
-            product = b.mul(part, self.constant(self.word, LANES, self.factor))
-            if self.addend:
-                product = b.add(product, self.constant(self.word, LANES, self.addend))
-            sums.append(self.byte_pairs(product))
-        return sums[0], sums[1]
+        whole, rest = b.udiv(self.columns, self.i64(CHUNK)), b.urem(self.columns, self.i64(CHUNK))
+        with self.loop(last, first) as block:
+            lines = self._lines(block)
+            with self.loop(whole) as chunk:
+                self._chunk(block, lines, b.mul(chunk, self.i64(CHUNK)), None)
+            with b.if_then(b.icmp_signed(">", rest, self.i64(0))):
+                self._chunk(block, lines, b.mul(whole, self.i64(CHUNK)), rest)
+        b.ret_void()
+
+    def _chunk(self, block: Any, lines: list[Any], column: Any, rest: Any) -> None:
+        b = self.b
+        words = {i: self._line(b.add(line, column), rest) for i, line in enumerate(lines)}
+        for i in range(ROWS):
+            row = b.add(b.mul(block, self.i64(ROWS)), self.i64(i))
+            with b.if_then(b.icmp_signed("<", row, self.stop)):
+                parts = [
+                    self._values(sums, row) for sums in self._byte_sums(self._windows(words, lines, i, column, rest))
+                ]
+                values = self.rounded(self.shuffled(parts[0], parts[1], [j // 2 + j % 2 * LANES for j in range(CHUNK)]))
+                place = b.add(b.mul(b.sub(row, self.start), self.columns), column)
+                if rest is None:
+                    self.store(values, self.out, place)
+                else:
+                    self.store_some(values, self.out, place, rest)
+
+    def _values(self, sums: Any, row: Any) -> Any:
+        """Weights of every other column, float32."""
+        b = self.b
+        total = self.pair_sums(sums, self.constant(self.short, CHUNK, 1))
+        centred = b.sitofp(b.sub(total, self.constant(self.word, LANES, CENTRE)), self.kind)
+        low = b.fmul(centred, self.floats(self.low))
+        value = self.intrinsic(f"llvm.fma.v{LANES}f32", self.kind, centred, self.floats(self.high), low)
+        value = b.fmul(value, self.scale)
+        if not self.by_row:
+            return value
+        return b.fmul(value, self.splat(self.load_floats(self.row_scales, row, torch.float16), LANES))
+
+
+def two_floats(value: float) -> tuple[float, float]:
+    """Float32 numbers whose sum is the value to 48 bits. n * (1 / divisor) with them, in a fused multiply-add, is n /
+    divisor to the bit for all sums of four bytes, as the tests say."""
+    high = torch.tensor(value, dtype=torch.float64, device="cpu").float().item()
+    return high, torch.tensor(value - high, dtype=torch.float64, device="cpu").float().item()

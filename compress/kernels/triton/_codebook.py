@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton import codebook
-from compress.kernels.triton._parts import COMPILED, columns_of, half, sum_parts, x_factor  # noqa: F401
+from compress.kernels.triton._parts import COMPILED, columns_of, finish, powers, row_powers  # noqa: F401
 
 entries_text = triton.constexpr_function(codebook.entries_text)
 
@@ -41,12 +41,12 @@ def _values(entry, ALONG_ROWS: tl.constexpr, USE_ASM: tl.constexpr):
 
 
 @triton.jit
-def _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+def _add(acc, value, scale, x, column, m, up, rows, in_features, ALONG_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
          MASKED: tl.constexpr):  # fmt: skip
     """acc + the products of the values of the codes from `column` on, times the scale of their codebook."""
     j = tl.arange(0, BLOCK_WORDS)
     if ALONG_ROWS:
-        columns = columns_of(x, column + j, m, rows, in_features, MASKED)
+        columns = columns_of(x, column + j, m, up, rows, in_features, MASKED)
         new = ()
         for i in tl.static_range(4):
             new = new + (acc[i] + tl.dot(value[i], columns) * scale,)
@@ -55,7 +55,7 @@ def _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS: tl.cons
         total = tl.zeros(acc[0].shape, tl.float32)
         for i in tl.static_range(4):
             k = 4 * column + j // 2 * 8 + 2 * i + j % 2
-            total = tl.dot(value[i], columns_of(x, k, m, rows, in_features, MASKED), total)
+            total = tl.dot(value[i], columns_of(x, k, m, up, rows, in_features, MASKED), total)
         return (acc[0] + total * scale,)
 
 
@@ -67,20 +67,15 @@ def _outliers(acc, x, outliers, scales, index, n, m, step, rows, in_features, co
     stored = tl.minimum(j, COUNT - 1)
     mask = (j < COUNT)[:, None] & (m < rows)[None, :]
     columns = tl.load(x + m[None, :] * in_features + tl.load(index + stored)[:, None], mask=mask, other=0.0)
-    columns = (half(columns).to(tl.float32) * tl.load(scales + stored).to(tl.float32)[:, None]).to(tl.float16)
+    columns = columns.to(tl.float32) * tl.load(scales + stored).to(tl.float32)[:, None]
+    up, down = powers(tl.max(tl.abs(columns), 0))
+    columns = (columns * up[None, :]).to(tl.float16)
     words = tl.load(outliers.to(tl.pointer_type(tl.int16)) + stored[None, :] * code_rows + n[:, None])
     new = ()
     for i in tl.static_range(4):
         value = (((words >> (4 * i)) & 15) - 8).to(tl.float16)
-        new = new + (tl.dot(value, columns, acc[i]),)
+        new = new + (acc[i] + tl.dot(value, columns) * down[None, :],)
     return new
-
-
-@triton.jit
-def _finish(total, out, n, m, rows, out_features):
-    total *= x_factor(out)
-    mask = (m < rows)[:, None] & (n < out_features)[None, :]
-    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "steps", "parts", "code_rows", "column_groups", "row_groups"])
@@ -105,7 +100,11 @@ def multiply(x, words, codebook, scales, outliers, outlier_scale, outlier_index,
     entries = codebook.to(tl.pointer_type(tl.int32))
     zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = (zero, zero, zero, zero) if ALONG_ROWS else (zero,)
-    for step in range(steps * part // parts, steps * (part + 1) // parts):
+    start, end = steps * part // parts, steps * (part + 1) // parts
+    tiles: tl.constexpr = TILE_WORDS * (2 if ALONG_ROWS else 8)  # columns of a tile
+    first, stop = start * BLOCK_WORDS // TILE_WORDS, tl.cdiv(end * BLOCK_WORDS, TILE_WORDS)
+    up, down = row_powers(x, first * tiles, stop * tiles, m, rows, in_features)
+    for step in range(start, end):
         word = tl.load(words_at + step * BLOCK_WORDS, eviction_policy="evict_first").to(tl.int32)
         tile = step * BLOCK_WORDS // TILE_WORDS
         for field in tl.static_range(2):
@@ -115,7 +114,11 @@ def multiply(x, words, codebook, scales, outliers, outlier_scale, outlier_index,
             entry = tl.load(entries + book * 256 + ((word >> (8 * field)) & 255))
             value = _values(entry, ALONG_ROWS, USE_ASM)
             scale = tl.load(scales + book).to(tl.float32)
-            acc = _add(acc, value, scale, x, column, m, rows, in_features, ALONG_ROWS, BLOCK_WORDS, MASKED)
+            acc = _add(acc, value, scale, x, column, m, up, rows, in_features, ALONG_ROWS, BLOCK_WORDS, MASKED)
+    scaled = ()
+    for i in tl.static_range(4 if ALONG_ROWS else 1):
+        scaled = scaled + (acc[i] * down[None, :],)
+    acc = scaled
     if OUTLIERS != 0:
         count: tl.constexpr = (OUTLIERS + OUTLIER_BLOCK - 1) // OUTLIER_BLOCK
         for step in range(count * part // parts, count * (part + 1) // parts):
@@ -128,9 +131,4 @@ def multiply(x, words, codebook, scales, outliers, outlier_scale, outlier_index,
     else:
         total = tl.trans(acc[0])
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if SPLIT:
-        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
-        if last:
-            _finish(total, out, n, m, rows, out_features)
-    else:
-        _finish(total, out, n, m, rows, out_features)
+    finish(total, 1.0, x, out, partials, counters, block, part, parts, n, m, rows, out_features, False, SPLIT)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton import e8p
-from compress.kernels.triton._parts import COMPILED, columns_of, sum_parts, x_factor  # noqa: F401
+from compress.kernels.triton._parts import COMPILED, columns_of, divided, finish, row_powers  # noqa: F401
 
 point_text = triton.constexpr_function(e8p.point_text)
 MIX = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
@@ -95,15 +95,6 @@ def _add(ones, sixteens, values, columns, OFFSET: tl.constexpr, USE_ASM: tl.cons
     return ones, sixteens
 
 
-@triton.jit
-def _finish(total, out, scale, row_scales, n, m, rows, out_features, ROW_SCALES: tl.constexpr):
-    total *= tl.load(scale) * x_factor(out)
-    if ROW_SCALES:
-        total *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
-    mask = (m < rows)[:, None] & (n < out_features)[None, :]
-    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["rows", "stored_rows", "steps", "parts"])
 def multiply(x, codes, residual, magnitudes, ball, scale, row_scales, out, partials, counters,
              rows, in_features, out_features, stored_rows, code_groups, steps, parts,
@@ -123,14 +114,16 @@ def multiply(x, codes, residual, magnitudes, ball, scale, row_scales, out, parti
     row = tl.minimum(n, stored_rows - 1).to(tl.int64)[:, None] * code_columns
     ones = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     sixteens, ones2, sixteens2 = ones, ones, ones
-    for step in range(steps * part // parts, steps * (part + 1) // parts):
+    start, end = steps * part // parts, steps * (part + 1) // parts
+    up, down = row_powers(x, start * BLOCK_CODES * 8, end * BLOCK_CODES * 8, m, rows, in_features)
+    for step in range(start, end):
         at = step * BLOCK_CODES + j[None, :]
         mask = at < code_columns if MASKED else None
         pair = step * BLOCK_CODES * 8 + j // 2 * 16 + j % 2  # column of a code's first pair, for the first of two codes
         columns = ()
         for i in tl.static_range(4):
-            a = columns_of(x, pair + 4 * i, m, rows, in_features, MASKED)
-            b = columns_of(x, pair + 4 * i + 2, m, rows, in_features, MASKED)
+            a = columns_of(x, pair + 4 * i, m, up, rows, in_features, MASKED)
+            b = columns_of(x, pair + 4 * i + 2, m, up, rows, in_features, MASKED)
             columns = columns + _mix(a, b, USE_ASM)
         # (0, 2), (4, 6), (1, 3), (5, 7) of the first code and of the second
         columns = (columns[0], columns[2], columns[1], columns[3], columns[4], columns[6], columns[5], columns[7])
@@ -149,10 +142,49 @@ def multiply(x, codes, residual, magnitudes, ball, scale, row_scales, out, parti
     total = ones + sixteens / 16
     if BITS != 2:
         total += (ones2 + sixteens2 / 16) / RHO
-    total = tl.trans(total) * (0.5 / STEP)
-    if SPLIT:
-        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
-        if last:
-            _finish(total, out, scale, row_scales, n, m, rows, out_features, ROW_SCALES)
+    total = tl.trans(total) * (down * (0.5 / STEP))[:, None]
+    finish(total, tl.load(scale), row_scales, out, partials, counters, block, part, parts, n, m, rows, out_features,
+           ROW_SCALES, SPLIT)  # fmt: skip
+
+
+@triton.jit
+def _coordinates(word, i):
+    """The nibbles float32 [n, j, 8] that words [n, j] have for the coordinates i, as the head of e8p.py says."""
+    shift = (i % 4 * 2 + i // 4) * 4
+    return (word[:, :, None] >> shift & 15).to(tl.float32)
+
+
+@triton.jit
+def _points(code, magnitudes, i):
+    """Points float32 [n, j, 8] of codes int16 [n, j]."""
+    code = code.to(tl.int32) & 0xFFFF
+    word = tl.load(magnitudes + (code >> 8)).to(tl.uint32, bitcast=True) ^ _signs(code)
+    return (_coordinates(word, i) - 7.5) * 0.5
+
+
+@triton.jit
+def decode(codes, residual, magnitudes, ball, scale, row_scales, out, in_features, out_features, code_groups,
+           BITS: tl.constexpr, RHO: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
+           BLOCK_CODES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """out [out_features, in_features]; program (BLOCK_CODES codes of BLOCK_N rows)."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.program_id(0) * BLOCK_CODES + tl.arange(0, BLOCK_CODES)
+    i = tl.arange(0, 8)[None, None, :]
+    code_columns = code_groups * 8
+    known = (n < out_features)[:, None] & (j < code_columns)[None, :]
+    at = n.to(tl.int64)[:, None] * code_columns + j[None, :]
+    value = _points(tl.load(codes + at, mask=known, other=0), magnitudes, i)
+    if BITS == 3:
+        word = tl.load(ball + tl.load(residual + at, mask=known, other=0).to(tl.int32))
+        value += divided((_coordinates(word, i) - 8) * 0.5, RHO, USE_ASM)
+    if BITS == 4:
+        value += divided(_points(tl.load(residual + at, mask=known, other=0), magnitudes, i), RHO, USE_ASM)
+    factor = tl.load(scale)
+    if ROW_SCALES:
+        factor *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)
+        value *= factor[:, None, None]
     else:
-        _finish(total, out, scale, row_scales, n, m, rows, out_features, ROW_SCALES)
+        value *= factor
+    k = j[None, :, None] * 8 + i
+    mask = (n < out_features)[:, None, None] & (k < in_features)
+    tl.store(out + n.to(tl.int64)[:, None, None] * in_features + k, value.to(out.dtype.element_ty), mask=mask)

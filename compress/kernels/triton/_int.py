@@ -181,27 +181,24 @@ def _shifted(acc, sums, scales, zeros, first, end, n, m, rows, stored_rows, BITS
 
 
 @triton.jit
-def _finish(acc, out, row_scales, n, m, rows, out_features, SCALED: tl.constexpr):
+def _finish(acc, out, n, m, rows, out_features):
     """out [rows, out_features] = acc^T."""
-    if SCALED:
-        acc *= tl.load(row_scales + m, mask=m < rows, other=0.0)[None, :]
     mask = (n < out_features)[:, None] & (m < rows)[None, :]
     tl.store(out + m[None, :] * out_features + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def multiply(x, words_a, words_b, words_c, scales, zeros, sums, row_scales, out, partials, counters,
+def multiply(x, words_a, words_b, words_c, scales, zeros, sums, out, partials, counters,
              rows, out_features, stored_rows, tiles, splits,
              A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
              TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-             SUMMED: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
+             SUMMED: tl.constexpr, SPLIT: tl.constexpr, BF16: tl.constexpr,
              USE_ASM: tl.constexpr):  # fmt: skip
     """out [rows, out_features] = x [rows, stored columns] W^T; program (rows of W, part of the columns).
 
     x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
-    programs of the same rows sums their parts in order. SCALED: row i of the result is multiplied by row_scales[i].
-    SUMMED: `sums` [groups, rows] float32 are the sums of x over each group, for the zero points; otherwise the loop
-    takes them, as products with ones.
+    programs of the same rows sums their parts in order. SUMMED: `sums` [groups, rows] float32 are the sums of x over
+    each group, for the zero points; otherwise the loop takes them, as products with ones.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -243,9 +240,9 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, row_scales, out,
     if SPLIT:
         last, acc = sum_parts(acc, partials, counters, pid, part, splits, (m < rows)[None, :] & (n >= 0)[:, None])
         if last:
-            _finish(acc, out, row_scales, n, m, rows, out_features, SCALED)
+            _finish(acc, out, n, m, rows, out_features)
     else:
-        _finish(acc, out, row_scales, n, m, rows, out_features, SCALED)
+        _finish(acc, out, n, m, rows, out_features)
 
 
 @triton.jit
@@ -274,24 +271,6 @@ def decode(words_a, words_b, words_c, scales, zeros, out, in_features, out_featu
         mask = (n < out_features)[:, None] & (k < in_features)[None, :]
         weight = code.to(tl.float32) * scale[:, None]
         tl.store(out + (n.to(tl.int64)[:, None] * in_features + k[None, :]), weight.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def narrow(x, out, scales, columns, BLOCK: tl.constexpr):
-    """Program i: x[i, :] float32 = out[i, :] float16 * scales[i], a power of two; the largest value is near 2**15."""
-    row = tl.program_id(0)
-    j = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, columns, BLOCK):
-        value = tl.load(x + row * columns + first + j, mask=first + j < columns, other=0.0)
-        largest = tl.maximum(largest, tl.abs(value))
-    exponent = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23  # biased by 127; 255 for inf and nan, which stay
-    exponent = tl.maximum(exponent, 15)  # both powers of two must be normal
-    tl.store(scales + row, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
-    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    for first in range(0, columns, BLOCK):
-        value = tl.load(x + row * columns + first + j, mask=first + j < columns, other=0.0)
-        tl.store(out + row * columns + first + j, (value * inverse).to(tl.float16), mask=first + j < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])

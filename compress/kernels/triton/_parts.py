@@ -1,42 +1,72 @@
-"""What the kernels of codes share on the device: activations as float16, and the sum of the parts of a product."""
+"""What the kernels of codes share on the device: activations as float16, and the sum of the parts of a product.
 
-# ruff: noqa: ANN001, ANN202 (signatures of kernels)
+Activations of wider types than float16 are multiplied by a power of two of each row, the one that puts the largest of
+those that a program reads near 2**15, and what comes of them is divided by it: no size of activations is lost.
+"""
+
+# ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
 COMPILED = not triton.knobs.runtime.interpret  # there is no inline assembly in the interpreter
-# Activations of wider types than float16 are multiplied by this: up to a million then fits, and the absolute error of
-# tiny ones is 5e-7.
-X_SCALE = tl.constexpr(1 / 16)
+SCANNED = tl.constexpr(128)  # columns of a step of the search for the largest
 
 
 @triton.jit
-def half(x):
-    """Activations as float16, times X_SCALE if their type is wider."""
+def powers(largest):
+    """(up, down), powers of two float32 whose product is 1: largest * up is below 2**16. Ones for inf and nan."""
+    exponent = largest.to(tl.int32, bitcast=True) >> 23  # biased by 127; 255 for inf and nan, which stay
+    exponent = tl.maximum(exponent, 15)  # both powers of two must be normal
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return up, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_powers(x, first, end, m, rows, in_features):
+    """`powers` of the columns `first` to `end` of the rows m [BLOCK_M] of x [rows, in_features]."""
+    if x.dtype.element_ty == tl.float16:
+        one = tl.full(m.shape, 1.0, tl.float32)
+        return one, one
+    else:
+        largest = tl.zeros((m.shape[0], SCANNED), tl.float32)
+        end = tl.minimum(end, in_features)
+        for start in range(first, end, SCANNED):
+            k = start + tl.arange(0, SCANNED)
+            mask = (m < rows)[:, None] & (k < end)[None, :]
+            value = tl.load(x + m[:, None] * in_features + k[None, :], mask=mask, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+        return powers(tl.max(largest, 1))
+
+
+@triton.jit
+def half(x, up):
+    """Activations as float16, times `up` if their type is wider."""
     if x.dtype == tl.float16:
         return x
     else:
-        return (x.to(tl.float32) * X_SCALE).to(tl.float16)
+        return (x.to(tl.float32) * up).to(tl.float16)
 
 
 @triton.jit
-def columns_of(x, k, m, rows, in_features, MASKED: tl.constexpr):
-    """x^T [k, m] float16, the columns k and rows m of x [rows, in_features]."""
+def columns_of(x, k, m, up, rows, in_features, MASKED: tl.constexpr):
+    """x^T [k, m] float16, the columns k and rows m of x [rows, in_features], times up [m]."""
     mask = (m < rows)[None, :]
     if MASKED:
         mask = mask & (k < in_features)[:, None]
-    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0))
+    return half(tl.load(x + m[None, :] * in_features + k[:, None], mask=mask, other=0.0), up[None, :])
 
 
 @triton.jit
-def x_factor(x):
-    """What the products of `half(x)` are multiplied by; x is a pointer."""
-    if x.dtype.element_ty == tl.float16:
-        return 1.0
+def divided(value, DIVISOR: tl.constexpr, EXACT_FMA: tl.constexpr):
+    """value / DIVISOR, rounded to nearest; the interpreter rounds inside tl.fma and divides instead."""
+    if EXACT_FMA:
+        quotient = value * (1 / DIVISOR)
+        remainder = tl.fma(-quotient, tl.full(value.shape, DIVISOR, tl.float32), value)
+        return tl.fma(remainder, tl.full(value.shape, 1 / DIVISOR, tl.float32), quotient)
     else:
-        return 1 / X_SCALE
+        return value / DIVISOR
 
 
 @triton.jit
@@ -58,3 +88,24 @@ def sum_parts(total, partials, counters, block, part, parts, mask):
             total += tl.load(first + i * a * b + place, mask=mask, other=0.0, cache_modifier=".cg")
         tl.store(counters + block, 0)
     return last, total
+
+
+@triton.jit
+def finish(total, factor, row_scales, out, partials, counters, block, part, parts, n, m, rows, out_features,
+           ROW_SCALES: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    """out [rows, out_features] at (m, n) = total [m, n], of all parts with SPLIT, times factor and row scales."""
+    if SPLIT:
+        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
+        if last:
+            _store(total, factor, row_scales, out, n, m, rows, out_features, ROW_SCALES)
+    else:
+        _store(total, factor, row_scales, out, n, m, rows, out_features, ROW_SCALES)
+
+
+@triton.jit
+def _store(total, factor, row_scales, out, n, m, rows, out_features, ROW_SCALES: tl.constexpr):
+    total *= factor
+    if ROW_SCALES:
+        total *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
+    mask = (m < rows)[:, None] & (n < out_features)[None, :]
+    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton import trellis
-from compress.kernels.triton._parts import COMPILED, half, sum_parts, x_factor  # noqa: F401
+from compress.kernels.triton._parts import COMPILED, divided, finish, half, row_powers  # noqa: F401
 
 PAIR = tl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")  # each column in both halves
 row_text = triton.constexpr_function(trellis.row_text)
@@ -39,7 +39,7 @@ def _add(acc, before, word, columns, ROW: tl.constexpr, BITS: tl.constexpr, STAT
          FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
     """acc [w, groups, m] + the values of row ROW [w, groups, k] times the columns [w, k, m]."""
     if USE_ASM:
-        text: tl.constexpr = row_text(BITS, STATE_BITS, ROW, FACTOR, ADDEND, HALVES)
+        text: tl.constexpr = row_text(BITS, STATE_BITS, ROW, FACTOR, ADDEND, HALVES, False)
         dtype: tl.constexpr = (tl.float16, tl.float16)
         first, second = tl.inline_asm_elementwise(text, "=r,=r,r,r", [before, word], dtype, is_pure=True, pack=2)
         return tl.dot(second, columns[1], tl.dot(first, columns[0], acc))
@@ -48,14 +48,26 @@ def _add(acc, before, word, columns, ROW: tl.constexpr, BITS: tl.constexpr, STAT
 
 
 @triton.jit
-def _columns(pointers, mask, USE_ASM: tl.constexpr):
-    """Activations as `_add` takes them."""
-    x = half(tl.load(pointers, mask=mask, other=0.0))
-    if USE_ASM:
-        dtype: tl.constexpr = (tl.float16, tl.float16)
-        return tl.inline_asm_elementwise(PAIR, "=r,=r,r", [x], dtype, is_pure=True, pack=2)
+def _columns(x, k, m, up, rows, in_features, MASKED: tl.constexpr, USE_ASM: tl.constexpr):
+    """Activations [w, k, m] as `_add` takes them: those of the first of two neighbours for both, and of the second."""
+    if not USE_ASM:
+        return _load(x, k, m, up, rows, in_features, MASKED).to(tl.float32)
+    elif MASKED:  # rows that do not begin on multiples of 16 bytes need not give a thread neighbours
+        first = _load(x, k // 2 * 2, m, up, rows, in_features, MASKED)
+        return first, _load(x, k // 2 * 2 + 1, m, up, rows, in_features, MASKED)
     else:
-        return x.to(tl.float32)
+        columns = _load(x, k, m, up, rows, in_features, MASKED)
+        dtype: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(PAIR, "=r,=r,r", [columns], dtype, is_pure=True, pack=2)
+
+
+@triton.jit
+def _load(x, k, m, up, rows, in_features, MASKED: tl.constexpr):
+    """[w, k, m] float16: the columns k and rows m of x [rows, in_features], times up [m]."""
+    mask = (m < rows)[None, None, :]
+    if MASKED:
+        mask = mask & (k < in_features)[:, :, None]
+    return half(tl.load(x + m[None, None, :] * in_features + k[:, :, None], mask=mask, other=0.0), up[None, None, :])
 
 
 @triton.jit
@@ -70,16 +82,6 @@ def _rows(acc):
     groups: tl.constexpr = total.shape[0]
     block_m: tl.constexpr = total.shape[1]
     return tl.reshape(tl.permute(tl.reshape(total, (groups, block_m, 16)), (1, 0, 2)), (block_m, groups * 16))
-
-
-@triton.jit
-def _finish(total, out, scale, row_scales, n, m, rows, out_features, DIVISOR: tl.constexpr, ROW_SCALES: tl.constexpr):
-    """out [rows, out_features] = total, scaled."""
-    total *= tl.load(scale) * x_factor(out) / DIVISOR
-    if ROW_SCALES:
-        total *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
-    mask = (m < rows)[:, None] & (n < out_features)[None, :]
-    tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "steps", "parts"])
@@ -97,22 +99,18 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
     block, part = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     k = (tl.arange(0, WARPS) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-    start = steps * part // parts
+    start, stop = steps * part // parts, steps * (part + 1) // parts
+    up, down = row_powers(x, start * WARPS * BLOCK_K, stop * WARPS * BLOCK_K, m, rows, in_features)
     group = tl.minimum(block * GROUPS + tl.arange(0, GROUPS), groups - 1).to(tl.int64)
     k += start * WARPS * BLOCK_K
     end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * BITS  # the stream is a circle
     before_at = words + (end - 1)[None, :, None] * in_features + k[:, None, :]
     words_at = words + (group * BITS)[None, :, None] * in_features + k[:, None, :]
-    x_at = x + m[None, None, :] * in_features + k[:, :, None]
     zero = tl.zeros((WARPS, GROUPS, BLOCK_M), tl.float32)
     acc = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    for _ in range(start, steps * (part + 1) // parts):
-        x_mask = (m < rows)[None, None, :]
-        mask = None
-        if MASKED:
-            x_mask = x_mask & (k < in_features)[:, :, None]
-            mask = (k < in_features)[:, None, :]
-        columns = _columns(x_at, x_mask, USE_ASM)
+    for _ in range(start, stop):
+        mask = (k < in_features)[:, None, :] if MASKED else None
+        columns = _columns(x, k, m, up, rows, in_features, MASKED, USE_ASM)
         word = tl.load(before_at, mask=mask, eviction_policy="evict_first")
         new = ()
         for i in tl.static_range(BITS):
@@ -124,13 +122,46 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
         acc = new
         before_at += WARPS * BLOCK_K
         words_at += WARPS * BLOCK_K
-        x_at += WARPS * BLOCK_K
         k += WARPS * BLOCK_K
-    total = _rows(acc)
+    total = _rows(acc) * down[:, None]
     n = block * GROUPS * 16 + tl.arange(0, GROUPS * 16)
-    if SPLIT:
-        last, total = sum_parts(total, partials, counters, block, part, parts, (m < rows)[:, None] & (n >= 0)[None, :])
-        if last:
-            _finish(total, out, scale, row_scales, n, m, rows, out_features, DIVISOR, ROW_SCALES)
+    finish(total, tl.load(scale) / DIVISOR, row_scales, out, partials, counters, block, part, parts, n, m, rows,
+           out_features, ROW_SCALES, SPLIT)  # fmt: skip
+
+
+@triton.jit
+def _number(before, word, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr,
+            ADDEND: tl.constexpr, HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """The value of row ROW, float16, before its division: exact for bytes, rounded as in the format for halves."""
+    if USE_ASM:
+        text: tl.constexpr = row_text(BITS, STATE_BITS, ROW, FACTOR, ADDEND, HALVES, True)
+        dtype: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(text, "=r,=r,r,r", [before, word], dtype, is_pure=True, pack=2)[0]
     else:
-        _finish(total, out, scale, row_scales, n, m, rows, out_features, DIVISOR, ROW_SCALES)
+        return _values(before, word, ROW, BITS, STATE_BITS, FACTOR, ADDEND, HALVES).to(tl.float16)
+
+
+@triton.jit
+def decode(words, scale, row_scales, out, in_features, out_features, BITS: tl.constexpr, STATE_BITS: tl.constexpr,
+           TILE_GROUPS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr,
+           NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK: tl.constexpr,
+           USE_ASM: tl.constexpr):  # fmt: skip
+    """out [out_features, in_features]; program (BLOCK columns, group of 16 rows)."""
+    group = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    known = k < in_features
+    factor = tl.load(scale)
+    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * BITS  # the stream is a circle
+    word = tl.load(words + (end - 1) * in_features + k, mask=known, other=0)
+    for i in tl.static_range(BITS):
+        before = word
+        word = tl.load(words + (group * BITS + i) * in_features + k, mask=known, other=0)
+        for row in tl.static_range(16 * i // BITS, 16 * (i + 1) // BITS):
+            value = _number(before, word, row, BITS, STATE_BITS, FACTOR, ADDEND, HALVES, USE_ASM).to(tl.float32)
+            if not HALVES:
+                value = divided(value * NUMERATOR, DENOMINATOR, USE_ASM)
+            n = group * 16 + row
+            value *= factor
+            if ROW_SCALES:
+                value *= tl.load(row_scales + n).to(tl.float32)
+            tl.store(out + n * in_features + k, value.to(out.dtype.element_ty), mask=known & (n < out_features))

@@ -32,6 +32,7 @@ BLOCK_CODES = {8: 32, 16: 16}  # of a step, for a tile of rows of x: 256 or 128 
 WARPS = 2
 OCCUPANCY = 5  # programs that a multiprocessor holds
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # of the coordinates
+DECODED = (4, 64)  # rows, and codes of each, of a program of the decoder
 MOST_ROWS = 16
 
 
@@ -84,6 +85,30 @@ def point_text(signed: bool) -> str:
             text += "and.b32 $" + str(register + 1) + ", v, 0x00F000F0; "
             text += "shr.u32 v, v, 8; " if half == 0 else ""
     return text + "}"
+
+
+def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The dequantized weight [out, in], computed in float32 and rounded once, as formats/e8p.py does; in one pass."""
+    from compress.kernels.triton import _e8p
+
+    codes = tensors["codes"]
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    rows, columns = DECODED
+    _e8p.decode[-(-codes.shape[1] // columns), -(-shape[0] // rows)](
+        codes, tensors.get("residual", codes), *tables(codes.device), tensors["scale"], tensors.get("row_scales", out),
+        out, shape[1], shape[0], codes.shape[1] // 8, USE_ASM=_e8p.COMPILED, num_warps=WARPS,
+        **decode_constants(params),
+    )  # fmt: skip
+    return out
+
+
+def decode_constants(params: Params) -> dict[str, Any]:
+    """The constants of the decoder but for USE_ASM."""
+    rows, columns = DECODED
+    return {
+        "BITS": params.bits, "RHO": RHO.get(params.bits, 1.0), "ROW_SCALES": params.row_scales,
+        "BLOCK_N": rows, "BLOCK_CODES": columns,
+    }  # fmt: skip
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:

@@ -1,8 +1,8 @@
 """`int` weights times up to 64 rows of activations on a GPU, read as they are stored.
 
 float16 and bfloat16 activations are multiplied as they are; codes are exact in both types, sums are float32, scales
-and zero points are applied in float32 to the sums of each group. Other activations are rounded to float16, each row
-divided by a power of two of its own, so that no value is too large. The kernels are in `_int.py`.
+and zero points are applied in float32 to the sums of each group. Other activations are rounded to float16. The kernels
+are in `_int.py`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
     """x [rows, in] floating, contiguous -> [rows, out] of its type. Launches kernels only: graphs can capture it."""
-    dtype, row_scales = x.dtype, None
-    if dtype not in (torch.float16, torch.bfloat16):
-        x, row_scales = _narrow(x)
-    out = torch.empty(x.shape[0], shape[0], dtype=dtype if row_scales is None else torch.float32, device=x.device)
+    out = torch.empty(x.shape[0], shape[0], dtype=x.dtype, device=x.device)
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        x = x.half()
     padding = padded_shape(params, shape)[1] - shape[1]
     if padding:  # rare: tiles are chosen to pad least
         x = torch.nn.functional.pad(x, (0, padding))
@@ -53,8 +52,8 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     for first in range(0, x.shape[0], most):
         part = slice(first, min(first + most, x.shape[0]))
         plan = choose(params, shape, part.stop - first, device)
-        launch(x[part], tensors, params, out[part], None if row_scales is None else row_scales[part], plan)
-    return out.to(dtype)
+        launch(x[part], tensors, params, out[part], plan)
+    return out
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -97,13 +96,8 @@ def choose(params: Params, shape: tuple[int, int], rows: int, device: splits.Dev
     return Plan(config, block_m, parts)
 
 
-def launch(
-    x: Tensor, tensors: Mapping[str, Tensor], params: Params, out: Tensor, row_scales: Tensor | None, plan: Plan
-) -> None:
-    """out [rows, out] = x [rows, stored columns] W^T, row i times row_scales[i]; at most plan.rows rows.
-
-    x is float16 or bfloat16.
-    """
+def launch(x: Tensor, tensors: Mapping[str, Tensor], params: Params, out: Tensor, plan: Plan) -> None:
+    """out [rows, out] = x [rows, stored columns] W^T, at most plan.rows rows; x is float16 or bfloat16."""
     from compress.kernels.triton import _int
 
     rows, columns = padded_shape(params, (out.shape[1], x.shape[1]))
@@ -112,9 +106,9 @@ def launch(
     sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
     _int.multiply[-(-rows // config.block_n), plan.parts](
         x, *_planes(tensors, params), scales, tensors.get("zeros", scales), sums,
-        scales if row_scales is None else row_scales, out, workspace.partials, workspace.counters,
+        out, workspace.partials, workspace.counters,
         x.shape[0], out.shape[1], rows, columns // (_fields(params) * params.tile_words), plan.parts,
-        **static, SCALED=row_scales is not None, BF16=x.dtype == torch.bfloat16, USE_ASM=_int.COMPILED,
+        **static, BF16=x.dtype == torch.bfloat16, USE_ASM=_int.COMPILED,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -170,15 +164,3 @@ def _sums(x: Tensor, params: Params, count: int) -> Tensor:
         x, sums, x.shape[0], x.shape[1], count, GROUP=group, BLOCK=block, MANY=many
     )
     return sums
-
-
-def _narrow(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, n] -> float16 [rows, n] and powers of two float32 [rows] whose product is x, up to rounding."""
-    from compress.kernels.triton import _int
-
-    rows, columns = x.shape
-    narrow = torch.empty_like(x, dtype=torch.float16)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        _int.narrow[(rows,)](x.float(), narrow, scales, columns, BLOCK=1024)
-    return narrow, scales

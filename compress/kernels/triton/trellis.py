@@ -9,12 +9,13 @@ is the value, and meet the same activation. So a byte sum needs no conversion an
 is 1024 + sum, the other half is -1534), and the halves of `3inst` and `mcg` no addition, which also skips the rounding
 of that addition: for those two codes the product is that of the sum before it.
 
-Activations are taken as float16.
+Activations are taken as float16, those of other types times a power of two of each row (`_parts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from compress.kernels.triton import splits
 GROUP = 16  # rows that share their words, and groups of a program: the height of a tensor-core operand
 WARPS = 4  # of a program; each takes columns of its own
 OCCUPANCY = {8: 3, 16: 2}  # for a tile of rows of x: programs that the registers of a multiprocessor hold
+DECODED = 1024  # columns that a program of the decoder takes
 MOST_ROWS = 16  # two tiles of 8; each adds a sixteenth to the instructions of a weight, but 64 registers
 
 
@@ -39,9 +41,9 @@ def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int
     return MOST_ROWS
 
 
-def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, halves: bool) -> str:
+def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, halves: bool, summed: bool) -> str:
     """PTX for row `row` of a group: $2, $3 are the words before and at its last bit, each of two neighbouring columns,
-    the first in the low half; $0 and $1 become the halves of the values of the two.
+    the first in the low half; $0 and $1 become the halves of the values of the two or, if `summed`, $0 their sums.
     """
     shift = -(row + 1) * bits % 16  # bits of the word below the window
     text = "{ .reg .b32 t, u, v; "
@@ -62,6 +64,8 @@ def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, hal
             text += "lop3.b32 $" + str(column) + ", t, u, v, 0x6A; "  # (t & u) ^ v
         else:
             text += "dp4a.u32.u32 $" + str(column) + ", t, u, v; "
+    if summed:
+        text += "prmt.b32 t, $0, $1, 0x5410; prmt.b32 u, $0, $1, 0x7632; add.f16x2 $0, t, u; "
     return text + "}"
 
 
@@ -87,6 +91,32 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
         "FACTOR": factor, "ADDEND": addend, "DIVISOR": divisor, "HALVES": halves, "ROW_SCALES": params.row_scales,
         "GROUPS": GROUP, "BLOCK_M": block_m, "BLOCK_K": block_k, "WARPS": WARPS,
         "MASKED": shape[1] % (WARPS * block_k) != 0,
+    }  # fmt: skip
+
+
+def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The dequantized weight [out, in], computed in float32 and rounded once, as formats/trellis.py does; in one pass.
+
+    Byte sums are divided by 1477 / 10 instead of by 147.7, which float32 does not have: the quotients are the same.
+    """
+    from compress.kernels.triton import _trellis
+
+    out = torch.empty(shape, dtype=dtype, device=tensors["words"].device)
+    _trellis.decode[-(-shape[1] // DECODED), -(-shape[0] // GROUP)](
+        tensors["words"], tensors["scale"], tensors.get("row_scales", out), out, shape[1], shape[0],
+        USE_ASM=_trellis.COMPILED, num_warps=WARPS, **decode_constants(params),
+    )  # fmt: skip
+    return out
+
+
+def decode_constants(params: Params) -> dict[str, Any]:
+    """The constants of the decoder but for USE_ASM."""
+    factor, addend, divisor, halves = computed(params.code)
+    ratio = Fraction(str(divisor))
+    return {
+        "BITS": params.bits, "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
+        "FACTOR": factor, "ADDEND": addend, "HALVES": halves, "NUMERATOR": ratio.denominator,
+        "DENOMINATOR": ratio.numerator, "ROW_SCALES": params.row_scales, "BLOCK": DECODED,
     }  # fmt: skip
 
 

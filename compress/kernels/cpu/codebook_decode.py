@@ -1,0 +1,166 @@
+"""Decoding of the `codebook` format on a CPU: entries are looked up in tables, a row of codes at a time.
+
+A lookup is one load and one store of a whole vector, which needs no instruction that only some processors have. The
+tables are of the type that is asked for, or float32 where outliers are added before rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress import jit
+from compress.formats import codebook as codebook_format
+from compress.formats.codebook import ROW_MULTIPLE, Params
+from compress.kernels.cpu import decoding
+from compress.kernels.cpu.planar import Planar
+from compress.packing import plane_fields, plane_widths
+
+UNROLLED = 8  # codes; groups of columns have a multiple of sixteen
+STORED = 2 * decoding.LANES  # weights that are rounded together
+
+
+def decoder(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
+) -> decoding.Decoder:
+    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit.
+
+    For weights that the kernel of the format supports; the columns are in the order in which they are stored.
+    """
+    code_rows, code_columns = codebook_format.padded_shape(params, shape)
+    entries = codebook_format.entries(tensors, params, 0).to(torch.float32 if params.outliers else dtype).contiguous()
+    groups = codebook_format.groups(params, shape)
+    kernel = _compiled(
+        (params.bits[0], params.vector_dim, params.axis, params.tile_words),
+        params.outlier_bits if params.outliers else 0,
+        dtype,
+    )
+    words = [tensors[f"words{width}"] for width in plane_widths(params.bits[0])]
+    outliers = _outliers(tensors, params) if params.outliers else [entries] * 3
+    held = (*words, *outliers, entries)  # some of them live no longer than this decoder
+    columns = code_columns if params.group_columns == -1 else params.group_columns // params.width
+    per_group = code_rows if params.group_rows == -1 else params.group_rows // params.height
+    sizes = (shape[1], code_columns, columns, per_group, *groups, params.outliers, code_rows * params.height)
+    space = code_columns * (1 + params.vector_dim)  # int16 codes and weights of up to 32 bits
+
+    def write(first: int, last: int, out: int, start: int, stop: int) -> None:
+        own = torch.empty(space, dtype=torch.float32, device="cpu")
+        kernel(*(t.data_ptr() for t in held), own.data_ptr(), out, first, last, start, stop, *sizes)
+
+    return decoding.in_blocks(write, shape[1])
+
+
+def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
+    """Codes and scales of the outliers, and their columns in the order of the stored ones, int32."""
+    place = tensors["outlier_index"]
+    if params.permuted:
+        place = torch.argsort(tensors["order"].long())[place.long()].int()
+    return [tensors["outliers"], tensors["outlier_scale"], place]
+
+
+@cache
+def _compiled(*settings: Any) -> Any:
+    return jit.compiled(_Decode(*settings))
+
+
+class _Decode(decoding.Writer):
+    """void decode(words..., outliers, their scales, their columns, entries, space, out, first, last, start, stop, in
+    features, code columns, codes of a column group, code rows of a row group, column groups, row groups, outliers,
+    stored rows): rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row
+    `start` at the beginning of out."""
+
+    def __init__(self, codes: tuple[int, int, str, int], outlier_bits: int, dtype: torch.dtype) -> None:
+        self.bits, self.dim, axis, self.tile_words = codes
+        widths = plane_widths(self.bits)
+        super().__init__("decode", len(widths) + 6, 12, dtype)
+        self.height = self.dim if axis == "out" else 1
+        self.outlier_bits = outlier_bits
+        kinds = {torch.bfloat16: self.short, torch.float16: self.half, torch.float32: self.float}
+        self.kind = self.float if outlier_bits else kinds[dtype]  # of entries and of the weights in the space
+        *self.outliers, self.entries, self.space, self.out = self.pointers[len(widths) :]
+        first, last, self.start, self.stop, self.features, self.code_columns, *self.groups = self.integers[:10]
+        self.count, self.rows = self.integers[10:]
+        b = self.b
+        self.tile_codes = plane_fields(self.bits) * self.tile_words
+        tiles = b.udiv(self.code_columns, self.i64(self.tile_codes))
+        self.planar = Planar(self, self.pointers[: len(widths)], widths, self.tile_words, tiles)
+        self.weights = self.at(self.space, self.code_columns, self.float)  # behind the codes
+        self.columns = b.mul(self.code_columns, self.i64(self.dim // self.height))
+        per_block = self.i64(ROW_MULTIPLE // self.height)
+        with self.loop(b.mul(last, per_block), b.mul(first, per_block)) as row:
+            with self.loop(tiles) as tile:
+                self._unpack(row, tile)
+            self._look_up(row)
+            for p in range(self.height):
+                number = b.add(b.mul(row, self.i64(self.height)), self.i64(p))
+                with b.if_then(b.icmp_signed("<", number, self.stop)):
+                    self._finish(number, self.at(self.weights, b.mul(self.columns, self.i64(p)), self.kind))
+        b.ret_void()
+
+    def _unpack(self, row: Any, tile: Any) -> None:
+        """The codes of a row, int16, to the beginning of the space."""
+        lanes = self.planar.lanes
+        for position in range(0, self.tile_codes, lanes):
+            codes = self.planar.codes(tile, row, *divmod(position, self.tile_words))
+            place = self.b.add(self.b.mul(tile, self.i64(self.tile_codes)), self.i64(position))
+            self.store(codes, self.space, place)
+
+    def _look_up(self, row: Any) -> None:
+        """The entries of a row of codes, one row of weights behind the other."""
+        b, (group_codes, group_rows, column_groups, row_groups) = self.b, self.groups
+        one = self.i64(1)
+        with self.loop(column_groups) as group:
+            book = b.add(b.mul(group, row_groups), b.udiv(row, group_rows))
+            table = self.at(self.entries, b.mul(book, self.i64(self.dim << self.bits)), self.kind)
+            first, following = (b.mul(i, group_codes) for i in (group, b.add(group, one)))
+            is_last = b.icmp_signed("==", b.add(group, one), column_groups)  # codes of the padding are in the last one
+            stop = b.select(is_last, self.code_columns, following)
+            unrolled = self.i64(UNROLLED)
+            with self.loop(b.udiv(stop, unrolled), b.udiv(first, unrolled)) as i:
+                self._some(table, b.mul(i, unrolled))
+
+    def _some(self, table: Any, first: Any) -> None:
+        b, dim = self.b, self.dim
+        found = []
+        for i in range(UNROLLED):
+            code = b.zext(self.load(self.space, b.add(first, self.i64(i)), self.short), self.index)
+            found.append(self.load(table, b.mul(code, self.i64(dim)), self.kind, dim))
+        while len(found) > 1:  # one vector of all
+            size = 2 * found[0].type.count
+            found = [self.shuffled(x, y, range(size)) for x, y in zip(found[::2], found[1::2], strict=True)]
+        if self.height == 1:
+            self.store(found[0], self.weights, b.mul(first, self.i64(dim)))
+            return
+        for p in range(dim):
+            of_row = self.shuffled(found[0], found[0], range(p, UNROLLED * dim, dim))
+            self.store(of_row, self.weights, b.add(b.mul(self.columns, self.i64(p)), first))
+
+    def _finish(self, row: Any, weights: Any) -> None:
+        """A row of weights with outliers, to `out`."""
+        b = self.b
+        if self.outlier_bits:
+            with self.loop(self.count) as c:
+                self._add_outlier(row, c, weights)
+        line = b.mul(b.sub(row, self.start), self.features)
+        whole = b.udiv(self.features, self.i64(STORED))
+        with self.loop(whole) as i:
+            place = b.mul(i, self.i64(STORED))
+            values = self.load(weights, place, self.kind, STORED)
+            self.store(self.rounded(values) if self.outlier_bits else values, self.out, b.add(line, place))
+        place = b.mul(whole, self.i64(STORED))
+        left = b.sub(self.features, place)
+        with b.if_then(b.icmp_signed(">", left, self.i64(0))):
+            values = self.load_some(weights, place, self.kind, STORED, left)
+            self.store_some(self.rounded(values) if self.outlier_bits else values, self.out, b.add(line, place), left)
+
+    def _add_outlier(self, row: Any, c: Any, weights: Any) -> None:
+        b, (codes, scales, index) = self.b, self.outliers
+        code = self.bit_field(codes, b.add(b.mul(c, self.rows), row), self.outlier_bits)
+        centred = b.sitofp(b.sub(code, self.word(2 ** (self.outlier_bits - 1))), self.float)
+        added = b.fmul(centred, self.load_floats(scales, c, torch.float16))
+        column = self.clamped(self.load(index, c, self.word), self.features)
+        self.store(b.fadd(self.load(weights, column, self.float), added), weights, column)

@@ -1,0 +1,239 @@
+"""The `e8p` format on a CPU: the eight points of a code are two table entries of eight bytes, xored.
+
+    y[m, r] = row_scale[r] scale / 4 * sum over spans u of x_scale[m, u] (sum_c point4[r, c] x16[m, c]
+                                                                         + ratio sum_c residual[r, c] x16[m, c])
+
+point4, four times the point of a coordinate, is 4 h - 14 + shift, where h is its half-odd number plus 3.5 (1 to 6) and
+shift is +-1. Changing the sign is h ^ 7, so that 15 + point4 = (4 h) ^ (28 or 0) ^ (2 or 0), the first by the high byte
+of the code, the others by its low byte. A residual of 3 bits is twice the `ball`, plus 15; `ratio` is what a residual
+counts beside a quarter. The 15 are taken off the sums, times the sum of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from itertools import product as pairs
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress import jit
+from compress.formats import e8p as e8p_format
+from compress.formats.e8p import DIM, RHO, Params
+from compress.kernels.cpu import decoding, rows
+from compress.kernels.cpu.product import Factors, Layout, Product
+from compress.kernels.cpu.rows import LANES
+
+SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
+CHUNK = 2 * LANES  # columns of one vector
+TOGETHER = {1: 4, 2: 4, 4: 2}  # rows that share a load of activations, by the number of tokens
+UNIT = {3: 0.5, 4: 0.25}  # of the integers in the table of residuals
+BIAS = 15  # of the integers in all tables
+
+
+def supports(params: Params, shape: tuple[int, int]) -> bool:
+    return rows.worthwhile(shape)
+
+
+def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    return rows.most_rows(dtype)
+
+
+def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
+    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
+    return bind(tensors, params, shape)(x)
+
+
+def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
+    """`matmul`, as long as these tensors stay where they are."""
+    padded, columns = e8p_format.padded_shape(shape)
+    span = gcd(columns, SPAN)
+    by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
+    factors = Factors(tensors["scale"].data_ptr(), by_row, 4.0)
+    layout = Layout(shape[1], shape[0], columns, padded, span, CHUNK, 0)
+    sizes = (columns, padded, span)
+    return Product(layout, _stored(tensors, params), sizes, lambda tokens: _compiled(params.bits, tokens), factors)
+
+
+def decoder(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
+) -> decoding.Decoder:
+    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
+    kernel = _compiled_decode(params.bits, params.row_scales, dtype)
+    scales = [tensors[name].data_ptr() for name in ("scale", "row_scales" if params.row_scales else "scale")]
+    stored = (*_stored(tensors, params), *scales)
+    _, columns = e8p_format.padded_shape(shape)
+
+    def write(first: int, last: int, out: int, start: int) -> None:
+        kernel(*stored, out, first, last, start, shape[1], columns)
+
+    return decoding.in_rows(write, shape[1])
+
+
+def _stored(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
+    """Addresses of codes and residuals, and of the tables."""
+    codes = [tensors["codes"], tensors["residual"]] if params.bits in RHO else [tensors["codes"]]
+    return [t.data_ptr() for t in (*codes, *_tables())]
+
+
+@cache
+def _tables() -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 [256, 8]: what the high and the low byte of a code give, and residuals of 3 bits."""
+    numbers = e8p_format.magnitudes() + 3.5
+    numbers[:, -1] = torch.where(e8p_format.odd_sum(), 7 - numbers[:, -1], numbers[:, -1])
+    bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(DIM, device="cpu") & 1
+    parity = bits.sum(1) & 1
+    bits[:, 0] ^= parity
+    low = 28 * bits + 2 * (1 - parity)[:, None]
+    ball = e8p_format.ball() / UNIT[3] + BIAS
+    return (4 * numbers).to(torch.uint8), low.to(torch.uint8), ball.to(torch.uint8)
+
+
+@cache
+def _compiled(*settings: int) -> Any:
+    return jit.compiled(_Sums(*settings))
+
+
+@cache
+def _compiled_decode(*settings: Any) -> Any:
+    return jit.compiled(_Decode(*settings))
+
+
+class _Points(decoding.Writer):
+    """What both functions do: from codes to bytes. Their first arguments are the codes, the residuals if there are any,
+    and the tables."""
+
+    def __init__(self, name: str, pointers: int, integers: int, bits: int, dtype: torch.dtype) -> None:
+        self.bits, self.parts = bits, 2 if bits in RHO else 1
+        super().__init__(name, self.parts + 3 + pointers, integers, dtype)
+        self.codes, self.tables = self.pointers[: self.parts], self.pointers[self.parts : self.parts + 3]
+
+    def chunk(self, part: int, index: Any) -> Any:
+        """Integers plus BIAS of CHUNK // DIM codes, or residuals, from number `index` on: unsigned bytes."""
+        found = [self._points(part, self.b.add(index, self.i64(i))) for i in range(CHUNK // DIM)]
+        return self.joined([self.b.bitcast(each, self.vector(self.byte, DIM)) for each in found])
+
+    def _points(self, part: int, index: Any) -> Any:
+        b, codes = self.b, self.codes[part]
+        high, low, ball = self.tables
+        if part and self.bits == 3:
+            return self._row_of(ball, codes, index)
+        first = b.mul(index, self.i64(2))
+        return b.xor(self._row_of(high, codes, b.add(first, self.i64(1))), self._row_of(low, codes, first))
+
+    def _row_of(self, table: Any, codes: Any, place: Any) -> Any:
+        return self.load(table, self.b.zext(self.load(codes, place, self.byte), self.index), self.index)
+
+    def joined(self, vectors: list[Any]) -> Any:
+        while len(vectors) > 1:
+            size = 2 * vectors[0].type.count
+            vectors = [self.shuffled(a, b, range(size)) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+
+
+class _Sums(_Points):
+    """void sums(codes[, residuals], tables..., x16, x_scales, x_sums, out, space, first, last, columns, rows, span)."""
+
+    def __init__(self, bits: int, tokens: int) -> None:
+        super().__init__("sums", 5, 5, bits, torch.float32)
+        self.tokens, self.together = tokens, TOGETHER[tokens]
+        self.x16, self.x_scales, self.x_sums, self.out, _ = self.pointers[-5:]
+        first, last, self.columns, self.rows, self.span = self.integers
+        b, int32 = self.b, self.vector(self.word, LANES)
+        self.kind = self.vector(self.float, LANES)
+        cells = list(pairs(range(self.together), range(tokens)))
+        self.sums = {cell: self.variable(self.kind) for cell in cells}
+        self.partial = {(*cell, p): self.variable(int32) for cell in cells for p in range(self.parts)}
+        self.spans = b.udiv(self.columns, self.span)
+        self.ratios = [1.0, rows.float32(4 * UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
+        some = self.i64(LANES // self.together)
+        with self.loop(b.mul(last, some), b.mul(first, some)) as number:
+            self._rows(b.mul(number, self.i64(self.together)))
+        b.ret_void()
+
+    def _rows(self, row: Any) -> None:
+        b = self.b
+        for variable in self.sums.values():
+            b.store(self.floats(0.0), variable)
+        with self.loop(self.spans) as u:
+            self._span(row, u)
+        for m in range(self.tokens):
+            bias = b.fmul(
+                self.scaled_sums(self.x_scales, self.x_sums, m, self.spans), self.float(BIAS * sum(self.ratios))
+            )
+            for i in range(self.together):
+                place = b.add(b.mul(self.rows, self.i64(m)), b.add(row, self.i64(i)))
+                self.store(b.fsub(self.total(b.load(self.sums[i, m])), bias), self.out, place)
+
+    def _span(self, row: Any, u: Any) -> None:
+        b = self.b
+        for variable in self.partial.values():
+            b.store(self.constant(self.word, LANES, 0), variable)
+        first = b.mul(u, self.span)
+        with self.loop(b.udiv(self.span, self.i64(CHUNK))) as chunk:
+            self._chunk(row, b.add(first, b.mul(chunk, self.i64(CHUNK))))
+        for m in range(self.tokens):
+            scale = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
+            for p in range(self.parts):
+                factor = self.splat(b.fmul(scale, self.float(self.ratios[p])), LANES)
+                for i in range(self.together):
+                    partial = b.sitofp(b.load(self.partial[i, m, p]), self.kind)
+                    b.store(self.multiply_add(partial, factor, b.load(self.sums[i, m])), self.sums[i, m])
+
+    def _chunk(self, row: Any, column: Any) -> None:
+        b, shorts = self.b, self.vector(self.short, CHUNK)
+        place = b.mul(column, self.i64(self.tokens))
+        inputs = [self.load(self.x16, b.add(place, self.i64(m * CHUNK)), self.short, CHUNK) for m in range(self.tokens)]
+        for i, p in pairs(range(self.together), range(self.parts)):
+            line = b.mul(b.add(row, self.i64(i)), self.columns)
+            index = b.udiv(b.add(line, column), self.i64(DIM))
+            values = b.zext(self.chunk(p, index), shorts)
+            for m, x in enumerate(inputs):
+                held = self.partial[i, m, p]
+                b.store(b.add(b.load(held), self.pair_sums(values, x)), held)
+
+
+class _Decode(_Points):
+    """void decode(codes[, residuals], tables..., scale, row scales, out, first, last, start, in features, columns)
+
+    writes the rows of the weight from first to last; the row `start` is at the beginning of out.
+    """
+
+    def __init__(self, bits: int, by_row: bool, dtype: torch.dtype) -> None:
+        super().__init__("decode", 3, 5, bits, dtype)
+        self.kind = self.vector(self.float, CHUNK)
+        scales, row_scales, self.out = self.pointers[-3:]
+        first, last, start, self.features, self.columns = self.integers
+        b = self.b
+        whole = b.udiv(self.features, self.i64(CHUNK))
+        rest = b.urem(self.features, self.i64(CHUNK))
+        with self.loop(last, first) as row:
+            scale = self.load(scales, self.i64(0), self.float)
+            if by_row:
+                scale = b.fmul(scale, self.load_floats(row_scales, row, torch.float16))
+            scale = self.splat(scale, CHUNK)
+            line = b.mul(b.sub(row, start), self.features)
+            with self.loop(whole) as chunk:
+                column = b.mul(chunk, self.i64(CHUNK))
+                self.store(self._weights(row, column, scale), self.out, b.add(line, column))
+            with b.if_then(b.icmp_signed(">", rest, self.i64(0))):
+                column = b.mul(whole, self.i64(CHUNK))
+                self.store_some(self._weights(row, column, scale), self.out, b.add(line, column), rest)
+        b.ret_void()
+
+    def _weights(self, row: Any, column: Any, scale: Any) -> Any:
+        b = self.b
+        index = b.udiv(b.add(b.mul(row, self.columns), column), self.i64(DIM))
+        parts = []
+        for part in range(self.parts):
+            unit = UNIT[self.bits] if part else 0.25
+            biased = b.fsub(b.uitofp(self.chunk(part, index), self.kind), self.constant(self.float, CHUNK, BIAS))
+            parts.append(b.fmul(biased, self.constant(self.float, CHUNK, unit)))
+        value = parts[0]
+        if len(parts) > 1:
+            rho = self.constant(self.float, CHUNK, rows.float32(RHO[self.bits]))
+            value = b.fadd(value, b.fdiv(parts[1], rho))
+        return self.rounded(b.fmul(value, scale))

@@ -1,0 +1,96 @@
+"""Weights of every layout that the CPU kernels read, for their tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import stored
+from compress import jit
+from compress.formats import codebook, e8p, trellis
+from compress.formats import int as int_format
+from compress.kernels import dispatch
+from compress.types import PackedWeight
+
+INT = [  # shape, bits, group, symmetric
+    ((64, 512), 4, 128, True),
+    ((48, 1000), 2, 64, False),
+    ((40, 512), 3, 128, False),
+    ((33, 300), 8, -1, True),
+    ((16, 640), 5, 32, False),
+    ((16, 1024), 6, 128, True),
+    ((17, 512), 7, 64, False),
+    ((16, 96), 4, 32, True),
+    ((16, 2048), 3, -1, True),
+    ((1, 50), 2, -1, False),
+]
+CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((256, 512), {"bits": (8,), "vector_dim": 4, "group_columns": 256, "group_rows": 64, "permuted": True}),
+    ((250, 500), {"bits": (8,), "vector_dim": 4, "tile_words": 32, "group_columns": 256, "group_rows": 128}),
+    ((96, 1000), {"bits": (8,), "vector_dim": 4, "tile_words": 64, "axis": "out", "outliers": 7}),
+    ((50, 512), {"bits": (8,), "vector_dim": 2, "axis": "out", "outliers": 3, "outlier_bits": 8}),
+    ((40, 300), {"bits": (6,), "vector_dim": 2, "tile_words": 16, "group_columns": 128, "group_rows": 16}),
+    ((64, 512), {"bits": (3,), "vector_dim": 1, "group_columns": 128, "group_rows": 32, "permuted": True}),
+    ((64, 512), {"bits": (4,), "vector_dim": 1, "group_columns": 256}),
+    ((64, 250), {"bits": (5,), "vector_dim": 4, "tile_words": 16}),
+    ((64, 250), {"bits": (7,), "vector_dim": 2, "tile_words": 16, "permuted": True, "outliers": 2}),
+]
+TRELLIS = [  # shape, bits, state_bits, tile_rows, code, row_scales
+    ((256, 512), 2, 16, 128, "mul1", False),
+    ((100, 600), 3, 12, 64, "mul1", True),
+    ((40, 33), 1, 9, 16, "1mad", False),
+    ((96, 1000), 4, 16, 48, "mul1", False),
+    ((16, 1030), 8, 16, 16, "mul1", True),
+    ((64, 31), 5, 13, 32, "1mad", False),
+]
+E8P = [
+    ((64, 512), 2, False),
+    ((37, 300), 2, True),
+    ((40, 192), 3, True),
+    ((33, 72), 4, False),
+]  # shape, bits, row_scales
+
+
+def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
+    tile = int_format.tile_words(bits, group, shape[1])
+    return stored.random_weight("int", int_format.Params(bits, group, symmetric, tile, dtype), shape)
+
+
+def codebook_weight(shape: tuple[int, int], settings: dict[str, Any]) -> PackedWeight:
+    per_row = -(-shape[1] // (settings["vector_dim"] if settings.get("axis", "in") == "in" else 1))
+    tile = codebook.tile_words(settings["bits"], per_row)
+    return stored.random_weight("codebook", codebook.Params(**{"tile_words": tile, **settings}), shape)
+
+
+def trellis_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
+    return stored.random_weight("trellis", trellis.Params(*params), shape)
+
+
+def e8p_weight(shape: tuple[int, int], bits: int, row_scales: bool) -> PackedWeight:
+    return stored.random_weight("e8p", e8p.Params(bits, row_scales), shape)
+
+
+WEIGHTS = [
+    *(pytest.param(int_weight, case, id=f"int{case[1]}-{case[0]}-{case[2]}") for case in INT),
+    pytest.param(int_weight, (*INT[0], "bfloat16"), id="int4-bfloat16"),
+    *(pytest.param(codebook_weight, case, id=f"codebook-{i}") for i, case in enumerate(CODEBOOK)),
+    *(
+        pytest.param(
+            trellis_weight,
+            case,
+            id=f"trellis{case[1]}-{case[0]}",
+        )
+        for case in TRELLIS
+    ),
+    *(pytest.param(e8p_weight, case, id=f"e8p{case[1]}-{case[0]}") for case in E8P),
+]
+
+
+def kernel_of(weight: PackedWeight) -> dispatch.Kernel:
+    kernel = dispatch.supported("cpu", weight.format, weight.params, weight.shape)
+    if weight.format == "codebook" and "avx512vbmi" not in jit.features():
+        assert kernel is None
+        pytest.skip("no byte permutations on this processor")
+    assert kernel is not None
+    return kernel
