@@ -148,8 +148,8 @@ def run_ours(args: argparse.Namespace, setting: Setting, out: Path, *options: st
     if setting.bits is not None:
         overrides += [f"method={setting.method}", f"bits={setting.bits}", f"group_size={setting.group_size}"]
         overrides += [f"symmetric={str(setting.symmetric).lower()}"]
-    command = [sys.executable, "-m", "compress", "quantize", args.model, "--recipe", setting.recipe, *options]
-    command += ["--calib", args.calib, "--seed", str(SEED), "--out", out, "--overwrite", "--restart"]
+    command = [sys.executable, "-m", "compress", "quantize", args.model, "--recipe", setting.recipe]
+    command += ["--calib", args.calib, "--seed", str(SEED), "--out", out, "--overwrite", "--restart", *options]
     command += [part for override in overrides for part in ("--set", override)]
     _, run = run_child(command, args.env, out.with_suffix(".log"))
     report = json.loads((out / "report.json").read_text())

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -135,6 +135,22 @@ def self_generated(
         draw = lm.Draw(directory.name, 1.0, generators, step)
         written.append(lm.write(model, lm.start_tokens(model, generators), seq_len - 1, draw))
     return _of_model(torch.cat(written))
+
+
+def rolled(tokens: Tensor, copies: int) -> Tensor:
+    """Each window of tokens [samples, seq_len] and its copies, one after the other: [samples * copies, seq_len].
+
+    Copy k is shifted in a circle by k seq_len / copies, so that it is not always the same tokens that come first.
+    """
+    samples, length = tokens.shape
+    shifts = [k * length // copies for k in range(copies)]
+    return torch.stack([tokens.roll(shift, 1) for shift in shifts], 1).view(samples * copies, length)
+
+
+def expanded(calibration: Calibration, copies: int) -> Calibration:
+    """With `copies` of each window, rolled on."""
+    tokens = rolled(calibration.tokens, copies)
+    return replace(calibration, tokens=tokens, sha256=_sha256(tokens))
 
 
 def _self_batch(checkpoint: Checkpoint, sequence_nbytes: int, max_nbytes: int | None) -> int:

@@ -8,18 +8,20 @@ tokens are gathered from a whole batch). Only the upper block triangle is comput
 Beside it the drift of an input can be summed, (y - x) x^T with y the same input in the full-precision model: of every
 batch the full-precision stream goes first, under `expect`, and the other follows under `collect`. The difference is
 taken before the product, so that streams that agree give zero to the bit.
+
+A token of weight r (compress/calib/importance.py) goes into the sums as r tokens would, but is counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from compress.errors import NumericalError
+from compress.errors import NumericalError, UnsupportedModelError
 from compress.types import Stats
 
 PANELS = 8  # column panels: the lower triangle of panels, 7/16 of the work, is left out
@@ -36,31 +38,32 @@ class HessianSum:
         self.count = 0
         self.panel = max(MIN_PANEL, -(-columns // PANELS))
 
-    def add(self, inputs: Tensor, chunk: int) -> None:
-        """Add inputs [..., columns], `chunk` tokens at a time."""
-        for part in inputs.reshape(-1, inputs.shape[-1]).split(chunk):
-            x = part.float()  # [tokens, columns]
+    def add(self, inputs: Tensor, chunk: int, weights: Tensor | None = None) -> None:
+        """Add inputs [..., columns], `chunk` tokens at a time; weights: float32, one for each token, in any shape."""
+        for part, weight in zip(_rows(inputs, chunk), _weight_rows(weights, inputs, chunk), strict=True):
+            x = part.float() if weight is None else part * weight.sqrt()  # [tokens, columns], float32
             for start in range(0, x.shape[1], self.panel):
                 end = min(start + self.panel, x.shape[1])
                 self.total[start:end, start:].addmm_(x[:, start:end].T, x[:, start:])
             self.count += x.shape[0]
         if self.drift is not None:
-            self._pair(inputs, self.drift, chunk)
+            self._pair(inputs, self.drift, chunk, weights)
 
     def expect(self, inputs: Tensor) -> None:
         """The full-precision inputs [..., columns] of the tokens that `add` is given next."""
         if self.drift is not None:
             self.expected = inputs.clone()  # the rest of the block may write over them
 
-    def _pair(self, inputs: Tensor, drift: Tensor, chunk: int) -> None:
+    def _pair(self, inputs: Tensor, drift: Tensor, chunk: int, weights: Tensor | None) -> None:
         full, self.expected = self.expected, None
         if full is None or full.shape != inputs.shape:  # other tokens: routed elsewhere in the other stream
             self.drift = None
             return
-        parts = (tensor.reshape(-1, tensor.shape[-1]).split(chunk) for tensor in (full, inputs))
-        for y, part in zip(*parts, strict=True):
+        parts = (_rows(full, chunk), _rows(inputs, chunk), _weight_rows(weights, inputs, chunk))
+        for y, part, weight in zip(*parts, strict=True):
             x = part.float()
-            drift.addmm_((y.float() - x).T, x)
+            difference = y.float() - x
+            drift.addmm_((difference if weight is None else difference.mul_(weight)).T, x)
 
     def finish(self, name: str) -> Stats:
         """The whole symmetric sum; raises NumericalError if it is not finite."""
@@ -74,6 +77,23 @@ class HessianSum:
                 f"the inputs of {name} are not finite during calibration; check the checkpoint, or calibrate in float32"
             )
         return Stats(self.total, self.count, self.drift)
+
+
+def _rows(inputs: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """Inputs [..., columns] as [tokens, columns], `chunk` tokens at a time."""
+    return inputs.reshape(-1, inputs.shape[-1]).split(chunk)
+
+
+def _weight_rows(weights: Tensor | None, inputs: Tensor, chunk: int) -> Sequence[Tensor | None]:
+    """The weights [tokens, 1] for each of the `_rows` of the inputs; or None for each."""
+    if weights is None:
+        return [None] * len(_rows(inputs, chunk))
+    if weights.numel() * inputs.shape[-1] != inputs.numel():
+        raise UnsupportedModelError(
+            f"a linear reads {inputs.numel() // inputs.shape[-1]} rows of a batch of {weights.numel()} tokens: which "
+            "tokens they are is not known; set calibration.importance to none"
+        )
+    return _rows(weights.reshape(-1, 1), chunk)
 
 
 def shrink(stats: Stats) -> tuple[Stats, str | None]:
@@ -96,29 +116,61 @@ def shrink(stats: Stats) -> tuple[Stats, str | None]:
 
 
 def collect(
-    linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum], chunk: int
+    linears: Mapping[str, nn.Module],
+    sums: Mapping[str, HessianSum],
+    chunk: int,
+    weights: Tensor | None = None,
+    experts: Mapping[str, tuple[nn.Module, int]] | None = None,
 ) -> AbstractContextManager[None]:
-    """While active, each forward pass of `linears[key]` adds its input to `sums[key]`; hooks are removed at the end."""
-    return _hooked(linears, {key: partial(total.add, chunk=chunk) for key, total in sums.items()})
+    """While active, each forward pass of `linears[key]` adds its input to `sums[key]`; hooks are removed at the end.
+
+    weights: float32 [batch, tokens], what the tokens of the one batch that passes count. experts: for each key that
+    belongs to an expert, which is given some tokens only, the module of all experts (compress/runtime/experts.py),
+    whose second argument [tokens, top_k] says where a token goes, and the number of the expert.
+    """
+    selecting = experts if weights is not None and experts is not None else {}
+    routes: dict[nn.Module, Tensor] = {}  # the last routing of each module of experts
+
+    def note(module: nn.Module, _: Tensor, route: Tensor, *others: Tensor) -> None:
+        routes[module] = route
+
+    def add(key: str, inputs: Tensor) -> None:
+        mine = weights
+        if weights is not None and key in selecting:
+            module, number = selecting[key]
+            mine = _routed(weights, routes[module], number)
+        sums[key].add(inputs, chunk, mine)
+
+    noting = [(module, partial(note, module)) for module in {module for module, _ in selecting.values()}]
+    return hooked([*noting, *((linears[key], partial(add, key)) for key in sums)])
 
 
 def expect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum]) -> AbstractContextManager[None]:
     """While active, the input of `linears[key]` is kept for the drift of `sums[key]`, if that is paired."""
-    return _hooked(linears, {key: total.expect for key, total in sums.items()})
+    return hooked([(linears[key], total.expect) for key, total in sums.items()])
+
+
+def _routed(weights: Tensor, route: Tensor, number: int) -> Tensor:
+    """Weights of the tokens that go to an expert, in their order."""
+    if route.shape[0] != weights.numel():
+        raise UnsupportedModelError(
+            f"experts are chosen for {route.shape[0]} rows of a batch of {weights.numel()} tokens: which tokens they "
+            "are is not known; set calibration.importance to none"
+        )
+    return weights.flatten()[torch.where(route == number)[0]]
 
 
 @contextmanager
-def _hooked(linears: Mapping[str, nn.Module], actions: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
-    def hook(key: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def act(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            actions[key](inputs[0])
+def hooked(actions: Sequence[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """While active, an action gets the arguments of each forward pass of its module."""
 
-        return act
+    def hook(action: Callable[..., None]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: action(*inputs)
 
     handles = []
     try:
-        for key in actions:
-            handles.append(linears[key].register_forward_pre_hook(hook(key)))
+        for module, action in actions:
+            handles.append(module.register_forward_pre_hook(hook(action)))
         yield
     finally:
         for handle in handles:

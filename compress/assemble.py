@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from compress import formats, job, memory, recipe, report, verify
-from compress.checkpoint import CONFIG, INDEX, StoredTensor, read_header, sha256, sync, write_shard, write_text
+from compress.checkpoint import (
+    CONFIG,
+    INDEX,
+    EditedTensor,
+    StoredTensor,
+    read_header,
+    sha256,
+    sync,
+    write_shard,
+    write_text,
+)
 from compress.model import Skeleton
 from compress.output import Output
 from compress.progress import Progress
 from compress.runtime import hf
-from compress.types import LayerReport, Stored
+from compress.runtime.experts import Experts
+from compress.types import LayerReport, PackedWeight, Stored
 
+TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".pkl", ".md"}
 
@@ -33,6 +48,13 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 ```
 
+`recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
+"""
+
+TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)
+
+Transformed weights in full precision ({total}; the original: {source}): it loads like any checkpoint. What was done,
+and whether it changed the function, is under `notes` in `report.json`.
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
 """
 
@@ -54,6 +76,78 @@ def copied(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[
     return found
 
 
+def write_block(
+    output: Output, prepared: job.Prepared, index: int, block: nn.Module, packed: dict[str, PackedWeight], edited: bool
+) -> dict[str, Any]:
+    """Write a block's shard: packed tensors, and the others, as they are in the block if that was `edited`.
+
+    Returns its file and hash.
+    """
+    skeleton = prepared.skeleton
+    contents: dict[str, Tensor | StoredTensor | EditedTensor] = dict(copied(skeleton, prepared.plan.kept_nbytes, index))
+    if edited:
+        contents.update(_edited(skeleton, contents, block, skeleton.block_prefix(index)))
+    tensors = {f"{name}.{key}": tensor for name, w in packed.items() for key, tensor in w.tensors.items()}
+    file = shard_name(index, len(skeleton.blocks))
+    return {"file": file, "sha256": write_shard(output.model / file, {**contents, **tensors})}
+
+
+def restore_block(
+    output: Output, skeleton: Skeleton, index: int, device: torch.device, record: dict[str, Any]
+) -> tuple[nn.Module, dict[str, PackedWeight], list[LayerReport]]:
+    """A finished block, loaded anew with what is in its shard as it is there, and the packed weights in there."""
+    on_disk = read_header(output.model / record["file"])
+    reports = [report.row(values) for values in record["layers"]]
+    packed = {}
+    for row in reports:
+        form = stored(row)
+        names = formats.specs(form.format, form.params, row.shape, form.ops, form.activations)
+        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in names}
+        packed[row.name] = PackedWeight(form.format, form.params, tensors, row.shape, form.ops, form.activations)
+    edits, sources = skeleton.edits, skeleton.sources
+    skeleton.free()
+    try:
+        skeleton.edits = None
+        skeleton.sources = {n: [on_disk.get(source.name, source) for source in group] for n, group in sources.items()}
+        block = skeleton.load_block(index, device)
+    finally:
+        skeleton.edits, skeleton.sources = edits, sources
+    return block, packed, reports
+
+
+def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Those of the `kept` stored tensors that are other ones in the loaded module, in the type they have on disk."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        for source in skeleton.sources.get(prefix + name, []):
+            if not parameter.is_meta and source.name in kept and source.shape == tuple(parameter.shape):
+                changed = parameter.detach().to("cpu", torch.promote_types(source.dtype, parameter.dtype))
+                if not torch.equal(source.read().to(parameter.dtype).to(changed.dtype), changed):
+                    found[source.name] = changed
+    for name, part in module.named_modules():
+        if isinstance(part, Experts):
+            state = part.fuse(skeleton.dtype).state_dict(prefix=f"{prefix}{name}.")
+            stored = revert_weight_conversion(skeleton.model, state)
+            found.update({key: tensor for key, tensor in stored.items() if key in kept})
+    return found
+
+
+def _outside(prepared: job.Prepared, device: torch.device) -> dict[str, Tensor | StoredTensor | EditedTensor]:
+    """Everything outside the blocks, as the transforms have left it."""
+    skeleton = prepared.skeleton
+    rest: dict[str, Tensor | StoredTensor | EditedTensor] = dict(copied(skeleton, prepared.plan.kept_nbytes, None))
+    if skeleton.edits is None:
+        return rest
+    head, change = skeleton.model.get_output_embeddings(), skeleton.edits.head()
+    names = {id(p): name for name, p in skeleton.model.named_parameters(remove_duplicate=False)}
+    for source in skeleton.sources.get(names.get(id(getattr(head, "weight", None)), ""), []):
+        rest[source.name] = EditedTensor(source, change)
+    skeleton.load_rest(device)
+    rest.update(_edited(skeleton, {n: t for n, t in rest.items() if isinstance(t, StoredTensor)}, skeleton.model))
+    skeleton.free()
+    return rest
+
+
 def finish(
     output: Output, facts: report.Facts, probes: list[str], started: float, progress: Progress
 ) -> dict[str, Any]:
@@ -61,7 +155,7 @@ def finish(
     prepared, directory = facts.prepared, output.model
     skeleton, blocks = prepared.skeleton, len(prepared.skeleton.blocks)
     progress("writing embeddings and configuration", blocks, blocks)
-    rest = copied(skeleton, prepared.plan.kept_nbytes, None)
+    rest = _outside(prepared, torch.device(facts.job.device))
     if rest:
         write_shard(directory / shard_name(blocks, blocks), rest)
     _write_index(directory)
@@ -69,13 +163,15 @@ def finish(
     quantization = hf.build_config({row.name: stored(row) for row in facts.layers})
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
-    config = {**skeleton.checkpoint.config, "dtype": dtype, "quantization_config": quantization.to_dict()}
+    config = {**untied(skeleton), "dtype": dtype}
+    if facts.layers:
+        config["quantization_config"] = quantization.to_dict()
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(facts.job.recipe))
     verify.self_check(directory, probes, torch.device(facts.job.device), progress)
     memory.check(facts.job.max_memory)
     result = report.build(facts, time.monotonic() - started)
-    text = README.format(
+    text = (README if facts.layers else TRANSFORMED).format(
         model=result["model"],
         recipe=result["recipe"],
         bpw=result["bpw"],
@@ -92,7 +188,16 @@ def finish(
 
 def stored(row: LayerReport) -> Stored:
     """How a reported layer is stored."""
-    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops)
+    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations)
+
+
+def untied(skeleton: Skeleton) -> dict[str, Any]:
+    """config.json of the source, without tied embeddings where a transform has untied them."""
+    config = dict(skeleton.checkpoint.config)
+    if not skeleton.is_untied:
+        return config
+    parts = {key: {**part, TIED: False} for key, part in config.items() if isinstance(part, dict) and TIED in part}
+    return {**config, **parts, TIED: False}
 
 
 def _write_index(directory: Path) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -71,6 +71,32 @@ class StoredTensor(NamedTuple):
                         )
                     done += count
         return tensor
+
+
+class EditedTensor(NamedTuple):
+    """A stored tensor [rows, columns] that is changed while it is copied, some rows at a time."""
+
+    stored: StoredTensor
+    change: Callable[[Tensor], Tensor]  # rows [r, columns] -> rows of the same shape and type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def parts(self) -> Iterator[Tensor]:
+        stored = self.stored
+        row = stored.nbytes // stored.shape[0]
+        step = max(1, CHUNK // row)
+        for start in range(0, stored.shape[0], step):
+            rows = min(step, stored.shape[0] - start)
+            shape = (rows, *stored.shape[1:])
+            yield self.change(
+                stored._replace(shape=shape, offset=stored.offset + start * row, nbytes=rows * row).read()
+            )
 
 
 @dataclass(frozen=True)
@@ -195,11 +221,11 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
     return StoredTensor(name, path, dtype, shape, base + start, end - start)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> str:
+def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor | EditedTensor]) -> str:
     """Write a safetensors file whole or not at all; returns the sha256 of its bytes.
 
-    Values are tensors in memory or tensors on disk, which are copied in chunks. Entries are ordered by element size,
-    then name, so that every tensor is aligned and equal input gives equal bytes.
+    Values are tensors in memory or tensors on disk, which are copied (and changed) in chunks. Entries are ordered by
+    element size, then name, so that every tensor is aligned and equal input gives equal bytes.
     """
     entries = sorted(tensors.items(), key=lambda kv: (-kv[1].dtype.itemsize, kv[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -221,7 +247,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> str
     return digest.hexdigest()
 
 
-def _chunks(header: bytes, values: Iterable[Tensor | StoredTensor]) -> Iterable[bytes | memoryview]:
+def _chunks(header: bytes, values: Iterable[Tensor | StoredTensor | EditedTensor]) -> Iterable[bytes | memoryview]:
     yield len(header).to_bytes(8, "little") + header
     for value in values:
         if isinstance(value, StoredTensor):
@@ -234,8 +260,14 @@ def _chunks(header: bytes, values: Iterable[Tensor | StoredTensor]) -> Iterable[
                         raise CheckpointError(f"{value.file} ended within tensor {value.name!r}; copy the file again")
                     left -= len(chunk)
                     yield chunk
+        elif isinstance(value, EditedTensor):
+            yield from map(_bytes, value.parts())
         elif value.numel():
-            yield memoryview(cast(Any, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            yield _bytes(value)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(cast(Any, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def write_text(path: Path, text: str) -> None:

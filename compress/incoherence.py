@@ -28,31 +28,39 @@ def derived_seed(seed: int, what: str, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw(spec: LinearSpec, seed: int) -> dict[str, Tensor]:
-    """The stored tensors of `OPS` around this linear, on the CPU."""
-    sides = {"out_signs": ("output", spec.name, spec.shape[0]), "in_signs": ("input", spec.input_key, spec.shape[1])}
-    return {key: _signs(size, derived_seed(seed, f"{side} signs", name)) for key, (side, name, size) in sides.items()}
+def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
+    """The stored tensors of the operations around this linear, on the CPU."""
+    sides = {
+        "out_signs": ("output", spec.name, spec.shape[0], around.output),
+        "in_signs": ("input", spec.input_key, spec.shape[1], around.input),
+    }
+    return {
+        key: _signs(size, derived_seed(seed, f"{side} signs", name))
+        for key, (side, name, size, names) in sides.items()
+        if "signs" in names
+    }
 
 
 def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
     """The statistics of the layer's shared input in its rotated basis: the same for all its readers."""
-    return Stats(ops.rotate_hessian(stats.hessian, layer.ops, _drawn(layer, seed, stats.hessian)), stats.count)
+    return Stats(ops.rotate_hessian(stats.hessian, layer.ops, drawn(layer, seed, stats.hessian)), stats.count)
 
 
 def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
     """weight [out, in] -> what the layer's method is given, float32."""
-    return ops.rotate(weight, layer.ops, _drawn(layer, seed, weight))
+    return ops.rotate(weight, layer.ops, drawn(layer, seed, weight))
 
 
 def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
     """What a method made of the rotated weight, with the operations that turn it back."""
-    drawn = _drawn(layer, seed, next(iter(packed.tensors.values())))
-    return dataclasses.replace(packed, tensors={**packed.tensors, **drawn}, ops=layer.ops)
+    added = drawn(layer, seed, next(iter(packed.tensors.values())))
+    return dataclasses.replace(packed, tensors={**packed.tensors, **added}, ops=layer.ops)
 
 
 def notes(layer: LayerPlan) -> tuple[str, ...]:
     """What the report should say of the transforms."""
-    sizes = dict.fromkeys(layer.spec.shape) if layer.ops else {}
+    sides = zip(layer.spec.shape, (layer.ops.output, layer.ops.input), strict=True)
+    sizes = dict.fromkeys(size for size, names in sides if "hadamard" in names)
     odd = {size: hadamard.order(size).K for size in sizes if hadamard.order(size).kind == "hartley"}
     return tuple(
         f"no Hadamard matrix of size {n} is known here: a Hartley matrix of {K} is used" for n, K in odd.items()
@@ -68,8 +76,9 @@ def workspace(layer: LayerPlan, has_statistics: bool) -> int:
     return 4 * (rows * columns + hessian + BUFFERS * min(CHUNK, max(rows * columns, hessian)))
 
 
-def _drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
-    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed).items()}
+def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
+    """The stored tensors of the layer's operations, on the device of `like`."""
+    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.ops).items()}
 
 
 def _signs(size: int, seed: int) -> Tensor:

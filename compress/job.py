@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -14,7 +15,7 @@ import torch
 import transformers
 
 import compress
-from compress import memory, recipe
+from compress import memory, plugins, recipe
 from compress.calib import data as calib_data
 from compress.calib import lm
 from compress.checkpoint import Checkpoint, open_checkpoint
@@ -42,6 +43,7 @@ class Job:
     seed: int = 0
     overwrite: bool = False
     restart: bool = False
+    pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,24 @@ def prepare(job: Job) -> Prepared:
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
-    plan = make(job.recipe, skeleton)
+    scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}
+    for step in job.recipe.transform:
+        if scopes[step.method] == "model":
+            skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
+    plan = make(job.recipe, skeleton, job.pack)
     settings = job.recipe.calibration
     seq_len = samples = 0
-    if memory.statistics(list(plan.layers)):
+    static = any(layer.activations is not None and layer.activations.scale == "tensor" for layer in plan.layers)
+    needed = bool(memory.statistics(list(plan.layers))) or "block" in scopes.values() or static
+    tried = skeleton.edits.samples if skeleton.edits is not None else 0
+    if needed or tried:
         longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-        seq_len, samples = min(settings.seq_len, longest or settings.seq_len), settings.num_samples
-    paired = samples > 0 and settings.asymmetric > 0
-    arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory, paired)
+        seq_len = min(settings.seq_len, longest or settings.seq_len)
+        samples = (settings.num_samples if needed else min(tried, settings.num_samples)) * settings.rolled
+    extras = memory.Extras(
+        samples > 0 and settings.asymmetric > 0 and job.pack, "block" in scopes.values(), settings.importance != "none"
+    )
+    arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plan, arrangement, samples, seq_len)
 
 
@@ -97,6 +109,15 @@ def resolve(model: str) -> Path:
 
 
 def calibration(
+    job: Job, prepared: Prepared, progress: Progress, cache: Path | None = None
+) -> calib_data.Calibration | None:
+    """The calibration tokens, with the copies that the recipe asks for; None if the recipe needs none."""
+    copies = job.recipe.calibration.rolled
+    found = _calibration(job, dataclasses.replace(prepared, samples=prepared.samples // copies), progress, cache)
+    return calib_data.expanded(found, copies) if found is not None and copies > 1 else found
+
+
+def _calibration(
     job: Job, prepared: Prepared, progress: Progress, cache: Path | None = None
 ) -> calib_data.Calibration | None:
     """The calibration tokens; None if the recipe needs none.
@@ -143,6 +164,7 @@ def identity(job: Job, checkpoint: Checkpoint, calibrated: calib_data.Calibratio
         "recipe": recipe.fingerprint(job.recipe),
         "calibration text": calibrated.sha256 if calibrated is not None else None,
         "seed": job.seed,
+        "command": "quantize" if job.pack else "transform",
         "device": torch.device(job.device).type,
         "software versions": versions(),
     }

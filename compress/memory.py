@@ -17,6 +17,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from compress import asymmetric, incoherence, plugins
 from compress.errors import BudgetError
@@ -28,6 +29,8 @@ BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are effici
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
 MEASURING = 16  # bytes a weight that the errors in the report take
 TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
+SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
+SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
@@ -114,15 +117,25 @@ def check(limit: int | None) -> None:
         )
 
 
+class Extras(NamedTuple):
+    """What a recipe asks for that takes memory of its own."""
+
+    paired: bool = False  # the stream of the full-precision model beside the quantized one
+    searched: bool = False  # transforms of blocks, which try changes on copies of weights and inputs
+    weighted: bool = False  # token importance
+
+
+NO_EXTRAS = Extras()
+
+
 def arrange(
-    plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, paired: bool = False
+    plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, extras: Extras = NO_EXTRAS
 ) -> Arrangement:
     """The fastest arrangement whose predicted peak is within the limit (without one: 80% of the available memory).
 
-    samples is 0 for a recipe that needs no calibration; paired: with the stream of the full-precision model beside
-    the quantized one. Raises BudgetError naming the least that would do.
+    samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
     """
-    needs = _Needs(plan, skeleton, samples, seq_len, paired)
+    needs = _Needs(plan, skeleton, samples, seq_len, extras)
     allowed = limit if limit is not None else resident() + int(0.8 * available())
     best: Arrangement | None = None
     for candidate in _candidates(needs):
@@ -180,13 +193,15 @@ def statistics(layers: Sequence[LayerPlan], paired: bool = False) -> dict[str, i
 class _Needs:
     """Bytes of the parts that a run holds at a time."""
 
-    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, paired: bool) -> None:
+    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
+        paired = extras.paired
         self.base = resident()
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
         for layer in plan.layers:
             self.by_block[layer.spec.block].append(layer)
-        item = skeleton.dtype.itemsize
+        self.extras = extras
+        self.item = item = skeleton.dtype.itemsize
         self.weights = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
         self.expert_weights = [
             sum(layer.spec.numel for layer in layers if layer.spec.is_expert) * item for layers in self.by_block
@@ -212,6 +227,11 @@ class _Needs:
         sizes = self.sizes[index]
         held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
         forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * self.widest[index]
+        if self.extras.searched:  # weights rounded in float32, their kept inputs and outputs; the batch beside them
+            kept = min(SEARCHED, self.samples * self.seq_len) * self.token[index] * 4 // self.item
+            forward += kept + 3 * self.weights[index] * 4 // self.item
+        if self.extras.weighted:  # scores of some rows, queries and keys in float32, and weighted inputs
+            forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
         loading = self.expert_weights[index]
         quantizing = held + self.work[index] + self.packed[index]
         return self.weights[index] + max(loading, held + forward, quantizing)

@@ -8,9 +8,9 @@ the experts, which transformers stores as three-dimensional parameters and which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import transformers
@@ -32,14 +32,39 @@ from compress.errors import CheckpointError, UnsupportedModelError
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.types import LinearSpec
+from compress.types import LinearSpec, Ops
+
+if TYPE_CHECKING:
+    from compress.propagate import Workbench
 
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
 PROBE_TOKENS = 8
 
 
+class Edits(Protocol):
+    """Changes to parameters as they are loaded, in place, and what they leave to run time."""
+
+    online: dict[str, Ops]  # linear -> operations on what it reads, if it is packed
+    samples: int  # of the calibration text that `choose` looks at; 0: none
+
+    def choose(self, bench: Workbench) -> list[str]:
+        """Called once, before `begin`: decide between possible edits; what the report should say of it."""
+
+    def begin(self, device: torch.device) -> None:
+        """Called once, before anything is loaded."""
+
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """What happens to rows [rows, hidden] of the output head."""
+
+    def rest(self, model: nn.Module) -> None:
+        """What lies outside the blocks, except the output head."""
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """One decoder block, its experts unfused."""
+
+
 class Skeleton:
-    """A causal language model without weights, to be filled block by block."""
+    """A causal language model without weights, to be filled block by block; `edits` change what is loaded."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -53,6 +78,8 @@ class Skeleton:
         if packed := checkpoint.config.get("quantization_config"):
             hf.swap(self.model, hf.CompressConfig(**packed))
         self.blocks_name, self.blocks = _find_blocks(self.model)
+        self.edits: Edits | None = None
+        self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
         self.sources = self._sources()
         self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
@@ -113,11 +140,28 @@ class Skeleton:
             if is_fused_experts(module) and is_supported(module):
                 self._fused[prefix + name] = module
                 block.set_submodule(name, Experts.from_fused(module))
+        if self.edits is not None:
+            self.edits.block(index, block)
         return block
 
-    def load_rest(self, device: torch.device) -> None:
-        """Fill everything outside the blocks except the output head (embeddings, positions, final norm)."""
-        head = {id(p) for p in _parameters(self.model.get_output_embeddings())}
+    def linear(self, block: nn.Module, name: str) -> nn.Linear:
+        """The linear of this full name in a loaded block."""
+        linear = block.get_submodule(self._within(name))
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+    def expert(self, block: nn.Module, name: str) -> tuple[nn.Module, int]:
+        """The module of all experts that the linear of this full name belongs to, and the number of its expert."""
+        path, number, _ = self._within(name).rsplit(".", 2)
+        return block.get_submodule(path), int(number)
+
+    def _within(self, name: str) -> str:
+        """The path within its block of a full name."""
+        return name.removeprefix(self.blocks_name + ".").partition(".")[2]
+
+    def load_rest(self, device: torch.device, with_head: bool = False) -> None:
+        """Fill everything outside the blocks (embeddings, positions, final norm), the output head only if asked to."""
+        head = {id(p) for p in _parameters(None if with_head else self.model.get_output_embeddings())}
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
@@ -131,6 +175,24 @@ class Skeleton:
         for name in wanted:
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
+        if self.edits is not None:
+            self.edits.rest(self.model)
+
+    def untie(self) -> None:
+        """Give an output head that is tied to the embeddings a weight of its own; both come from the same bytes."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or not any(p is q for p in _parameters(head) for q in _parameters(embeddings)):
+            return
+        name = next(name for name, module in self.model.named_modules() if module is head) + ".weight"
+        for config in (self.model.config, self.config, self.config.get_text_config()):
+            config.tie_word_embeddings = False
+        tied = next(group for group in self.aliases if name in group)
+        stored = next(self.sources[alias][0] for alias in tied if alias in self.sources)
+        for alias in tied:
+            self.sources.setdefault(alias, [stored._replace(name=alias)])
+        self.aliases.remove(tied)
+        head.weight = nn.Parameter(torch.empty_like(head.weight, device="meta"), requires_grad=False)
+        self.is_untied = True
 
     def free(self) -> None:
         """Give back all weights; buffers stay."""

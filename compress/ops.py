@@ -2,8 +2,10 @@
 
     signs       a diagonal of +-1, stored as the uint8 bitmap [ceil(n / 8)], lowest bit first, 1 for -1
     hadamard    the transform of compress/hadamard.py; nothing is stored
+    head_mix/D  that transform over the heads of D channels each, channel by channel; nothing is stored
 
-The tensor of an operation is named after its side, `in_signs` or `out_signs`. A new operation is one entry of `OPS`.
+The tensor of an operation is named after its side, `in_signs` or `out_signs`. A new operation is one entry of `OPS`;
+one with a number in its name is found by `find`.
 """
 
 from __future__ import annotations
@@ -67,12 +69,39 @@ OPS: dict[str, Op] = {
 }
 
 
+def find(name: str) -> Op | None:
+    """The operation of this name, None if there is none."""
+    kind, _, argument = name.partition("/")
+    if kind != "head_mix":
+        return OPS.get(name)
+    return _head_mix(int(argument)) if argument.isdecimal() and int(argument) > 0 else None
+
+
+@lru_cache(maxsize=16)
+def _head_mix(head_dim: int) -> Op:
+    def spec(n: int) -> None:
+        if n % head_dim:
+            raise ValueError(f"head_mix/{head_dim}: {n} channels are no heads of {head_dim}")
+        hadamard.order(n // head_dim)
+
+    def mixed(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return change(x.unflatten(-1, (-1, head_dim)).transpose(-1, -2)).transpose(-1, -2).flatten(-2)
+
+    return Op(spec, lambda x, _: mixed(x, hadamard.transform), lambda x, _: mixed(x, hadamard.transpose))
+
+
+def _get(name: str) -> Op:
+    op = find(name)
+    assert op is not None, f"no operation {name}"
+    return op
+
+
 def specs(ops: Ops, shape: tuple[int, int]) -> dict[str, Spec]:
     """Stored tensors of the operations around a matrix [out, in]; ValueError if one cannot have that size."""
     found = {}
     for side, names, size in (("out", ops.output, shape[0]), ("in", ops.input, shape[1])):
         for name in names:
-            spec = OPS[name].spec(size)
+            spec = _get(name).spec(size)
             if spec is not None:
                 found[f"{side}_{name}"] = spec
     return found
@@ -85,7 +114,7 @@ def from_dict(values: Any, where: str) -> Ops:
     if not isinstance(values, Mapping) or sides or not all(isinstance(names, list | tuple) for names in lists):
         raise CheckpointError(f"{where}: ops needs the lists 'input' and 'output', and nothing else")
     for names in lists:
-        if unknown := [name for name in names if not isinstance(name, str) or name not in OPS]:
+        if unknown := [name for name in names if not isinstance(name, str) or find(name) is None]:
             raise CheckpointError(f"{where}: operation {unknown[0]!r} is unknown to this version; upgrade compress")
         if len(set(names)) != len(names):
             raise CheckpointError(f"{where}: ops lists {names}, an operation twice; write the checkpoint again")
@@ -159,13 +188,13 @@ def _forward(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, T
     for name in names:
         stored = tensors.get(f"{side}_{name}")
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        x = multiply(x, stored, name, False) if traced else OPS[name].forward(x, stored)
+        x = multiply(x, stored, name, False) if traced else _get(name).forward(x, stored)
     return x
 
 
 def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in reversed(names):
-        x = OPS[name].transpose(x, tensors.get(f"{side}_{name}"))
+        x = _get(name).transpose(x, tensors.get(f"{side}_{name}"))
     return x
 
 
@@ -175,7 +204,7 @@ def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str,
 @torch.library.custom_op("compress::multiply", mutates_args=())
 def multiply(x: Tensor, stored: Tensor | None, name: str, transposed: bool) -> Tensor:
     """x [..., n] -> T x of the operation of that name, T^T x if transposed."""
-    op = OPS[name]
+    op = _get(name)
     return (op.transpose if transposed else op.forward)(x, stored).clone(memory_format=torch.contiguous_format)
 
 

@@ -7,6 +7,7 @@ A run into OUT works in the sibling OUT.partial:
     OUT.partial/blocks/     one file for each finished block, written after its shard
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
     OUT.partial/calibration text that the model wrote to be calibrated on; kept for the next run
+    OUT.partial/rotation    the rotation that was searched or learned
     OUT.partial/stream      hidden states that do not fit into memory
     OUT.partial/old         the former OUT, while the new one takes its place
 
@@ -35,6 +36,7 @@ from compress.verify import MANIFEST
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
+NAMES |= {"rotation", "rotation.part"}
 
 
 class Output:
@@ -148,7 +150,8 @@ class Output:
 
     def _resumable(self) -> bool:
         """Whether there is work to go on with; a run that has published has no model left."""
-        return self._block(0).is_file() and self.run.is_file() and self.model.is_dir()
+        begun = self._block(0).is_file() or (self.work / "rotation").is_file()
+        return begun and self.run.is_file() and self.model.is_dir()
 
     def _take_lock(self) -> None:
         for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
@@ -196,7 +199,7 @@ class Output:
         self.forget_from(0)
         for directory in (self.blocks, self.model):
             self._remove(directory)
-        for name in ("stream", "run.json.part", "run.json"):
+        for name in ("stream", "rotation", "rotation.part", "run.json.part", "run.json"):
             (self.work / name).unlink(missing_ok=True)
 
     def _remove(self, directory: Path) -> None:

@@ -12,25 +12,34 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress import assemble, asymmetric, formats, incoherence, job, memory, plugins, propagate, report, verify
-from compress.calib import stats as calib_stats
+from compress import (
+    assemble,
+    encode,
+    flow,
+    formats,
+    job,
+    memory,
+    plugins,
+    propagate,
+    report,
+    structure,
+    verify,
+)
 from compress.calib.data import Calibration
-from compress.checkpoint import read_header, sha256, write_shard
+from compress.checkpoint import sha256
 from compress.errors import CheckpointError, NumericalError
-from compress.formats import dense
 from compress.job import Job, Prepared
 from compress.memory import Arrangement
 from compress.output import Output, check_space, writing
 from compress.progress import Meter, Progress, silent
 from compress.propagate import FULL, QUANTIZED, Leg
-from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, Stats
+from compress.types import LayerPlan, LayerReport, PackedWeight
 
 
 def quantize(
@@ -48,7 +57,7 @@ def quantize(
     if on_plan is not None:
         on_plan(prepared)
     with Output(asked.out, asked.overwrite, asked.restart) as output, writing(output.work):
-        check_space(output.work, _disk_need(prepared, _paired(asked)) - output.written())
+        check_space(output.work, _disk_need(prepared, flow.paired(asked)) - output.written())
         calibration = job.calibration(asked, prepared, progress, output.calibration)
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
@@ -62,13 +71,8 @@ def quantize(
         run = _Run(asked, prepared, output, calibration.tokens if calibration is not None else None, progress)
         with _threads(threads):
             run.blocks()
-            facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed)
+            facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed, run.notes)
             return assemble.finish(output, facts, run.probes, started, progress)
-
-
-def _paired(asked: Job) -> bool:
-    """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
-    return asked.recipe.calibration.asymmetric > 0
 
 
 def _noted(calibration: Calibration, asked: Job, prepared: Prepared) -> Calibration:
@@ -78,7 +82,7 @@ def _noted(calibration: Calibration, asked: Job, prepared: Prepared) -> Calibrat
         notes.append(
             f"Samples have {prepared.seq_len} tokens instead of {wanted}: the model knows no longer positions."
         )
-    if _paired(asked) and any(layer.spec.is_expert for layer in prepared.plan.layers):
+    if flow.paired(asked) and any(layer.spec.is_expert for layer in prepared.plan.layers):
         notes.append(
             "Experts are calibrated on their own inputs alone: full-precision routing sends them other tokens."
         )
@@ -86,7 +90,10 @@ def _noted(calibration: Calibration, asked: Job, prepared: Prepared) -> Calibrat
 
 
 def predict_seconds(asked: Job, prepared: Prepared) -> float:
-    """Time of the whole loop, from one batch and all linears of one real block (the one with the most to write)."""
+    """Time of the whole loop, from one batch and all linears of one real block (the one with the most to write).
+
+    Without what a transform of the whole model searches or learns before.
+    """
     batch = min(prepared.arrangement.batch, prepared.samples)
     trial = dataclasses.replace(
         prepared, samples=batch, arrangement=dataclasses.replace(prepared.arrangement, spill=False)
@@ -117,16 +124,6 @@ def _disk_need(prepared: Prepared, paired: bool) -> int:
     return prepared.plan.nbytes + stream * (2 if paired else 1)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """What the readers of one shared input are given."""
-
-    stats: Stats | None = None
-    rotated: Stats | None = None  # the statistics in the rotated basis of those layers that have one
-    correction: Tensor | None = None  # [in, in], of asymmetric calibration
-    notes: tuple[str, ...] = ()
-
-
 class _Run:
     """The state of the loop."""
 
@@ -137,29 +134,36 @@ class _Run:
         self.skeleton = prepared.skeleton
         self.meter = Meter(progress, len(self.skeleton.blocks))
         self.device = torch.device(asked.device)
-        self.tokens = tokens  # calibration samples [samples, seq_len]
         self.reports: list[LayerReport] = []
+        self.notes: dict[str, list[str]] = {}  # block name -> what is to be said of it as a whole
         self.probes: list[str] = []  # hash of each quantized block's output on the probe tokens
         self.seconds: list[float] = []  # of each block computed in this run
         self.replayed = 0  # blocks taken over from an interrupted run
         file = output.work / "stream" if prepared.arrangement.spill else None
-        self.paired = _paired(asked) and tokens is not None
-        self.stream = propagate.Stream(prepared.samples, file, 2 if self.paired else 1)
-        self.parted = False  # the full-precision side of the stream is filled; before, it equals the quantized one
-        self.calls: propagate.Calls = []
-        self.forward_seconds = 0.0
+        self.flow = flow.Flow(asked, prepared, tokens, self.meter, file)
+        self.graph: list[structure.Graph] = []  # traced when a transform of blocks needs it
 
     def blocks(self) -> None:
         """All blocks, those of an interrupted run replayed."""
         records = self._intact(self.output.finished_blocks())
         self.replayed = len(records)
-        self._embed()
+        self._choose()
+        self.flow.embed()
         probe = verify.Probe(self.skeleton, self.device)
         try:
             for index in range(len(self.skeleton.blocks)):
                 self._block(index, records[index] if index < len(records) else None, probe)
         finally:
-            self.stream.close()
+            self.flow.stream.close()
+
+    def _choose(self) -> None:
+        """Let the transform of the whole model, if there is one, decide what it will do."""
+        if (edits := self.skeleton.edits) is not None:
+            plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.asked.max_memory
+            tokens, folder = self.flow.tokens, self.output.work
+            bench = propagate.Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
+            if notes := edits.choose(bench):
+                self.notes["transform"] = notes
 
     def _intact(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The finished blocks up to the first whose shard is not the file that was recorded; the rest is done again."""
@@ -177,25 +181,16 @@ class _Run:
             [x for x in self.prepared.plan.layers if x.spec.block == i] for i in range(len(self.skeleton.blocks))
         ]
         index = max(range(len(layers_of)), key=lambda i: sum(layer.nbytes for layer in layers_of[i]))
-        self._embed()
-        if self.paired:
-            self.stream.write(0, self.stream.read(0, self.stream.samples), FULL)
-            self.parted = True
+        self.flow.embed()
+        self.flow.part()
         started = time.monotonic()
         block = self.skeleton.load_block(index, self.device)
+        self._transform(index, block)
         self._quantize(index, block, layers_of[index])
-        if self.tokens is not None:
-            self._forward(index, block, "propagating", Leg(QUANTIZED))
+        self.flow.forward(index, block, "propagating", Leg(QUANTIZED))
         seconds = time.monotonic() - started
         self.skeleton.free()
-        return len(layers_of) * (seconds + (batches - 1) * self.forward_seconds)
-
-    def _embed(self) -> None:
-        """Fill the stream with what reaches the first block."""
-        if self.tokens is not None:
-            self.meter.say("embedding the calibration text")
-            batch = self.prepared.arrangement.batch
-            self.calls = propagate.record(self.skeleton, self.tokens, batch, self.stream, self.device)
+        return len(layers_of) * (seconds + (batches - 1) * self.flow.seconds)
 
     @torch.no_grad()
     def _block(self, index: int, record: dict[str, Any] | None, probe: verify.Probe) -> None:
@@ -203,20 +198,26 @@ class _Run:
         layers = [layer for layer in self.prepared.plan.layers if layer.spec.block == index]
         self.meter.begin(index, self._steps(layers, record is not None))
         block = self.skeleton.load_block(index, self.device)
+        last = index + 1 == len(self.skeleton.blocks)
+        if self.flow.paired and not last and not (record is None and memory.readers(layers)):
+            # else done while statistics are collected, with the transformed block
+            if record is not None and memory.readers(layers):
+                self._transform(index, block)
+            source = FULL if self.flow.parted else QUANTIZED
+            self.flow.forward(index, block, "propagating", Leg(source, FULL))
         if record is None:
-            packed, reports = self._quantize(index, block, layers)
-            record = {**self._write(index, packed), "layers": [dataclasses.asdict(row) for row in reports]}
+            notes = self._transform(index, block)
+            packed, reports, more = self._quantize(index, block, layers)
+            edited = bool(self.asked.recipe.transform)
+            written = assemble.write_block(self.output, self.prepared, index, block, packed, edited)
+            record = {**written, "layers": [dataclasses.asdict(row) for row in reports], "notes": [*notes, *more]}
             fresh = True
         else:
-            packed, reports = self._restore(record, layers)
+            block, packed, reports = assemble.restore_block(self.output, self.skeleton, index, self.device, record)
             fresh = False
-        last = index + 1 == len(self.skeleton.blocks)
-        if self.paired and not last:
-            if not (fresh and memory.readers(layers)):  # else done while statistics were collected
-                self._forward(index, block, "propagating", Leg(FULL if self.parted else QUANTIZED, FULL))
-            self.parted = True
+        self.flow.parted = self.flow.parted or (self.flow.paired and not last)
         for layer in layers:
-            weight = self._linear(block, layer.spec.name).weight
+            weight = self.skeleton.linear(block, layer.spec.name).weight
             weight.copy_(formats.decode(packed.pop(layer.spec.name), weight.dtype))
         self.probes.append(probe.advance(index, block))
         if fresh:
@@ -226,8 +227,10 @@ class _Run:
                 f"block {index} in {self.output.work} does not give its result any more; use --restart"
             )
         self.reports += reports
-        if self.tokens is not None and not last:
-            self._forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
+        if record["notes"]:
+            self.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
+        if not last:
+            self.flow.forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         memory.check(self.asked.max_memory)
         self.meter.end()
@@ -236,153 +239,70 @@ class _Run:
 
     def _steps(self, layers: list[LayerPlan], replay: bool) -> int:
         """Steps of the meter for a block: its batches in every pass, and its linears."""
-        batches = -(-self.stream.samples // self.prepared.arrangement.batch) if self.tokens is not None else 0
-        passes = 0 if replay else len(self._passes(layers))
-        return batches * (1 + max(passes, int(self.paired))) + (0 if replay else len(layers))
-
-    def _passes(self, layers: list[LayerPlan]) -> list[list[str]]:
-        """The shared inputs of a block whose statistics are collected, those of each pass together."""
-        return memory.split(memory.statistics(layers, self.paired), self.prepared.arrangement.statistics_nbytes)
-
-    def _linear(self, block: nn.Module, name: str) -> nn.Linear:
-        """The linear of this full name in a loaded block."""
-        relative = name.removeprefix(self.skeleton.blocks_name + ".").partition(".")[2]
-        linear = block.get_submodule(relative)
-        assert isinstance(linear, nn.Linear)
-        return linear
+        passes = 0 if replay else len(self.flow.passes(layers))
+        static = any(x.activations is not None and x.activations.scale == "tensor" for x in layers) and not replay
+        runs = 1 + max(passes, int(self.flow.paired)) + int(static)
+        return self.flow.batch_count() * runs + (0 if replay else len(layers))
 
     def _quantize(
         self, index: int, block: nn.Module, layers: list[LayerPlan]
-    ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
-        """Quantize all linears of a block on its full-precision outputs; the block itself stays unchanged."""
+    ) -> tuple[dict[str, PackedWeight], list[LayerReport], list[str]]:
+        """Quantize all linears of a block on its full-precision outputs; the block itself stays unchanged.
+
+        Also returns what is to be said of the block as a whole.
+        """
         for layer in layers:
-            if not torch.isfinite(self._linear(block, layer.spec.name).weight).all():
+            if not torch.isfinite(self.skeleton.linear(block, layer.spec.name).weight).all():
                 raise NumericalError(
                     f"the weight of {layer.spec.name} has NaN or infinite values; repair the checkpoint, or ignore it"
                 )
         packed: dict[str, PackedWeight] = {}
         reports: dict[str, LayerReport] = {}
 
-        def add(layer: LayerPlan, given: _Input) -> None:
-            name = layer.spec.name
-            weight = self._linear(block, name).weight.detach()
-            packed[name], reports[name] = self._layer(layer, weight, given)
+        def add(planned: LayerPlan, given: encode.Given) -> None:
+            name = planned.spec.name
+            weight = self.skeleton.linear(block, name).weight.detach()
+            self.meter.say(f"quantizing {name}")
+            packed[name], reports[name] = encode.linear(planned, weight, given, scales.get(name), self.asked.seed)
+            memory.check(self.asked.max_memory)
+            self.meter.step()
 
-        readers, passes = memory.readers(layers), self._passes(layers)
+        weights, note = self.flow.importance(index, block)
+        scales = self.flow.in_scales(index, block, layers)
+        readers, passes = memory.readers(layers), self.flow.passes(layers)
         for number, keys in enumerate(passes):
-            sums = self._collect(index, block, {key: readers[key] for key in keys}, number + 1 == len(passes))
+            wanted = {key: readers[key] for key in keys}
+            sums = self.flow.collect(index, block, wanted, number + 1 == len(passes), weights)
             for key in keys:
-                given = self._input(sums.pop(key), key, readers[key])
+                given = self.flow.given(sums.pop(key), key, readers[key])
                 for layer in readers[key]:
                     add(layer, given)
                 del given
         for layer in layers:
             if layer.spec.name not in packed:
-                add(layer, _Input())
-        return packed, [reports[layer.spec.name] for layer in layers]
+                add(layer, encode.Given())
+        return packed, [reports[layer.spec.name] for layer in layers], [note] if note else []
 
-    def _collect(
-        self, index: int, block: nn.Module, readers: dict[str, list[LayerPlan]], last: bool
-    ) -> dict[str, calib_stats.HessianSum]:
-        """Statistics of these shared inputs, in one pass of the stream through the block.
-
-        In the `last` pass over the block, whose weights are still the original ones, the full-precision side of the
-        stream goes on.
-        """
-        linears = {key: self._linear(block, key) for key in readers}
-        sums = {
-            key: calib_stats.HessianSum(linear.in_features, self.device, self._has_drift(readers[key]))
-            for key, linear in linears.items()
+    def _transform(self, index: int, block: nn.Module) -> list[str]:
+        """Apply the recipe's transforms of blocks, in place; what the report should say of them."""
+        steps = [
+            step for step in self.asked.recipe.transform if plugins.load("transform", step.method).SCOPE == "block"
+        ]
+        if not steps:
+            return []
+        self.meter.say("transforming")
+        name, batches = self.skeleton.block_prefix(index), partial(self.flow.batches, index)
+        if not self.graph:
+            self.graph.append(structure.trace(self.skeleton))
+        found = structure.sites(self.graph[0].blocks[index], block, batches, name)
+        turned = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}  # rounded in another basis
+        schemes = {
+            key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in turned else scheme
+            for key, scheme in self.prepared.plan.schemes.items()
+            if key.startswith(name)
         }
-        target = FULL if self.paired and last and index + 1 < len(self.skeleton.blocks) else None
-        collecting = Leg(QUANTIZED, None, partial(calib_stats.collect, linears, sums, self.prepared.seq_len))
-        legs = [collecting if self.parted else collecting._replace(target=target)]
-        if self.parted and (target is not None or any(total.drift is not None for total in sums.values())):
-            legs.insert(0, Leg(FULL, target, partial(calib_stats.expect, linears, sums)))
-        self._forward(index, block, "calibrating", *legs)
-        return sums
-
-    def _has_drift(self, layers: list[LayerPlan]) -> bool:
-        """Whether the tokens of a shared input with these readers are the same in both streams, which have parted."""
-        return self.parted and not layers[0].spec.is_expert
-
-    def _input(self, total: calib_stats.HessianSum, key: str, layers: list[LayerPlan]) -> _Input:
-        """What is made of the statistics of one shared input, once for all its readers."""
-        stats, note = calib_stats.shrink(total.finish(key))
-        correction, more = None, None
-        if self._has_drift(layers):
-            tokens, alpha = self.stream.samples * self.prepared.seq_len, self.asked.recipe.calibration.asymmetric
-            correction, more = asymmetric.correction(stats, alpha, tokens)
-        around = next((layer for layer in layers if layer.ops), None)
-        rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None
-        return _Input(Stats(stats.hessian, stats.count), rotated, correction, tuple(filter(None, (note, more))))
-
-    def _layer(self, layer: LayerPlan, weight: Tensor, given: _Input) -> tuple[PackedWeight, LayerReport]:
-        """Quantize and measure one weight [out, in]."""
-        name, notes = layer.spec.name, given.notes
-        self.meter.say(f"quantizing {name}")
-        started = time.monotonic()
-        if layer.scheme.config is None:
-            packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
-        else:
-            target = weight if given.correction is None else asymmetric.target(weight, given.correction)
-            result = self._rounded(layer, target, given.rotated if layer.ops else given.stats)
-            del target
-            packed, notes = result.weight, (*notes, *result.notes)
-        assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
-        row = report.measure(layer, weight, packed, given.stats, notes)
+        notes: list[str] = []
+        for step in steps:
+            notes += plugins.load("transform", step.method).apply(block, found, batches, step.config, schemes)
         memory.check(self.asked.max_memory)
-        self.meter.step()
-        return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
-
-    def _rounded(self, layer: LayerPlan, weight: Tensor, stats: Stats | None) -> Quantized:
-        """What the layer's method makes of a weight [out, in], in the rotated basis if the layer has one."""
-        name, seed = layer.spec.name, self.asked.seed
-        given = incoherence.rotated_weight(weight, layer, seed) if layer.ops else weight
-        method = plugins.load("quant", layer.scheme.method)
-        try:
-            result = method.quantize(given, stats, layer.scheme.config, incoherence.derived_seed(seed, "method", name))
-        except NumericalError as error:
-            raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
-        if not layer.ops:
-            return result
-        return Quantized(incoherence.wrapped(result.weight, layer, seed), (*incoherence.notes(layer), *result.notes))
-
-    def _forward(self, index: int, block: nn.Module, what: str, *legs: Leg) -> None:
-        """Run the block over the whole stream, batch by batch, each batch along all `legs`."""
-        self.meter.say(what)
-        started = time.monotonic()
-        name, size = self.skeleton.block_prefix(index).rstrip("."), self.prepared.arrangement.batch
-        for start in range(0, self.stream.samples, size):
-            for leg in legs:
-                hidden = self.stream.read(start, min(size, self.stream.samples - start), leg.source).to(self.device)
-                with leg.watch():
-                    out = propagate.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
-                if leg.target is not None:
-                    self.stream.write(start, out, leg.target)
-            memory.check(self.asked.max_memory)
-            self.meter.step()
-        self.forward_seconds += time.monotonic() - started
-
-    def _write(self, index: int, packed: dict[str, PackedWeight]) -> dict[str, Any]:
-        """Write a block's shard: packed tensors, and what is copied from the source; returns its file and hash."""
-        self.meter.say("writing")
-        kept = self.prepared.plan.kept_nbytes
-        contents = dict(assemble.copied(self.skeleton, kept, index))
-        tensors = {f"{name}.{key}": tensor for name, w in packed.items() for key, tensor in w.tensors.items()}
-        file = assemble.shard_name(index, len(self.skeleton.blocks))
-        return {"file": file, "sha256": write_shard(self.output.model / file, {**contents, **tensors})}
-
-    def _restore(
-        self, record: dict[str, Any], layers: list[LayerPlan]
-    ) -> tuple[dict[str, PackedWeight], list[LayerReport]]:
-        """A finished block's packed weights from its shard."""
-        on_disk = read_header(self.output.model / record["file"])
-        reports = [report.row(values) for values in record["layers"]]
-        packed = {}
-        for layer, row in zip(layers, reports, strict=True):
-            form = assemble.stored(row)
-            names = formats.specs(form.format, form.params, row.shape, form.ops)
-            tensors = {key: on_disk[f"{row.name}.{key}"].read() for key in names}
-            packed[layer.spec.name] = PackedWeight(form.format, form.params, tensors, row.shape, form.ops)
-        return packed, reports
+        return notes

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import ModuleType
 
-from compress import formats, incoherence, ops, plugins
+from compress import activations, formats, incoherence, ops, plugins
+from compress.checkpoint import StoredTensor
 from compress.errors import RecipeError
 from compress.formats import dense
 from compress.model import Skeleton
 from compress.recipe import Recipe
-from compress.types import NO_OPS, LayerPlan, LinearSpec, Plan, Scheme
+from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,17 @@ class Group:
     nbytes: int  # of all members
 
 
-def make(recipe: Recipe, skeleton: Skeleton) -> Plan:
-    """Apply the recipe's rules to every linear of the decoder blocks.
+def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
+    """Apply the recipe's rules to every linear of the decoder blocks; without `pack` all weights stay as they are.
 
     Raises RecipeError if no linear is left to quantize or a rule matches none.
     """
     specs, kept = skeleton.linears()
     schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
     _check_rules(recipe, specs)
+    decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    if not pack:
+        return Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
@@ -43,16 +47,17 @@ def make(recipe: Recipe, skeleton: Skeleton) -> Plan:
     for spec in specs:
         scheme = schemes[spec.name]
         if scheme is not None:
-            layers.append(_layer(spec, scheme, methods[scheme.method]))
-        elif spec.is_expert and _owner(spec) in packed_experts:
+            around = skeleton.edits.online.get(spec.name, NO_OPS) if skeleton.edits is not None else NO_OPS
+            layers.append(_layer(spec, scheme, methods[scheme.method], around))
+        elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
             kept[spec.name] = "kept by the recipe"
     if all(layer.format == "dense" for layer in layers):
         raise RecipeError(f"recipe {recipe.name!r} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
-    kept_nbytes = {n: stored.nbytes for n, stored in skeleton.checkpoint.tensors.items() if n not in replaced}
-    return Plan(tuple(layers), kept, kept_nbytes)
+    kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
+    return Plan(tuple(layers), kept, kept_nbytes, decided)
 
 
 def groups(plan: Plan) -> list[Group]:
@@ -75,20 +80,27 @@ def describe(layer: LayerPlan) -> str:
         for key, value in vars(layer.params).items()
         if key not in ("tile_words", "scale_dtype") and value is not None
     ]
-    return " ".join(filter(None, [layer.format, *shown, ops.describe(layer.ops)]))
+    inputs = activations.describe(layer.activations) if layer.activations is not None else ""
+    return " ".join(filter(None, [layer.format, *shown, ops.describe(layer.ops), inputs]))
 
 
-def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType) -> LayerPlan:
-    around = incoherence.OPS if scheme.incoherence else NO_OPS
+def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
+    """All tensors of the checkpoint to be written that come from the source, by their names on disk."""
+    return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
+
+
+def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) -> LayerPlan:
+    """`online`: what a transform leaves to run time; a basis of the method's own takes its place."""
+    around = incoherence.OPS if scheme.incoherence else online
     try:
         params = method.plan_params(scheme.config, spec.shape)
-        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around)
+        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around, scheme.activations)
     except ValueError as error:  # a setting that cannot be for this shape
         shape = f"{spec.shape[0]} x {spec.shape[1]}"
         raise RecipeError(
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
-    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around)
+    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around, scheme.activations)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:

@@ -20,6 +20,7 @@ from compress.errors import RecipeError
 # that plugins share, such as quant/feedback.py.
 KINDS = {
     "quant": ("Config", "quantize", "FORMAT", "NEEDS", "INCOHERENCE", "plan_params", "workspace"),
+    "transform": ("Config", "apply", "SCOPE"),
     "formats": ("Params", "decode", "specs", "pack"),
 }
 

@@ -11,7 +11,7 @@ quantized prefix produces, and what the full-precision model does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model import Skeleton
+from compress.types import Plan
 
 
 class Call(NamedTuple):
@@ -31,6 +32,19 @@ class Call(NamedTuple):
 
 
 Calls = list[dict[int, Call]]  # for each block, by batch size
+Batches = Callable[[], Iterable[tuple[Tensor, Call]]]  # what a block receives, batch by batch, the same at every call
+
+
+class Workbench(NamedTuple):
+    """What a transform of the whole model can try itself out with, before anything is quantized."""
+
+    device: torch.device
+    tokens: Tensor | None  # the calibration text [samples, seq_len], int64; None: there is none
+    plan: Plan
+    batch: int  # samples in a forward pass
+    folder: Path  # of the run's own files; its file `rotation` stays for a resumed run, `stream` does not
+    max_memory: int | None  # bytes
+    say: Callable[[str], None]  # shows what is being done
 
 
 QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model
@@ -41,7 +55,7 @@ class Leg(NamedTuple):
 
     source: int
     target: int | None = None
-    watch: Callable[[], AbstractContextManager[None]] = nullcontext
+    watch: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext()  # given the samples of the batch
 
 
 class Stream:

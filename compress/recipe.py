@@ -5,10 +5,14 @@
     calibration:               # CalibrationConfig
       num_samples: 128
       seq_len: 2048
+      importance: none         # attention: tokens weigh what attention pays to them (RSQ)
+    transform:                 # in order, each a method of compress/transform and its `Config`; none by default
+      - method: rotate
     quantize:                  # a method of compress/quant and its settings (its `Config`)
       method: gptq
       bits: 4
       incoherence: false       # true: choose codes in a random rotated basis; by default what suits the method
+      activations: {bits: 8}   # quantize the inputs, too, at run time (`Activations`); by default they stay as they are
     rules:                     # the first match decides; fnmatch on the linear's full module name, case counts
       - match: "*.mlp.down_proj"
         bits: 8                # over the settings above; with `method:` over that method's defaults; or `keep: true`
@@ -36,7 +40,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from yaml import MappingNode, Node
+from yaml import MappingNode, Node, ScalarNode
 
 from compress import plugins
 from compress.errors import RecipeError
@@ -47,6 +51,7 @@ from compress.strict_yaml import (
     check_keys,
     compose,
     error_at,
+    found,
     is_override,
     mapping,
     sequence,
@@ -54,11 +59,21 @@ from compress.strict_yaml import (
 )
 
 if TYPE_CHECKING:
-    from compress.types import Scheme
+    from compress.types import Activations, Scheme
 
-TOP_KEYS = ("name", "description", "calibration", "quantize", "rules", "ignore")
-SCHEME_KEYS = ("method", "incoherence")  # beside the method's settings
+TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore")
+SCHEME_KEYS = ("method", "incoherence", "activations")  # beside the method's settings
 RULE_KEYS = ("match", "keep", *SCHEME_KEYS)
+
+Importance = Literal[
+    "none",
+    "attention",
+    "first_tokens",
+    "activation_norm",
+    "input_output_difference",
+    "token_rarity",
+    "token_similarity",
+]
 
 
 @dataclass(frozen=True)
@@ -66,13 +81,26 @@ class CalibrationConfig:
     num_samples: int = 128  # sequences
     seq_len: int = 2048  # tokens of each; capped by the model's maximum
     asymmetric: float = 0.0  # share of the way from each weight to its target in compress/asymmetric.py; 0: off
+    importance: Importance = "none"  # what tokens weigh in the statistics (calib/importance.py)
+    importance_min: float = 0.005  # weight of the least important token of a sample, of that of the most important one
+    rolled: int = 1  # of each sample this many copies are used, each shifted in a circle
 
     def __post_init__(self) -> None:
-        for key in ("num_samples", "seq_len"):
+        for key in ("num_samples", "seq_len", "rolled"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} {getattr(self, key)} is not positive")
         if not 0 <= self.asymmetric <= 1:
             raise ValueError(f"asymmetric {self.asymmetric} is not between 0 and 1")
+        if not 0 < self.importance_min <= 1:
+            raise ValueError(f"importance_min {self.importance_min} is not above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A transform before quantization."""
+
+    method: str
+    config: Any
 
 
 @dataclass(frozen=True)
@@ -89,6 +117,7 @@ class Recipe:
     quantize: Scheme
     rules: tuple[Rule, ...] = ()
     ignore: tuple[str, ...] = ()
+    transform: tuple[Step, ...] = ()
 
     def scheme_for(self, name: str) -> Scheme | None:
         """What to do with the linear of this full module name; None: keep it as it is."""
@@ -102,8 +131,8 @@ class Recipe:
 
 def names() -> list[str]:
     """The built-in recipes, sorted."""
-    found = (entry.name for entry in files("compress.recipes").iterdir())
-    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+    listed = (entry.name for entry in files("compress.recipes").iterdir())
+    return sorted(name.removesuffix(".yaml") for name in listed if name.endswith(".yaml"))
 
 
 def text(name: str) -> str:
@@ -149,12 +178,15 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     """The recipe in the layout of its YAML."""
 
     def settings(scheme: Scheme) -> dict[str, Any]:
-        return {"method": scheme.method, "incoherence": scheme.incoherence, **dataclasses.asdict(scheme.config)}
+        activations = dataclasses.asdict(scheme.activations) if scheme.activations else None
+        around = {"method": scheme.method, "incoherence": scheme.incoherence, "activations": activations}
+        return {**around, **dataclasses.asdict(scheme.config)}
 
     return {
         "name": recipe.name,
         "description": recipe.description,
         "calibration": dataclasses.asdict(recipe.calibration),
+        "transform": [{"method": step.method, **dataclasses.asdict(step.config)} for step in recipe.transform],
         "quantize": settings(recipe.quantize),
         "rules": [{"match": r.match, **(settings(r.scheme) if r.scheme else {"keep": True})} for r in recipe.rules],
         "ignore": list(recipe.ignore),
@@ -186,7 +218,28 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         quantize=quantize,
         rules=tuple(_rule(node, quantize) for node in sequence(entries, "rules")),
         ignore=value(entries, "ignore", tuple[str, ...], ()),
+        transform=_steps(entries),
     )
+
+
+def _steps(entries: Entries) -> tuple[Step, ...]:
+    """The transforms; one of the whole model comes before those of blocks, which it would undo, and only once."""
+    steps: list[Step] = []
+    scopes: list[str] = []
+    for node in sequence(entries, "transform"):
+        block = mapping(node, "a transform")
+        if "method" not in block:
+            raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
+        module = _method(block, "transform")
+        name = value(block, "method", str)
+        if module.SCOPE == "model" and scopes:
+            raise error_at(
+                node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"
+            )
+        settings = {key: entry for key, entry in block.items() if key != "method"}
+        steps.append(Step(name, _config(settings, node, f"transform ({name})", module.Config(), ("method",))))
+        scopes.append(module.SCOPE)
+    return tuple(steps)
 
 
 def _rule(node: Node, above: Scheme) -> Rule:
@@ -209,20 +262,33 @@ def _scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sch
 
     if "method" in entries:
         module = _method(entries)
-        base = Scheme(value(entries, "method", str), module.Config(), module.INCOHERENCE)
+        activations = above.activations if above is not None else None
+        base = Scheme(value(entries, "method", str), module.Config(), module.INCOHERENCE, activations)
     elif above is not None:
         base = above
     else:
         raise error_at(at, f"{where} needs a method, one of {', '.join(plugins.names('quant'))}")
     settings = {key: entry for key, entry in entries.items() if key not in SCHEME_KEYS}
     config = _config(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
-    return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence))
+    activations = _activations(entries, base.activations)
+    return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence), activations)
 
 
-def _method(entries: Entries) -> ModuleType:
+def _activations(entries: Entries, base: Activations | None) -> Activations | None:
+    from compress.types import Activations
+
+    if "activations" not in entries:
+        return base
+    at, node = entries["activations"]
+    if isinstance(node, ScalarNode) and found(node) == "nothing":
+        return None
+    return _config(mapping(node, "activations"), at, "activations", base or Activations())
+
+
+def _method(entries: Entries, kind: str = "quant") -> ModuleType:
     """The method that a block names."""
     try:
-        return plugins.load("quant", value(entries, "method", str))
+        return plugins.load(kind, value(entries, "method", str))
     except RecipeError as error:
         raise error_at(entries["method"][0], str(error)) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from compress.calib.data import Calibration
 from compress.checkpoint import open_checkpoint, read_json
 from compress.errors import CheckpointError
 from compress.job import Job, Prepared
-from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
+from compress.runtime import integer
+from compress.types import Activations, LayerPlan, LayerReport, PackedWeight, Stats
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
@@ -31,6 +33,7 @@ class Facts:
     layers: list[LayerReport]
     block_seconds: list[float]  # of the blocks computed in this run
     replayed: int  # blocks taken over from an interrupted run
+    notes: dict[str, list[str]]  # block name -> what is to be said of it as a whole
 
 
 def measure(
@@ -65,13 +68,21 @@ def measure(
         seconds=0.0,
         notes=notes,
         ops=packed.ops,
+        activations=packed.activations,
     )
 
 
 def row(values: dict[str, Any]) -> LayerReport:
     """A layer's report from the values that were stored of it."""
     around = ops.from_dict(values["ops"], values["name"])
-    return LayerReport(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"]), "ops": around})
+    activations = Activations(**values["activations"]) if values.get("activations") else None
+    changed = {
+        "shape": tuple(values["shape"]),
+        "notes": tuple(values["notes"]),
+        "ops": around,
+        "activations": activations,
+    }
+    return LayerReport(**{**values, **changed})
 
 
 def build(facts: Facts, total_seconds: float) -> dict[str, Any]:
@@ -105,10 +116,22 @@ def build(facts: Facts, total_seconds: float) -> dict[str, Any]:
         "versions": job.versions(),
         "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
+        "notes": facts.notes,
+        "products": products(facts.layers, asked.device),
         "kept": prepared.plan.kept,
         "layers": [dataclasses.asdict(row) for row in facts.layers],
         "self_check": "passed",
     }
+
+
+def products(layers: list[LayerReport], device: str) -> dict[str, int]:
+    """How the layers with quantized inputs are multiplied on this kind of device -> how many of them."""
+    found: Counter[str] = Counter()
+    for row in layers:
+        if row.activations is not None:
+            params = formats.params_from_dict(row.format, row.params)
+            found[integer.describe(row.format, params, row.shape, row.activations, torch.device(device))] += 1
+    return dict(found)
 
 
 def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

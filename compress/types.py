@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,27 @@ NO_OPS = Ops()
 
 
 @dataclass(frozen=True)
+class Activations:
+    """How the inputs of a linear are quantized at run time: signed and symmetric, after the input ops.
+
+    q = round(clamp(x / s, -Q, Q)) with Q = 2^(bits - 1) - 1 and s = clip max|x| / Q over a token, or s as calibrated.
+    """
+
+    bits: int = 8
+    scale: Literal["token", "tensor"] = "token"  # of each token as it comes; of the tensor, stored as `in_scale`
+    clip: float = 1.0  # of the largest magnitude
+    dtype: Literal["int", "fp8"] = "int"  # fp8: float8_e4m3fn, its largest number 448 in place of Q
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits {self.bits} is not between 2 and 8")
+        if not 0 < self.clip <= 1:
+            raise ValueError(f"clip {self.clip} is not between 0 and 1")
+        if self.dtype == "fp8" and self.bits != 8:
+            raise ValueError(f"bits {self.bits}: fp8 has 8")
+
+
+@dataclass(frozen=True)
 class PackedWeight:
     """A quantized weight [out_features, in_features] in the form that goes to disk.
 
@@ -70,6 +91,7 @@ class PackedWeight:
     tensors: dict[str, Tensor]
     shape: tuple[int, int]
     ops: Ops = NO_OPS
+    activations: Activations | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +110,7 @@ class Scheme:
     method: str
     config: Any
     incoherence: bool = False  # the method is given the weight and its statistics in a random rotated basis
+    activations: Activations | None = None  # None: the inputs stay as they are
 
 
 @dataclass(frozen=True)
@@ -108,6 +131,7 @@ class LayerPlan:
     params: Any
     nbytes: int
     ops: Ops = NO_OPS
+    activations: Activations | None = None
 
     @property
     def bpw(self) -> float:
@@ -120,7 +144,8 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
-    kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes copied unchanged
+    kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
+    schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
 
     @property
     def quantized_nbytes(self) -> int:
@@ -155,6 +180,7 @@ class LayerReport:
     seconds: float
     notes: tuple[str, ...] = ()
     ops: Ops = NO_OPS
+    activations: Activations | None = None
 
 
 class Stored(NamedTuple):
@@ -163,3 +189,4 @@ class Stored(NamedTuple):
     format: str
     params: Any
     ops: Ops = NO_OPS
+    activations: Activations | None = None

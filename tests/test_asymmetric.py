@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import pico
 import problems
-from compress import asymmetric, memory, pipeline, propagate, recipe
+from compress import asymmetric, encode, flow, memory, pipeline, propagate, recipe
 from compress import job as jobs
 from compress.asymmetric import DAMP, TOKENS_PER_INPUT, correction, target
 from compress.calib.stats import HessianSum
@@ -139,7 +139,7 @@ def test_what_cannot_be_paired_keeps_the_plain_target() -> None:
     assert huge.drift is not None
     huge.drift[3, 4] = torch.inf
     matrix, note = correction(huge, 1.0, TOKENS)
-    assert matrix is None and note is not None and "no target could be solved for" in note
+    assert matrix is None and "no target could be solved for" in (note or "")
 
 
 def test_rounding_to_the_target_gives_what_the_full_precision_model_gives() -> None:
@@ -171,15 +171,15 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Tensor, Stats | None]]:
     """Name -> the target in the layer's own basis, and the statistics that its method was given."""
     found: dict[str, tuple[Tensor, Stats | None]] = {}
-    real = pipeline._Run._rounded
+    real = encode._rounded
 
-    def rounded(self: Any, layer: Any, weight: Tensor, stats: Stats | None) -> Quantized:
+    def rounded(layer: Any, weight: Tensor, stats: Stats | None, seed: int) -> Quantized:
         assert stats is None or stats.drift is None
         copy = None if stats is None else Stats(stats.hessian.clone(), stats.count)
         found[layer.spec.name] = (weight.clone(), copy)
-        return real(self, layer, weight, stats)
+        return real(layer, weight, stats, seed)
 
-    monkeypatch.setattr(pipeline._Run, "_rounded", rounded)
+    monkeypatch.setattr(encode, "_rounded", rounded)
     return found
 
 
@@ -297,7 +297,7 @@ def test_off_there_is_one_stream_and_one_sum(
 
     names = passes(monkeypatch)
     monkeypatch.setattr(propagate, "Stream", stream)
-    monkeypatch.setattr(pipeline.calib_stats, "HessianSum", total)
+    monkeypatch.setattr(flow.calib_stats, "HessianSum", total)
     pipeline.quantize(job(deep, setup.set("calibration.asymmetric=0"), tmp_path / "zero"))
     assert names == (["0", "0", "1", "1", "2"] if setup is GPTQ else [])
     pipeline.quantize(job(deep, setup, tmp_path / "out"))
@@ -353,8 +353,8 @@ def test_an_arrangement_changes_no_byte(deep: Path, tmp_path: Path, monkeypatch:
 
 
 def test_other_shares_are_other_runs() -> None:
-    prints = {recipe.fingerprint(GPTQ.set(f"calibration.asymmetric={a}").load()) for a in ("0", "0.5", "1", "1.0")}
-    assert len(prints) == 3
+    shares = ("0", "0.5", "1", "1.0")
+    assert len({recipe.fingerprint(GPTQ.set(f"calibration.asymmetric={a}").load()) for a in shares}) == 3
 
 
 def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,12 +372,12 @@ def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "resident", lambda: 0)
     skeleton = Skeleton(open_checkpoint(deep))
     plan = make(GPTQ.load(), skeleton)
-    off, on = (memory.arrange(plan, skeleton, 10_000, 256, 1 << 40, paired) for paired in (False, True))
+    off, on = (memory.arrange(plan, skeleton, 10_000, 256, 1 << 40, memory.Extras(paired=p)) for p in (False, True))
     assert on.statistics_nbytes == 2 * off.statistics_nbytes
     stream = 10_000 * 256 * 64 * 4
     waiting = on.batch * 256 * 4 * (3 * 64 + 192)  # inputs of the full-precision stream
     assert 1.05 * (stream + waiting) < on.peak_nbytes - off.peak_nbytes < 1.05 * (stream + 2 * waiting)
-    spilled = memory.arrange(plan, skeleton, 10_000, 256, 2 * stream, True)
+    spilled = memory.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory.Extras(paired=True))
     assert spilled.spill and spilled.peak_nbytes < on.peak_nbytes - 2 * stream
 
 

@@ -32,12 +32,15 @@ ALLOWED: dict[str, set[str]] = {
     "compress.plugins": {"compress.errors"},
     "compress.strict_yaml": {"compress.errors", "compress.plugins"},
     "compress.recipe": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
+    "compress.activations": BASE,
     "compress.formats": BASE | AROUND,
     "compress.kernels": BASE | AROUND | {"compress.formats", "compress.jit", "compress.kernels"},
-    "compress.runtime": BASE | AROUND | {"compress.formats", "compress.kernels", "compress.runtime"},
+    "compress.runtime": BASE
+    | AROUND
+    | {"compress.activations", "compress.formats", "compress.kernels", "compress.runtime"},
     "compress.quant": BASE | {"compress.formats", "compress.linalg", "compress.hadamard", "compress.jit"} | SHARED,
 }
-MAY_IMPORT_PIPELINE = {"compress", "compress.cli", "compress.pipeline"}  # compress/__init__.py is the public API
+MAY_IMPORT_PIPELINE = {"compress", "compress.cli_jobs", "compress.pipeline"}  # compress/__init__.py is the public API
 
 # Model types that are also words of our own or plain English.
 ORDINARY = {"align", "beam", "canary", "clap", "clip", "ctrl", "encoder-decoder", "flint", "funnel", "radio"}

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import formats, ops, pipeline, recipe, verify
+from compress import activations, formats, ops, pipeline, recipe, verify
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight
+from compress.types import Ops, PackedWeight
 from pico import ODD, PICO, build, save_pico
 from runs import Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
 
@@ -35,8 +35,10 @@ SMALL = {  # method -> settings of a short search
     "pvq": ("sweeps=0",),
     "gptq": ("sweeps=1",),
 }
+SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("transform.0.thresholds=2",)}
 METHOD = {name: recipe.load(name).quantize.method for name in recipe.names()}
-FIRST = {method: name for name, method in reversed(METHOD.items())}  # one recipe of each method
+PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name).transform}
+FIRST = {method: name for name, method in reversed(PLAIN.items())}  # one recipe of each method
 NEW = [name for method, name in FIRST.items() if method not in ("rtn", "gptq")]
 WHOLE = ("llama", "mixtral", "gpt_neox")
 PAIRS = [(model, name) for model in PICO for name in METHOD if model in WHOLE or name in FIRST.values()]
@@ -44,7 +46,9 @@ IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def small(name: str, *overrides: str) -> Setup:
-    return Setup(name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *overrides))
+    steps = recipe.load(name).transform
+    transforms = SMALL_TRANSFORM.get(steps[0].method, ()) if steps else ()
+    return Setup(name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *transforms, *overrides))
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -59,11 +63,24 @@ def stored_weight(tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> Pack
     """A reported layer as the files have it."""
     params = formats.params_from_dict(row["format"], row["params"])
     around, shape = ops.from_dict(row["ops"], row["name"]), (row["shape"][0], row["shape"][1])
-    own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around)}
-    return PackedWeight(row["format"], params, own, shape, around)
+    inputs = activations.from_dict(row["activations"], row["name"])
+    own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around, inputs)}
+    return PackedWeight(row["format"], params, own, shape, around, inputs)
 
 
-def check(out: Path, original: PreTrainedModel) -> dict[str, Any]:
+def quantize_inputs(linear: nn.Linear, weight: PackedWeight) -> None:
+    """Make a plain linear round its inputs as the packed one does: behind the operations, which are turned back."""
+    assert weight.activations is not None
+    turn = ops.rotate(torch.eye(linear.in_features), Ops(weight.ops.input), weight.tensors)
+
+    def rounded(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        x = ops.apply_input(inputs[0], weight.ops, weight.tensors)
+        return activations.fake_quantize(x, weight.activations, weight.tensors.get("in_scale")) @ turn.T
+
+    linear.register_forward_pre_hook(rounded)
+
+
+def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> dict[str, Any]:
     """All that must hold of a finished checkpoint; returns its report."""
     report, tensors = report_of(out), stored_tensors(out)
     assert report["self_check"] == "passed" and verify.verify(out)["blocks"] == 2
@@ -72,15 +89,21 @@ def check(out: Path, original: PreTrainedModel) -> dict[str, Any]:
     decoded = linears(original)
     assert decoded.keys() == packed.keys()
     with torch.no_grad():
-        for name, linear in decoded.items():
-            linear.weight.copy_(formats.decode(packed[name], torch.float32))
-        expected = original(IDS).logits
         loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         model, info = loaded
+        for name, parameter in original.named_parameters():  # what transforms have changed
+            if transformed and not name.endswith(tuple(f"{linear}.weight" for linear in decoded)):
+                parameter.copy_(model.get_parameter(name))
+        for name, linear in decoded.items():
+            linear.weight.copy_(formats.decode(packed[name], torch.float32))
+            if packed[name].activations is not None:
+                quantize_inputs(linear, packed[name])
+        expected = original(IDS).logits
         found = model(IDS).logits
     assert not any(info.values()), info
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == len(packed)
-    assert (found - expected).abs().max() < 1e-4 * float(expected.abs().max())
+    rounding = 0.02 if any(weight.activations for weight in packed.values()) else 1e-4  # inputs between two integers
+    assert (found - expected).abs().max() < rounding * float(expected.abs().max())
     assert all(0 < row["weight_error"] < 0.5 and (row["output_error"] or 0) < 0.1 for row in report["layers"])
     return report
 
@@ -104,7 +127,7 @@ def check_bytes(out: Path, report: Mapping[str, Any], packed: Mapping[str, Packe
 @pytest.mark.parametrize(("model", "name"), PAIRS)
 def test_every_recipe(model: str, name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     pipeline.quantize(job(pico_dir(model), small(name), tmp_path / "out"))
-    report = check(tmp_path / "out", PICO[model]())
+    report = check(tmp_path / "out", PICO[model](), bool(recipe.load(name).transform))
     assert report["recipe"] == name and {row["method"] for row in report["layers"]} == {METHOD[name]}
 
 

@@ -47,7 +47,10 @@ def test_errors_at_the_top(make: Make, content: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("bitz: 3", "quantize (alpha): unknown key 'bitz'; known: method, incoherence, bits, group_size, damp, "),
+        (
+            "bitz: 3",
+            "quantize (alpha): unknown key 'bitz'; known: method, incoherence, activations, bits, group_size, damp, ",
+        ),
         ("bitz: 3", "; did you mean 'bits'?"),
         ("match: x", "unknown key 'match'"),
         ('bits: "4"', "bits must be an integer, found the text '4'"),
@@ -122,7 +125,7 @@ def test_a_value_refused_without_a_field_points_at_the_block(make: Make) -> None
         ("calibration:", "line 2: calibration must be keys with values, found nothing"),
         (
             "calibration:\n  samples: 3",
-            "line 3: calibration: unknown key 'samples'; known: num_samples, seq_len, asymmetric; did",
+            "line 3: calibration: unknown key 'samples'; known: num_samples, seq_len, asymmetric, importance",
         ),
         ("calibration:\n  seq_len: 0", "line 3: calibration: seq_len 0 is not positive"),
         ("calibration:\n  num_samples: 0", "line 3: calibration: num_samples 0 is not positive"),

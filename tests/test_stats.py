@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import problems
 from compress.calib import stats as module
 from compress.calib.stats import HessianSum, collect, expect, shrink
-from compress.errors import NumericalError
+from compress.errors import NumericalError, UnsupportedModelError
+from compress.runtime.experts import PROJECTIONS, Experts
 from compress.types import Stats
+from pico import PICO
 
 
 def summed(batches: list[Tensor], chunk: int) -> Stats:
@@ -165,6 +167,101 @@ def test_expected_inputs_may_be_written_over() -> None:
     assert found is not None and expected is not None and torch.equal(found, expected)
 
 
+# ---------------------------------------------------------------- weights
+
+
+def weighted(batches: list[Tensor], weights: list[Tensor], chunk: int, full: list[Tensor] | None = None) -> Stats:
+    """Statistics of inputs with the weights of their tokens, and their drift from the full-precision inputs."""
+    total = HessianSum(batches[0].shape[-1], torch.device("cpu"), paired=full is not None)
+    for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        if full is not None:
+            total.expect(full[i])
+        total.add(batch, chunk, weight)
+    return total.finish("layer")
+
+
+def importance(*shape: int) -> Tensor:
+    return problems.random(*shape, seed=9).abs() + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighted_sums(dtype: torch.dtype) -> None:
+    y, x = (problems.inputs(96, 24, seed=seed).view(4, 24, 24).to(dtype) for seed in (0, 5))
+    r = importance(4, 24)
+    found = weighted([x], [r], 24, [y])
+    rows, full = x.reshape(-1, 24).double(), y.reshape(-1, 24).double()
+    assert found.hessian.dtype == torch.float32 and found.count == 96  # the weights do not change the count
+    assert relative(found.hessian, (rows * r.view(-1, 1)).T @ rows) < 1e-6
+    assert found.drift is not None and relative(found.drift, ((full - rows) * r.view(-1, 1)).T @ rows) < 1e-6
+
+
+def test_a_token_of_weight_two_is_that_token_twice() -> None:
+    y, x, r = problems.inputs(40, 20), problems.inputs(40, 20, seed=5), torch.ones(40)
+    r[7] = 2.0
+    found = weighted([x], [r], 16, [y])
+    twice = drifted([(torch.cat([y, y[7:8]]), torch.cat([x, x[7:8]]))], 16)
+    assert relative(found.hessian, twice.hessian) < 1e-6 and found.count == twice.count - 1
+    assert found.drift is not None and twice.drift is not None and relative(found.drift, twice.drift) < 1e-6
+
+
+def test_equal_weights_change_no_bit() -> None:
+    y, x = problems.inputs(40, 20), problems.inputs(40, 20, seed=5)
+    found, plain = weighted([x], [torch.ones(40)], 16, [y]), drifted([(y, x)], 16)
+    assert found.drift is not None and plain.drift is not None
+    assert torch.equal(found.hessian, plain.hessian) and torch.equal(found.drift, plain.drift)
+
+
+def test_batch_size_does_not_change_a_bit_of_weighted_sums() -> None:
+    y, x = (problems.inputs(8 * 16, 40, seed=seed).view(8, 16, 40) for seed in (0, 5))
+    r = importance(8, 16)
+    whole = weighted([x], [r], 16, [y])
+    for sizes in ([1] * 8, [3, 5], [4, 4], [7, 1]):
+        split = weighted(list(x.split(sizes)), list(r.split(sizes)), 16, list(y.split(sizes)))
+        assert torch.equal(split.hessian, whole.hessian) and split.count == whole.count == 128
+        assert split.drift is not None and whole.drift is not None and torch.equal(split.drift, whole.drift)
+
+
+@torch.no_grad()
+def test_weights_of_other_tokens_are_refused() -> None:
+    total = HessianSum(20, torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="reads 10 rows of a batch of 11 tokens"):
+        total.add(problems.inputs(10, 20), 16, torch.ones(11))
+    experts = mixture()
+    sums = {"0.gate_proj": HessianSum(64, torch.device("cpu"))}
+    linears = {"0.gate_proj": experts.get_submodule("0.gate_proj")}
+    inputs = (problems.random(6, 64), torch.zeros(6, 1, dtype=torch.long), torch.ones(6, 1))
+    with collect(linears, sums, 6, torch.ones(7), {"0.gate_proj": (experts, 0)}):  # noqa: SIM117
+        with pytest.raises(UnsupportedModelError, match="6 rows of a batch of 7 tokens"):
+            experts(*inputs)
+
+
+def mixture() -> Experts:
+    return Experts.from_fused(PICO["mixtral"]().get_submodule("model.layers.0.mlp.experts"))
+
+
+@torch.no_grad()
+def test_experts_get_the_weights_of_their_tokens() -> None:
+    experts, tokens = mixture(), 2 * 12
+    x, r = problems.random(tokens, 64), importance(2, 12)
+    shares, route = problems.random(tokens, 4, seed=4).topk(2)
+    route[route == 3] = 0  # nothing goes to the last, and some tokens go to the first twice
+    keys = [f"{i}.{projection}" for i in range(4) for projection in PROJECTIONS]
+    linears = {key: experts.get_submodule(key) for key in keys}
+    sums = {key: HessianSum(linear.in_features, torch.device("cpu")) for key, linear in linears.items()}
+    with collect(linears, sums, 12, r, {key: (experts, int(key[0])) for key in keys}):
+        experts(x, route, shares)
+    assert not experts._forward_pre_hooks
+    for i in range(4):
+        weight = r.flatten().double() * (route == i).sum(1)
+        seen = experts.get_submodule(str(i))
+        inner = (experts.act_fn(seen["gate_proj"](x)) * seen["up_proj"](x)).double()
+        for projection, inputs in zip(PROJECTIONS, (x.double(), x.double(), inner), strict=True):
+            found = sums[f"{i}.{projection}"].finish(projection)
+            expected = (inputs * weight[:, None]).T @ inputs
+            assert found.count == (route == i).sum()
+            assert (found.hessian - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
 class Layer(nn.Module):
     """Two linears that share an input, one of its own."""
 
@@ -193,6 +290,19 @@ def test_collect_sums_the_inputs_of_each_key() -> None:
     assert sums["qkv"].count == sums["o"].count == 18
     assert relative(sums["qkv"].finish("qkv").hessian, seen.double().T @ seen.double()) < 1e-6
     assert relative(sums["o"].finish("o").hessian, inner.T @ inner) < 1e-6
+
+
+@torch.no_grad()
+def test_collect_weights_the_tokens_of_the_batch() -> None:
+    layer, x, r = Layer(), problems.random(4, 3, 6), importance(4, 3)
+    sums = {"qkv": HessianSum(6, torch.device("cpu")), "o": HessianSum(5, torch.device("cpu"))}
+    for part in (slice(0, 3), slice(3, 4)):
+        with collect({"qkv": layer.q, "o": layer.o}, sums, 3, r[part]):
+            layer(x[part])
+    rows = x.reshape(-1, 6)
+    inner = (layer.q(rows) + layer.k(rows)).double()
+    assert relative(sums["qkv"].finish("qkv").hessian, (rows.double() * r.view(-1, 1)).T @ rows.double()) < 1e-6
+    assert relative(sums["o"].finish("o").hessian, (inner * r.view(-1, 1)).T @ inner) < 1e-6
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress import ops as operations
 from compress.errors import CheckpointError
-from compress.types import NO_OPS, Ops, PackedWeight
+from compress.types import NO_OPS, Activations, Ops, PackedWeight
 
 Shape = tuple[int, int]
 
@@ -61,17 +61,22 @@ def params_from_dict(name: str, values: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"format {name!r}: {error}") from error
 
 
-def specs(name: str, params: Any, shape: Shape, ops: Ops = NO_OPS) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """All tensors stored for a weight of this shape: those of the format, then those of the operations around it.
+def specs(
+    name: str, params: Any, shape: Shape, ops: Ops = NO_OPS, activations: Activations | None = None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """All tensors stored for a weight of this shape: the format's, the operations' around it, the activations' scale.
 
     Raises ValueError for a shape that an operation cannot have.
     """
-    return {**get(name).specs(params, shape), **operations.specs(ops, shape)}
+    static = activations is not None and activations.scale == "tensor"
+    scale: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"in_scale": ((1,), torch.float32)} if static else {}
+    return {**get(name).specs(params, shape), **operations.specs(ops, shape), **scale}
 
 
-def nbytes(name: str, params: Any, shape: Shape, ops: Ops = NO_OPS) -> int:
+def nbytes(name: str, params: Any, shape: Shape, ops: Ops = NO_OPS, activations: Activations | None = None) -> int:
     """Stored bytes of a weight of this shape, exact; ValueError as `specs`."""
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in specs(name, params, shape, ops).values())
+    stored = specs(name, params, shape, ops, activations)
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in stored.values())
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

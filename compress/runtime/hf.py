@@ -8,9 +8,11 @@ config.json holds
         "modules": {"model.layers.0.self_attn.q_proj": {}, "model.layers.0.mlp.up_proj": {"params": {...}}, ...}
     }
 
-Every packed linear is listed; its entry is laid over `default`, "format", "params" and "ops" each as a whole. "ops",
-{"input": [...], "output": [...]} with names of compress/ops.py, may be absent where there are none. What is not listed
-is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
+Every packed linear is listed; its entry is laid over `default`, "format", "params", "ops" and "activations" each as a
+whole. "ops", {"input": [...], "output": [...]} with names of compress/ops.py, may be absent where there are none.
+"activations", the fields of `Activations` of compress/types.py, is absent (null, to differ from `default`) where inputs
+are not quantized. What is not listed is loaded as transformers always does. A checkpoint that does not fit its list is
+an error, never random weights.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from compress import activations as inputs
 from compress import formats
 from compress import ops as operations
 from compress.errors import CheckpointError
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.types import Ops, Stored
+from compress.types import Activations, Ops, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
@@ -51,6 +54,9 @@ class Packed(Protocol):
 
     @property
     def ops(self) -> Ops: ...
+
+    @property
+    def activations(self) -> Activations | None: ...
 
 
 class CompressConfig(QuantizationConfigMixin):
@@ -90,6 +96,8 @@ def build_config(modules: Mapping[str, Packed]) -> CompressConfig:
             entries[name]["params"] = entry["params"]  # equal ones of another format are other ones
     if not any(default["ops"].values()):
         del default["ops"]
+    if default["activations"] is None:
+        del default["activations"]
     return CompressConfig(default=default, modules=entries)
 
 
@@ -99,12 +107,15 @@ def scheme(config: CompressConfig, name: str) -> Stored:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
         raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    if set(entry) - {"ops"} != {"format", "params"} or not isinstance(entry["format"], str):
+    if set(entry) - {"ops", "activations"} != {"format", "params"} or not isinstance(entry["format"], str):
         raise CheckpointError(
-            f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params' ('ops' if it has any)"
+            f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params' "
+            "('ops' and 'activations' if it has any)"
         )
-    ops = operations.from_dict(entry.get("ops", {}), f"quantization_config: {name}")
-    return Stored(entry["format"], formats.params_from_dict(entry["format"], entry["params"]), ops)
+    where = f"quantization_config: {name}"
+    ops = operations.from_dict(entry.get("ops", {}), where)
+    activations = inputs.from_dict(entry.get("activations"), where)
+    return Stored(entry["format"], formats.params_from_dict(entry["format"], entry["params"]), ops, activations)
 
 
 def swap(model: nn.Module, config: CompressConfig) -> None:
@@ -124,9 +135,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         dtype = weight.dtype if bias is None else bias.dtype
         shape = (linear.out_features, linear.in_features)
         try:
-            packed = PackedLinear(
-                stored.format, stored.params, shape, bias is not None, dtype, weight.device, stored.ops
-            )
+            packed = PackedLinear(stored, shape, bias is not None, dtype, weight.device)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {error}") from error
         model.set_submodule(name, packed)
@@ -139,7 +148,9 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
 def _entry(module: Packed) -> dict[str, Any]:
     """What the configuration says of one linear, in full."""
     sides = {side: list(names) for side, names in dataclasses.asdict(module.ops).items()}
-    return {"format": module.format, "params": dataclasses.asdict(module.params), "ops": sides}
+    activations = None if module.activations is None else inputs.to_dict(module.activations)
+    params = dataclasses.asdict(module.params)
+    return {"format": module.format, "params": params, "ops": sides, "activations": activations}
 
 
 class CompressQuantizer(HfQuantizer):
@@ -226,6 +237,10 @@ def _check_loaded(name: str, module: PackedLinear) -> None:
             if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
                 raise CheckpointError(f"{name}.{key} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}")
             tensor.requires_grad_(False)
+    if inputs.IN_SCALE in module.specs:
+        in_scale = module.get_parameter(inputs.IN_SCALE)
+        if not in_scale.is_meta:
+            inputs.check_scale(in_scale, name)
 
 
 register()

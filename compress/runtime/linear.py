@@ -4,23 +4,28 @@
 the type and device of the activations and the number of rows; otherwise it decodes the weight to the type of the
 activations and calls F.linear. Where there is no kernel at all, what was decoded is kept in a cache with a limit in
 bytes. The cache saves time only: which path runs, and so every number, does not depend on what it holds.
+
+Where inputs are quantized (compress/activations.py), the product is one of integers if it can be (runtime/integer.py),
+otherwise that of what the inputs have become, as above.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress import activations as inputs
 from compress import formats
 from compress import ops as operations
 from compress.kernels import dispatch
-from compress.types import NO_OPS, Ops, PackedWeight
+from compress.runtime import integer
+from compress.types import PackedWeight, Stored
 
 CACHE_LIMIT = 1 << 30  # bytes
 
@@ -84,11 +89,15 @@ def is_plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 class PackedLinear(nn.Module):
     """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
 
     Where `ops` (compress/ops.py) lie around the stored matrix M, W = Out M In: they are applied to the inputs of the
-    product with M, and to its outputs before the bias.
+    product with M, and to its outputs before the bias. With `activations`, what M is multiplied with is quantized.
 
     The stored tensors are parameters under their names on disk and keep their types: `to(dtype)`, `half()` and
     `float()` convert the bias only.
@@ -98,26 +107,27 @@ class PackedLinear(nn.Module):
 
     def __init__(
         self,
-        format: str,
-        params: Any,
+        stored: Stored,
         shape: tuple[int, int],
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        ops: Ops = NO_OPS,
     ) -> None:
-        """Uninitialized storage for a weight of `shape`; `params` is the format's `Params`, `dtype` the bias's.
+        """Uninitialized storage for a weight of `shape`; `dtype` is the bias's.
 
-        Raises ValueError if `ops` cannot have this shape.
+        Raises ValueError if the operations cannot have this shape.
         """
         super().__init__()
-        self.format, self.params, self.shape, self.ops = format, params, shape, ops
-        self.out_features, self.in_features = shape
-        self.specs = formats.specs(format, params, shape, ops)
-        self._matrix = list(formats.specs(format, params, shape))  # names of the tensors without those of the ops
+        format, params, ops, activations = stored
+        self.format, self.params, self.ops, self.activations = format, params, ops, activations
+        self.shape = self.out_features, self.in_features = shape
+        self.specs = formats.specs(format, params, shape, ops, activations)
+        self._matrix = list(formats.specs(format, params, shape))  # names of the tensors of M alone
         self._described = dispatch.described(format, params, shape)
-        for name, (size, stored) in self.specs.items():
-            tensor = torch.empty(size, dtype=stored, device=device)
+        self._described_inputs = "" if activations is None else json.dumps(inputs.to_dict(activations))
+        self._prepared = dispatch.Prepared(format, params, shape)
+        for name, (size, kind) in self.specs.items():
+            tensor = torch.empty(size, dtype=kind, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         empty = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", empty)
@@ -127,10 +137,11 @@ class PackedLinear(nn.Module):
         cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> PackedLinear:
         """A layer that shares the tensors of `weight`; `dtype` (default: as it is) is that of the bias."""
-        layer = cls(weight.format, weight.params, weight.shape, device="meta", ops=weight.ops)
+        stored = Stored(weight.format, weight.params, weight.ops, weight.activations)
+        layer = cls(stored, weight.shape, device="meta")
         for name, tensor in weight.tensors.items():
-            size, stored = layer.specs[name]
-            assert (tuple(tensor.shape), tensor.dtype) == (size, stored), f"{weight.format}: {name} is not as specified"
+            specified = layer.specs[name]
+            assert (tuple(tensor.shape), tensor.dtype) == specified, f"{weight.format}: {name} is not as specified"
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
         assert weight.tensors.keys() == layer.specs.keys(), f"{weight.format}: tensors are missing"
         if bias is not None:
@@ -143,14 +154,14 @@ class PackedLinear(nn.Module):
         return {name: getattr(self, name).detach() for name in self.specs}
 
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.format, self.params, self.stored, self.shape, self.ops)
+        return PackedWeight(self.format, self.params, self.stored, self.shape, self.ops, self.activations)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], decoded anew."""
         return formats.decode(self.packed(), dtype)
 
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
-        """A plain linear with the dequantized weight and the bias in `dtype`."""
+        """A plain linear with the dequantized weight and the bias in `dtype`; it does not quantize its inputs."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         linear.weight = nn.Parameter(self.dequantize(dtype))
         if self.bias is not None:
@@ -160,17 +171,41 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] of any floating type -> [..., out_features] of the same type."""
         if not self.ops:
-            return self._product(x, self.bias)
+            return self._product(x, self._parameters["bias"])  # an attribute costs as much as a small product
         tensors = self.stored
         y = self._product(dispatch.before(x, self.ops, tensors), None)
         y = dispatch.after(y, self.ops, tensors)
         return y if self.bias is None else (y + self.bias).to(x.dtype)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in_features] times the stored matrix, plus bias."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        """x [..., in_features], quantized if it is to be, times the stored matrix, plus bias."""
+        if self.activations is None:
+            return self._multiply(x, bias)
+        y = self._quantized(x, integer.Product(self.format, self.params, self.shape, self.activations))
+        return y if bias is None else y + bias
+
+    def _quantized(self, x: Tensor, product: integer.Product) -> Tensor:
+        in_scale = self._parameters.get(inputs.IN_SCALE)
+        tensors = {name: getattr(self, name) for name in self._matrix}
+        if _traced() and not (x.requires_grad and torch.is_grad_enabled()):
+            return integer.linear(x, list(tensors.values()), in_scale, self._described, self._described_inputs)
+        if not _traced() and integer.taken(product, x):
+            if integer.is_direct(product, x.device):
+                held = integer.operands(product, tensors)
+            else:
+                held = CACHE.get(self, "codes", lambda: integer.operands(product, tensors))
+            return integer.multiply(product, x, held, in_scale)
+        q, scale = inputs.split(x, product.activations, in_scale)
+        return integer.rescaled(self._multiply(q, None), scale)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features] as it is times the stored matrix, plus bias."""
+        if _traced():
             y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
             return y if bias is None else y + bias
+        few = self._prepared.product(x, self._parameters)
+        if few is not None:
+            return few if bias is None else few + bias
         kernel = dispatch.find(self.format, self.params, self.shape, x)
         if kernel is None:
             (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
@@ -182,6 +217,8 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         bias = self.bias is not None
         around = f", {operations.describe(self.ops)}" if self.ops else ""
+        if self.activations is not None:
+            around += f", {inputs.describe(self.activations)}"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}{around}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:

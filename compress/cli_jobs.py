@@ -1,0 +1,184 @@
+"""The commands that write checkpoints: quantize, transform, and plan, which shows what quantize would do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compress.errors import RecipeError
+from compress.options import (
+    DEFAULT_RECIPE,
+    AsJson,
+    Calib,
+    Device,
+    MaxMemory,
+    Model,
+    Out,
+    Overrides,
+    RecipeName,
+    Seed,
+    app,
+    device_named,
+    errors,
+)
+
+if TYPE_CHECKING:
+    from compress.job import Job
+
+
+@app.command(epilog="Example: compress quantize ./my-model --recipe int4 --calib text.txt --max-memory 8GiB")
+def quantize(
+    model: Model,
+    recipe: RecipeName = DEFAULT_RECIPE,
+    out: Out = None,
+    calib: Calib = None,
+    set_: Overrides = None,
+    max_memory: MaxMemory = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output, at the end.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run and start over.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
+    with errors("; run the same command again to go on after the last finished block"):
+        job = _job(model, recipe, out, calib, set_, max_memory, device, seed, overwrite, restart)
+        if dry_run:
+            _plan(job, as_json)
+            return
+        _run(job, as_json)
+
+
+@app.command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB")
+def plan(
+    model: Model,
+    recipe: RecipeName = DEFAULT_RECIPE,
+    out: Out = None,
+    calib: Calib = None,
+    set_: Overrides = None,
+    max_memory: MaxMemory = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run would do: bytes of every layer, exact; predicted memory; time, from timing one real block."""
+    with errors():
+        _plan(_job(model, recipe, out, calib, set_, max_memory, device, seed, False, False), as_json)
+
+
+@app.command(epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated")
+def transform(
+    model: Model,
+    recipe: RecipeName,
+    out: Out = None,
+    calib: Calib = None,
+    set_: Overrides = None,
+    max_memory: MaxMemory = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output, at the end.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run and start over.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Apply only the transforms of a recipe: a full-precision checkpoint, for use elsewhere.
+
+    Of the same function, unless a transform clips weights (the report says so).
+
+    Operations that a transform leaves to run time (`online`) are left out: plain checkpoints have no place for them.
+    """
+    with errors("; run the same command again to go on after the last finished block"):
+        _run(_job(model, recipe, out, calib, set_, max_memory, device, seed, overwrite, restart, False), as_json)
+
+
+def _run(job: Job, as_json: bool) -> None:
+    from rich.text import Text
+
+    from compress import display, pipeline
+
+    with display.progress_bar() as progress:
+        report = pipeline.quantize(
+            job, progress, lambda prepared: display.err.print(Text(display.plan_line(prepared)), soft_wrap=True)
+        )
+    if as_json:
+        print(json.dumps(report))
+        return
+    for line in display.result_lines(report, str(job.out)):
+        print(line)
+
+
+def _job(
+    model: str,
+    recipe: str,
+    out: Path | None,
+    calib: str | None,
+    overrides: list[str] | None,
+    max_memory: str | None,
+    device: str,
+    seed: int,
+    overwrite: bool,
+    restart: bool,
+    pack: bool = True,
+) -> Job:
+    """The parsed options as a job; typos in the recipe stop here, before anything heavy is imported."""
+    from compress import recipe as recipes_module
+
+    loaded = recipes_module.load(recipe, overrides or [])
+    if not pack and not loaded.transform:
+        raise RecipeError(f"recipe {loaded.name!r} has no transform to apply; give one that has, or use quantize")
+    from compress.job import Job
+    from compress.memory import parse_size
+
+    try:
+        limit = None if max_memory is None else parse_size(max_memory)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+    written = f"{Path(model.rstrip('/')).name or 'model'}-{loaded.name}{'' if pack else '-transformed'}"
+    return Job(
+        model=model,
+        recipe=loaded,
+        out=out or Path("models_out") / re.sub(r"[^\w.-]+", "-", written),
+        calib=calib,
+        max_memory=limit,
+        device=device_named(device),
+        seed=seed,
+        overwrite=overwrite,
+        restart=restart,
+        pack=pack,
+    )
+
+
+def _plan(job: Job, as_json: bool) -> None:
+    import dataclasses
+
+    from compress import display, pipeline
+    from compress import job as jobs
+    from compress.plan import groups
+
+    with display.progress_bar() as progress:
+        progress("reading headers", 0, 0)
+        prepared = jobs.prepare(job)
+        progress("timing one block", 0, 0)
+        predicted = pipeline.predict_seconds(job, prepared)
+    layers, sizes = prepared.plan, prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
+    source = prepared.skeleton.checkpoint.nbytes
+    result: dict[str, Any] = {
+        "plan": [dataclasses.asdict(group) for group in groups(layers)],
+        "nbytes": {"quantized linears": layers.quantized_nbytes, **sizes, "total": layers.nbytes},
+        "bpw": layers.bpw,
+        "predicted_peak": prepared.arrangement.peak_nbytes,
+        "predicted_seconds": round(predicted, 1),
+        "kept": layers.kept,
+    }
+    if as_json:
+        print(json.dumps(result))
+        return
+    display.out.print(display.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
+    peak = display.size(prepared.arrangement.peak_nbytes)
+    print(f"predicted peak memory {peak}, time {display.seconds(predicted)}")
+    for name, reason in list(layers.kept.items())[:10]:
+        print(f"kept as it is: {name} ({reason})")

@@ -1,0 +1,59 @@
+"""One linear: from its weight, and what is known of its inputs, to what is stored and what the report says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compress import asymmetric, incoherence, plugins, report
+from compress.errors import NumericalError
+from compress.formats import dense
+from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, Stats
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the readers of one shared input are given."""
+
+    stats: Stats | None = None
+    rotated: Stats | None = None  # the statistics in the rotated basis of those layers that have one
+    correction: Tensor | None = None  # [in, in], of asymmetric calibration
+    notes: tuple[str, ...] = ()
+
+
+def linear(
+    layer: LayerPlan, weight: Tensor, given: Given, in_scale: Tensor | None, seed: int
+) -> tuple[PackedWeight, LayerReport]:
+    """Quantize and measure one weight [out, in]; in_scale: float32 [1] where the layer's activations need one."""
+    started = time.monotonic()
+    name, notes = layer.spec.name, given.notes
+    if layer.scheme.config is None:
+        packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
+    else:
+        target = weight if given.correction is None else asymmetric.target(weight, given.correction)
+        result = _rounded(layer, target, given.rotated if layer.ops else given.stats, seed)
+        del target
+        packed, notes = result.weight, (*notes, *result.notes)
+    if layer.activations is not None:
+        scale = {"in_scale": in_scale} if in_scale is not None else {}
+        packed = dataclasses.replace(packed, tensors={**packed.tensors, **scale}, activations=layer.activations)
+    assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    row = report.measure(layer, weight, packed, given.stats, notes)
+    return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
+
+
+def _rounded(layer: LayerPlan, weight: Tensor, stats: Stats | None, seed: int) -> Quantized:
+    """What the layer's method makes of a weight [out, in], in the rotated basis if the layer has one."""
+    name = layer.spec.name
+    given = incoherence.rotated_weight(weight, layer, seed) if layer.ops else weight
+    method = plugins.load("quant", layer.scheme.method)
+    try:
+        result = method.quantize(given, stats, layer.scheme.config, incoherence.derived_seed(seed, "method", name))
+    except NumericalError as error:
+        raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
+    if not layer.ops:
+        return result
+    return Quantized(incoherence.wrapped(result.weight, layer, seed), (*incoherence.notes(layer), *result.notes))

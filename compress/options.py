@@ -1,0 +1,78 @@
+"""Options that commands share, and how their values and errors are handled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.errors import CompressError
+
+app = typer.Typer(
+    name="compress",
+    help="Compress language models: quantize a Hugging Face checkpoint by a recipe, check it, score it, use it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+DEFAULT_RECIPE = "vq2bit"
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option("--max-memory", metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free."),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Seed = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Of the calibration sample and everything random.")]
+Calib = Annotated[
+    str | None,
+    typer.Option(
+        "--calib",
+        metavar="SRC",
+        help="Text: a .txt, .jsonl or .parquet file, or a data set name. Default: the model writes its own.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: models_out/<model>-<recipe>.")]
+TextFile = Annotated[
+    str | None, typer.Option("--text", metavar="FILE", help="Text to score; never the calibration text.")
+]
+
+
+@contextmanager
+def errors(resume: str = "") -> Iterator[None]:
+    """The user's errors as one line, interruption as a hint; anything else is a bug and shows its traceback."""
+    try:
+        yield
+    except CompressError as error:
+        typer.echo(f"compress: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"compress: interrupted{resume}", err=True)
+        raise typer.Exit(130) from None
+
+
+def device_named(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{name!r} is not auto, cpu or cuda", param_hint="--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CompressError("--device cuda: this machine has no usable CUDA device; use --device cpu")
+    return name
+
+
+def missing(option: str, advice: str) -> str:
+    raise typer.BadParameter(advice, param_hint=option)

@@ -1,0 +1,241 @@
+"""Products of quantized inputs with the codes of a weight, without dequantizing either.
+
+    y[m, n] = s[m] * sum over groups g of scale[g, n] * (sum over k in g of q[m, k] code[n, k])
+
+The inner sums are exact: int8 times int8 in int32. Weights of the format `int` without zero points can be multiplied so
+(`obstacle` names what else it takes), codes of less than 8 bits in containers of 8. Everything else is fake
+quantization: what the inputs have become is multiplied with the dequantized weight in floating point. It is the same
+product but for rounding, and gradients pass through it straight.
+
+Few rows for a weight that a kernel reads in its stored form (compress/kernels/dispatch.py) are left to that kernel: it
+reads a fraction of the bytes. On a CPU, codes of 8 bits with one scale a row are themselves read as they are stored.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress import activations as inputs
+from compress import formats
+from compress.formats import int as int_format
+from compress.kernels import dispatch
+from compress.types import Activations
+
+LEAST_GROUP = 64  # columns: with smaller groups, adding up their float32 outputs costs more than the integers save
+LEAST_CAPABILITY = {"int": (7, 5), "fp8": (8, 9)}  # of NVIDIA's GPUs with such matrix instructions
+MULTIPLE = 16  # rows, columns and tokens are padded to it for a GPU
+LEAST_TOKENS = 32  # torch._int_mm on a GPU takes more than 16
+FEW = 4  # tokens up to which the CPU multiplies one after another: a product of more of them reorders the weight
+EXACT_IN_FP8 = 5  # bits: integers to 16 are numbers of float8_e4m3fn
+LARGEST_INT32 = 2**31 - 1
+
+
+class Product(NamedTuple):
+    """What is multiplied with what, beside the tensors."""
+
+    format: str
+    params: Any
+    shape: tuple[int, int]  # of the weight, [out, in]
+    activations: Activations
+
+
+def is_real(
+    format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
+) -> bool:
+    """Whether products without gradients are computed from the codes, rather than from dequantized numbers."""
+    return not obstacle(Product(format, params, shape, activations), torch.device(device))
+
+
+def describe(
+    format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
+) -> str:
+    """How the product is computed, for reports: "int8 x int8 integer matmul", "fp8 x fp8 matmul" or "fake: why"."""
+    product, on = Product(format, params, shape, activations), torch.device(device)
+    if reason := obstacle(product, on):
+        return f"fake: {reason}"
+    name = "fp8 x fp8 matmul" if activations.dtype == "fp8" else "int8 x int8 integer matmul"
+    packed = not is_direct(product, on) and dispatch.supported(on.type, format, params, shape) is not None
+    return f"{name}; few rows by the kernel of packed weights" if packed else name
+
+
+@cache
+def obstacle(product: Product, device: torch.device) -> str:
+    """Why a product has to be computed from dequantized numbers; empty if it has not."""
+    params, (_, columns), activations = product.params, product.shape, product.activations
+    if product.format != "int":
+        return f"the format {product.format} has no integer codes"
+    if not params.symmetric:
+        return "the weight has zero points"
+    group = min(params.group(columns), columns)
+    if group < columns and (device.type != "cpu" or activations.dtype == "fp8" or group < LEAST_GROUP):
+        return f"the weight has a scale for {group} columns"
+    if activations.dtype == "fp8" and params.bits > EXACT_IN_FP8:
+        return f"codes of {params.bits} bits are not numbers of fp8"
+    if group * 2**params.bits * inputs.largest(activations) > LARGEST_INT32 and activations.dtype == "int":
+        return f"sums over {group} columns leave int32"
+    return _missing(activations.dtype, device)
+
+
+def _missing(dtype: str, device: torch.device) -> str:
+    """What the device lacks."""
+    if device.type == "cuda" and torch.version.hip is None:
+        capable = torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[dtype]
+        return "" if capable else f"the GPU has no {dtype} matrix multiplication"
+    if device.type == "cpu" and dtype == "int":
+        return "" if _cpu_is_exact() else "int8 products are not exact on this CPU"
+    return f"no {dtype} matrix multiplication on {device.type}"
+
+
+@cache
+def _cpu_is_exact() -> bool:
+    """Whether torch's integer products are right at their largest.
+
+    Without instructions for products of bytes (VNNI on x86), oneDNN adds them up in pairs in int16, which saturates.
+    """
+    codes = torch.full((64, 256), -128, dtype=torch.int8)
+    stored = torch.full((64, 256), 255, dtype=torch.uint8)
+    for left in (codes, -1 - codes, stored):
+        for tokens in (1, FEW + 1):
+            x = torch.full((tokens, 256), 127, dtype=torch.int8)
+            if not (torch._int_mm(left, x.t()) == 256 * 127 * int(left[0, 0])).all():
+                return False
+    return True
+
+
+def taken(product: Product, x: Tensor) -> bool:
+    """Whether x [..., in] is multiplied with the codes."""
+    if (x.requires_grad and torch.is_grad_enabled()) or x.shape[-1] != product.shape[1]:
+        return False
+    if obstacle(product, x.device):
+        return False
+    return is_direct(product, x.device) or not dispatch.taken(*product[:3], x)
+
+
+def is_direct(product: Product, device: torch.device) -> bool:
+    """Whether the codes are multiplied as they are stored, so that nothing derived from them has to be kept."""
+    params, columns = product.params, product.shape[1]
+    one_group = params.group(columns) >= columns
+    return device.type == "cpu" and params.bits == 8 and one_group and sys.byteorder == "little"
+
+
+def operands(product: Product, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """What `multiply` needs beside x: scales float32 [groups, out], and the codes of each group of columns.
+
+    The codes are int8 [out, group], float8_e4m3fn for fp8, padded for a GPU; or the stored words, as bytes, if direct.
+    """
+    params, shape = product.params, product.shape
+    if is_direct(product, tensors["scales"].device):
+        return tensors["scales"][:1, : shape[0]].float(), tensors["words8"].view(torch.uint8)
+    codes, scales, _ = int_format.unpack(tensors, params, shape)
+    signed = (codes - 2 ** (params.bits - 1)).view(torch.int8)  # uint8 wraps around
+    if product.activations.dtype == "fp8":
+        signed = signed.to(inputs.FP8)
+    pieces = signed.split(min(params.group(shape[1]), shape[1]), dim=1)
+    kept = [piece.contiguous() if _is_on_cpu(piece) else _pad(piece, MULTIPLE) for piece in pieces]
+    return scales.T.float().contiguous(), *kept
+
+
+def multiply(product: Product, x: Tensor, held: tuple[Tensor, ...], in_scale: Tensor | None) -> Tensor:
+    """x [..., in] times the weight whose `operands` are held -> [..., out] of the type of x."""
+    out_features, in_features = product.shape
+    q, tokens = inputs.quantize(x.reshape(-1, in_features), product.activations, in_scale)
+    scales, *pieces = held
+    q = q.to(inputs.FP8 if product.activations.dtype == "fp8" else torch.int8)
+    if pieces[0].dtype == torch.uint8:
+        y = _direct(q, pieces[0], product.params)[:, :out_features] * scales
+    else:
+        group = pieces[0].shape[1]
+        y = _sums(q[:, :group], pieces[0], out_features) * scales[0]
+        for part, piece, scale in zip(q.split(group, dim=1)[1:], pieces[1:], scales[1:], strict=True):
+            y.addcmul_(_sums(part, piece, out_features).float(), scale)
+    y = y.mul_(tokens).to(x.dtype).contiguous()
+    return y.view(*x.shape[:-1], out_features)
+
+
+def _direct(q: Tensor, words: Tensor, params: int_format.Params) -> Tensor:
+    """q [tokens, in] times stored bytes [padded out, padded in], which are codes + 128 -> int32 [tokens, padded out].
+
+    The two bytes of a word are columns that lie a tile's words apart (compress/packing.py): q is put in their order.
+    """
+    padded = F.pad(q, (0, words.shape[1] - q.shape[1]))
+    tile = (padded.shape[1] // (2 * params.tile_words), 2, params.tile_words)
+    ordered = padded.unflatten(1, tile).transpose(-1, -2).reshape(padded.shape)
+    shift = 128 * q.sum(1, keepdim=True, dtype=torch.int32)
+    return _on_cpu(ordered, words) - shift
+
+
+def _sums(q: Tensor, codes: Tensor, out_features: int) -> Tensor:
+    """q [tokens, group] times codes [out or more, group or more] -> int32 (float32 for fp8) [tokens, out]."""
+    return _on_cpu(q, codes) if _is_on_cpu(codes) else _on_gpu(q, codes)[:, :out_features]
+
+
+def _is_on_cpu(codes: Tensor) -> bool:
+    return codes.device.type == "cpu"
+
+
+def _on_cpu(q: Tensor, codes: Tensor) -> Tensor:
+    """int32 [tokens, out]; the weight comes first: oneDNN reorders its second operand in every call."""
+    parts = q.split(1) if 0 < q.shape[0] <= FEW else (q,)
+    return torch.cat([torch._int_mm(codes, part.t()) for part in parts], dim=1).t()
+
+
+def _on_gpu(q: Tensor, codes: Tensor) -> Tensor:
+    """int32, float32 for fp8 [tokens, padded out]."""
+    count = q.shape[0]
+    tokens = max(LEAST_TOKENS, -(-count // MULTIPLE) * MULTIPLE)
+    octets = F.pad(q.view(torch.int8), (0, codes.shape[1] - q.shape[1], 0, tokens - count))
+    if codes.dtype == torch.int8:
+        return torch._int_mm(octets, codes.t())[:count]
+    one = torch.ones((), dtype=torch.float32, device=q.device)
+    return torch._scaled_mm(octets.view(codes.dtype), codes.t(), one, one, out_dtype=torch.float32)[:count]
+
+
+def _pad(matrix: Tensor, multiple: int) -> Tensor:
+    rows, columns = matrix.shape
+    padded = F.pad(matrix.contiguous().view(torch.int8), (0, -columns % multiple, 0, -rows % multiple))
+    return padded.view(matrix.dtype)
+
+
+def rescaled(y: Tensor, scale: Tensor) -> Tensor:
+    """A product y [..., out] with inputs from `activations.split`, times their scales [..., 1], of the type of y."""
+    return (y * scale).to(y.dtype)
+
+
+# For torch.compile and CUDA graphs: one operator, opaque to the compiler, for inputs without gradients.
+
+
+@cache
+def _read(weight: str, activations: str) -> tuple[Product, list[str]]:
+    known = json.loads(weight)
+    format, shape = known["format"], (known["shape"][0], known["shape"][1])
+    params = formats.params_from_dict(format, known["params"])
+    product = Product(format, params, shape, Activations(**json.loads(activations)))
+    return product, list(formats.specs(format, params, shape))
+
+
+@torch.library.custom_op("compress::quantized_linear", mutates_args=())
+def linear(x: Tensor, tensors: list[Tensor], in_scale: Tensor | None, weight: str, activations: str) -> Tensor:
+    """x [..., in] quantized, times the stored weight -> [..., out].
+
+    Tensors come in the order of the format's specs; `weight` is from `dispatch.described`, `activations` is JSON. Codes
+    that are not multiplied as they are stored are unpacked in each call.
+    """
+    product, names = _read(weight, activations)
+    stored = dict(zip(names, tensors, strict=True))
+    if taken(product, x):
+        return multiply(product, x, operands(product, stored), in_scale)
+    q, scale = inputs.split(x, product.activations, in_scale)
+    return rescaled(dispatch.product(q, stored, *product[:3]), scale)
+
+
+@linear.register_fake
+def _(x: Tensor, tensors: list[Tensor], in_scale: Tensor | None, weight: str, activations: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], _read(weight, activations)[0].shape[0])

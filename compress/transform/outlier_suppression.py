@@ -1,0 +1,169 @@
+"""Outlier Suppression+: channels are shifted to their middle and outliers scaled down, by a search (arXiv 2304.09145).
+
+A channel becomes x' = (x - z) / s with z = (max x + min x) / 2 and s = max(1, max|x - z| / t): only channels that
+reach beyond the threshold t are scaled. The threshold is the one with which the output of the module that reads the
+vector changes least when its inputs and weights are rounded as they will be. Shift and scale are folded into what
+makes the vector and what reads it (compress/transform/folding.py).
+
+Differences from the paper and its code, and why:
+- Thresholds fall geometrically from the largest magnitude to that of the median channel, `thresholds` of them. The
+  released grid is linear and ends at 1, which depends on the unit of the activations and takes a hundred or more.
+- Neither shift nor scale is kept where rounding alone does as well: no change is always among the candidates.
+- Only norms shift: between a linear and its reader there may be a gate or an attention sink, which a shift does not
+  pass unchanged. The norm and all of its readers must have biases; elsewhere only the scale is searched.
+- What linears make (v -> o, up -> down) is scaled with the others; heads that share a head of v share its scale.
+
+Not done: biases are not created (norms without one, as most recent models have, are only scaled); linears whose
+weights do not go to an integer grid as they are count as not rounded in the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compress.propagate import Batches
+from compress.structure import Site
+from compress.transform.folding import by_producer, can_shift, fold, to_readers
+from compress.transform.search import (
+    CLEARLY,
+    Range,
+    Substitute,
+    Trial,
+    fake_activations,
+    fake_weight,
+    scalar_grid,
+    substituted,
+    trials,
+)
+from compress.types import Activations, Scheme
+
+SCOPE = "block"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of Outlier Suppression+."""
+
+    thresholds: int = 20  # tried at each site; 10 to 40 do alike on planted outliers
+    shift: bool = True  # move channels to their middle where biases allow it
+    tokens: int = 512  # of a sequence, that the search compares outputs on
+    sequences: int = 4  # that the search uses
+
+    def __post_init__(self) -> None:
+        for name in ("thresholds", "tokens", "sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not positive")
+
+
+class Change(NamedTuple):
+    """What happens to the channels of a producer, [channels] float64."""
+
+    scale: Tensor
+    shift: Tensor | None = None
+
+
+class Found(NamedTuple):
+    change: Change | None  # None: the site stays as it is
+    before: float  # squared error of the module's output without a change
+    after: float
+
+
+def apply(
+    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+) -> tuple[str, ...]:
+    """Shift and scale the sites of a loaded block in place; returns notes for the report."""
+    wanted = [site for site in sites if any(is_rounded(schemes.get(reader)) for reader in site.readers)]
+    changed = shifted = 0
+    before = after = largest = 0.0
+    for site, seen, trial in trials(block, wanted, batches, config.tokens, config.sequences):
+        found = search(block, site, seen, trial, config, schemes)
+        if found is not None and found.change is not None and fold(block, site, *found.change):
+            changed, shifted = changed + 1, shifted + (found.change.shift is not None)
+            before, after = before + found.before, after + found.after
+            largest = max(largest, found.change.scale.max().item())
+    said = f"{changed} of {len(sites)} sites are scaled, by up to {largest:.3g}, {shifted} of them shifted"
+    notes = [f"{said}; the searched error falls to {after / before:.3g}" if changed else said]
+    if len(wanted) < len(sites):
+        notes.append(f"{len(sites) - len(wanted)} sites are read by no linear whose rounding the search knows")
+    return tuple(notes)
+
+
+def is_rounded(scheme: Scheme | None) -> bool:
+    """Whether a trial can round something of the linear: its weights, its inputs."""
+    return scalar_grid(scheme) is not None or _activations(scheme) is not None
+
+
+def search(
+    block: nn.Module, site: Site, seen: Range, trial: Trial, config: Config, schemes: Mapping[str, Scheme]
+) -> Found | None:
+    """The change with the least error, the mildest of several; None if there is nothing to measure it on."""
+    if not seen.usable or not trial.kept:
+        return None
+    reference = trial.outputs()
+    low, high = (by_producer(site, values.double()) for values in (seen.low, seen.high))
+    low, high = low.amin(0), high.amax(0)
+    candidates: list[Change] = [Change(scale) for scale in scales(torch.maximum(high, -low), config.thresholds)]
+    if config.shift and site.is_norm and can_shift(block, site):
+        middle = (low + high) / 2
+        shifted = scales((high - low) / 2, config.thresholds)
+        candidates = [candidates[0], *(Change(scale, middle) for scale in shifted)]
+    best, least, before = None, float("inf"), float("inf")
+    for index, change in enumerate(candidates):
+        with substituted(block, substitutes(block, site, change, (low, high), schemes)):
+            loss = trial.loss(reference)
+        if index == 0:  # no change
+            least = before = loss
+        elif loss < least * CLEARLY:
+            best, least = change, loss
+    return Found(best, before, least)
+
+
+def scales(largest: Tensor, thresholds: int) -> list[Tensor]:
+    """Scales for falling thresholds, the first of which scales nothing; largest: max |x| [channels] float64."""
+    ones = torch.ones_like(largest)
+    alive = largest[largest > 0]
+    if alive.numel() == 0:
+        return [ones]
+    top, median = alive.max(), alive.median()
+    steps = [(median / top) ** (k / thresholds) for k in range(1, thresholds + 1)]
+    return [ones, *((largest / (top * step)).clamp(min=1) for step in steps)] if median < top else [ones]
+
+
+def substitutes(
+    block: nn.Module, site: Site, change: Change, bounds: tuple[Tensor, Tensor], schemes: Mapping[str, Scheme]
+) -> dict[str, Substitute]:
+    """The quantized readers as they would be rounded after a change; bounds: min and max x of the producer's."""
+    shift = torch.zeros_like(change.scale) if change.shift is None else change.shift
+    low, high = ((bound - shift) / change.scale for bound in bounds)
+    bound = torch.maximum(high, -low).max().item()
+    scale, shift = to_readers(site, change.scale).float(), to_readers(site, shift).float()
+    found = {}
+    for reader in site.readers:
+        if reader not in schemes:
+            continue
+        module = block.get_submodule(reader)
+        weight = module.get_parameter("weight").detach().float()
+        bias = None if change.shift is None else module.get_parameter("bias").detach().float() + weight @ shift
+        config = scalar_grid(schemes[reader])
+        scaled = weight * scale
+        rounded = scaled if config is None else fake_weight(scaled, config)
+        inputs = partial(_inputs, scale=scale, shift=shift, activations=_activations(schemes[reader]), bound=bound)
+        found[reader] = Substitute(rounded, bias, inputs)
+    return found
+
+
+def _inputs(x: Tensor, scale: Tensor, shift: Tensor, activations: Activations | None, bound: float) -> Tensor:
+    """The changed inputs [..., channels] of a reader, rounded as at run time."""
+    changed = ((x.float() - shift) / scale).to(x.dtype)
+    return changed if activations is None else fake_activations(changed, activations, bound)
+
+
+def _activations(scheme: Scheme | None) -> Activations | None:
+    """How the inputs of a linear are rounded as they are; None if they are not, or in another basis."""
+    return None if scheme is None or scheme.incoherence else scheme.activations

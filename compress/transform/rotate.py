@@ -1,0 +1,372 @@
+"""Rotation: the residual stream, and the values of attention, in a random rotated basis (QuaRot, arXiv 2404.00456).
+
+Where every norm's output depends on its input x only through x / rms(x), an orthogonal Q can be put between all that
+writes to the residual stream and all that reads it: writers W become Q W, readers W Q^T, embeddings e Q e, and the
+model computes the same in another basis, in which no channel stands out. So each norm's weight is first moved into its
+readers. Heads of values are rotated likewise (v by R2, o by its transpose); a Hadamard transform in front of the
+projections back into the stream is left to run time (compress/ops.py), which packed weights alone can have.
+
+Differences from the released code, and why:
+- What reads a norm and what writes to the stream is traced (compress/structure.py), and every block is checked while it
+  is rotated: on probe states its output must be the rotated output of before. No family is listed by name.
+- For models with LayerNorm Q leaves the vector of ones in its place (a reflection after the transform): taking the
+  mean away then commutes with it, the norm stays the module it is, and nothing has to be centred. The released code
+  centres embeddings and swaps norms; on models with RMSNorm its centring changes the function.
+- A norm's bias b goes into its readers' biases where all have one, else it stays, as Q (b / weight).
+- Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
+- Sizes that are no power of two have Hadamard matrices of their own (compress/hadamard.py), never padding.
+
+Refused: norms between a block's output and the stream (their weight cannot be moved past Q). Not done: R3 in front of
+the key cache, which is that cache's own.
+
+Which random rotation is drawn matters. `seeds` draws several and keeps the one whose roughly quantized model is closest
+to the original (rotation_search.py); `learn` goes on from there by gradient descent (spin.py). What was found is kept
+in the run's working directory, so that a resumed run has the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress import hadamard, propagate
+from compress.checkpoint import read_header, write_shard
+from compress.errors import CalibrationError, UnsupportedModelError
+from compress.incoherence import derived_seed
+from compress.model import Skeleton
+from compress.structure import Attention, Block, Graph, norm_kind, trace
+from compress.transform import rotation_search, spin
+from compress.types import Ops
+
+SCOPE = "model"
+PROBE_TOKENS = 16
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # of the change that a block makes
+CHUNK = 1 << 20  # numbers of a matrix that are widened at a time
+
+
+@dataclass(frozen=True)
+class Config:
+    residual: bool = True  # R1: the residual stream, merged into weights; unties embeddings
+    values: bool = True  # R2: the values of each head, merged into weights
+    online: bool = True  # R4 and head mixing: Hadamard transforms at run time, of what quantized projections back read
+    seeds: int = 1  # random rotations that are tried; costs as many passes of `search_samples` through the blocks
+    search_samples: int = 8  # calibration samples they are tried on
+    learn: int = 0  # steps of learning from there, about ten times a pass of 2048 tokens each; see spin.py for memory
+
+    def __post_init__(self) -> None:
+        for key, least in (("seeds", 1), ("search_samples", 1), ("learn", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} {getattr(self, key)} is less than {least}")
+        for key, default in (("seeds", 1), ("learn", 0)):
+            if getattr(self, key) > default and not (self.residual or self.values):
+                raise ValueError(f"{key} {getattr(self, key)} without residual and values: nothing is drawn")
+
+
+class Orthogonal:
+    """An orthogonal matrix Q [n, n], given as such; None: the identity."""
+
+    def __init__(self, matrix: Tensor | None = None) -> None:
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., n] float32 or float64 -> Q x."""
+        return x if self.matrix is None else x @ self.matrix.to(x).T
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """x [..., n] -> Q^T x."""
+        return x if self.matrix is None else x @ self.matrix.to(x)
+
+    def dense(self, size: int) -> Tensor:
+        """Q, float64."""
+        return self.forward(torch.eye(size, dtype=torch.float64)).T
+
+
+class Basis(Orthogonal):
+    """A random one: signs, a Hadamard transform, and (keep_mean) a reflection so that Q 1 = 1."""
+
+    def __init__(self, size: int, seed: int, keep_mean: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.signs = 1.0 - 2.0 * torch.randint(2, (size,), generator=generator).double()
+        self.normal: Tensor | None = None  # of the reflection, of length 1
+        if keep_mean:
+            ones = torch.full((size,), size**-0.5, dtype=torch.float64)
+            normal = self.forward(ones) - ones
+            length = normal.norm()
+            self.normal = normal / length if length > 1e-9 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._reflected(hadamard.transform(x * self.signs.to(x)))
+
+    def transpose(self, x: Tensor) -> Tensor:
+        return hadamard.transpose(self._reflected(x)) * self.signs.to(x)
+
+    def _reflected(self, x: Tensor) -> Tensor:
+        if self.normal is None:
+            return x
+        normal = self.normal.to(x)
+        return x - 2 * (x @ normal)[..., None] * normal
+
+
+def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
+    """The rotation of this model; no weight is read. Raises UnsupportedModelError with the reason if it has none."""
+    graph = trace(skeleton)
+    if config.residual:
+        _check(graph, skeleton)
+        skeleton.untie()
+    return Rotation(skeleton, config, graph, seed)
+
+
+class Rotation:
+    """Edits the parameters of a model as they are loaded. `online`: linear -> the operations left to run time."""
+
+    def __init__(self, skeleton: Skeleton, config: Config, graph: Graph, seed: int) -> None:
+        self.skeleton, self.config, self.graph, self.seed = skeleton, config, graph, seed
+        self.width = skeleton.config.get_text_config().hidden_size
+        self.offset = self.keep_mean = False
+        if config.residual:
+            (norm,) = graph.outside.norms
+            self.offset, self.keep_mean = norm_kind(skeleton.model.get_submodule(norm), self.width)
+        self.basis: Orthogonal | None = None  # of the residual stream
+        self.values: Mapping[int, Orthogonal] = {}  # block -> of each head's values
+        self.calls: propagate.Calls = []
+        self.online = dict(self._online()) if config.online else {}
+        self.samples = config.learn + (config.search_samples if config.seeds > 1 or config.learn else 0)
+        self.draw(0)
+
+    def draw(self, number: int) -> None:
+        """Take the random rotation of this number."""
+        seed = derived_seed(self.seed, "rotation", f"number {number}") if number else self.seed
+        residual, values = None, {}
+        if self.config.residual:
+            residual = Basis(self.width, derived_seed(seed, "rotation", "residual"), self.keep_mean)
+        for index, block in enumerate(self.graph.blocks if self.config.values else ()):
+            if block.attention is not None:
+                own = derived_seed(seed, "rotation", f"{self.skeleton.block_prefix(index).rstrip('.')} values")
+                values[index] = Basis(block.attention.head_dim, own)
+        self.use(residual, values)
+
+    def use(self, residual: Orthogonal | None, values: Mapping[int, Orthogonal]) -> None:
+        """Take these bases: of the residual stream, and of the values of each block."""
+        self.basis, self.values = residual, values
+
+    def use_identity(self) -> None:
+        """Only move the norms' weights into their readers."""
+        self.use(Orthogonal() if self.basis is not None else None, {})
+
+    def choose(self, bench: propagate.Workbench) -> list[str]:
+        """Decide on a rotation by the recipe's `seeds` and `learn`, or as the run that is resumed; the report's notes.
+
+        Raises BudgetError, CalibrationError or RecipeError where learning is asked for and cannot be.
+        """
+        config, kept = self.config, bench.folder / "rotation"
+        if config.seeds == 1 and not config.learn:
+            return []
+        if kept.is_file():
+            return self._restore(kept)
+        if config.learn and bench.tokens is None:
+            raise CalibrationError("rotate: nothing can be learned without a calibration text; set `learn: 0`")
+        self.begin(bench.device)
+        best, notes = rotation_search.choose(self, bench)
+        self.draw(best)
+        matrices: dict[str, Tensor] = {}
+        if config.learn:
+            matrices, note = spin.learn(self, bench)
+            notes.append(note)
+        text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
+        write_shard(kept, {"number": torch.tensor([best]), "notes": text, **matrices})
+        return self._restore(kept)
+
+    def _restore(self, path: Path) -> list[str]:
+        stored = {name: tensor.read() for name, tensor in read_header(path).items()}
+        self.draw(int(stored.pop("number")))
+        notes: list[str] = json.loads(stored.pop("notes").numpy().tobytes())
+        if stored:
+            values = {int(name): Orthogonal(matrix) for name, matrix in stored.items() if name != "residual"}
+            self.use(Orthogonal(stored["residual"]) if self.basis is not None else None, values)
+        return notes
+
+    def _online(self) -> Iterator[tuple[str, Ops]]:
+        for index, block in enumerate(self.graph.blocks):
+            prefix = self.skeleton.block_prefix(index)
+            attention = block.attention
+            for name in block.writers:
+                if attention is not None and name == attention.output:
+                    mix = (f"head_mix/{attention.head_dim}",) if attention.heads > 1 else ()
+                    yield prefix + name, Ops(input=mix if self.config.values else ("hadamard",))
+                else:
+                    yield prefix + name, Ops(input=("hadamard",))
+
+    @torch.no_grad()
+    def begin(self, device: torch.device) -> None:
+        """Record what the blocks are called with, and check that the embeddings reach them rotated."""
+        config = self.skeleton.config.get_text_config()
+        tokens = (torch.arange(PROBE_TOKENS) * 11 + 3)[None] % config.vocab_size
+        before, after = propagate.Stream(1, None), propagate.Stream(1, None)
+        self.skeleton.edits = None
+        try:
+            self.calls = propagate.record(self.skeleton, tokens, 1, before, device)
+        finally:
+            self.skeleton.edits = self
+        propagate.record(self.skeleton, tokens, 1, after, device)
+        self._compare(before.read(0, 1), after.read(0, 1), 0, "what reaches the first block")
+
+    @torch.no_grad()
+    def rest(self, model: nn.Module) -> None:
+        """Edit what lies outside the blocks, where it is loaded."""
+        if self.basis is None:
+            return
+        for name in self.graph.outside.writers:
+            self._write(model.get_submodule(name), self.basis)
+        for name in self.graph.outside.norms:
+            self._clear(name, model.get_submodule(name), moved=False)
+
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """What happens to rows [rows, hidden] of the output head: the final norm's weight, and the new basis."""
+        if self.basis is None:
+            return lambda rows: rows
+        basis = self.basis
+        (name,) = self.graph.outside.norms
+        weight = self.skeleton.sources[f"{name}.weight"][0].read().double() + (1 if self.offset else 0)
+        return lambda rows: basis.forward(_wide(rows) * weight.to(_wide(rows))).to(rows.dtype)
+
+    @torch.no_grad()
+    def block(self, index: int, block: nn.Module) -> None:
+        """Rotate a loaded block in place."""
+        graph, device = self.graph.blocks[index], next(block.parameters()).device
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "rotation probe", str(index)))
+        states = torch.randn(1, PROBE_TOKENS, self.width, generator=generator)
+        name = self.skeleton.block_prefix(index).rstrip(".")
+        dtype = self.skeleton.dtype
+
+        def run(x: Tensor) -> Tensor:
+            return propagate.run_block(block, self.calls[index][1], x.to(device, dtype), name).float().cpu()
+
+        before = run(states) - states.to(dtype).float()
+        if self.basis is not None:
+            self._residual(f"{name}.", block, graph, self.basis)
+        if index in self.values and graph.attention is not None:
+            _values(block, graph.attention, self.values[index])
+        moved = self.basis.forward(states) if self.basis is not None else states
+        self._compare(before, run(moved) - moved.to(dtype).float(), index, name)
+
+    def _compare(self, before: Tensor, after: Tensor, index: int, what: str) -> None:
+        """Raise UnsupportedModelError unless `after` is `before` in the new basis."""
+        expected = self.basis.forward(before.float()) if self.basis is not None else before.float()
+        error = ((after.float() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+        if not error <= TOLERANCE.get(self.skeleton.dtype, 0.1):
+            raise UnsupportedModelError(
+                f"rotating {what} changes its result by {error:.2g} of itself: this model cannot be rotated; remove "
+                "`rotate` from the recipe's transform"
+            )
+
+    def _residual(self, prefix: str, block: nn.Module, graph: Block, basis: Orthogonal) -> None:
+        for norm, readers in graph.norms.items():
+            module = block.get_submodule(norm)
+            reading = [block.get_submodule(name) for name in readers]
+            shift = _bias(module)
+            moved = shift is not None and all(_bias(reader) is not None for reader in reading)
+            weight = self._scale(module)
+
+            def edit(rows: Tensor, weight: Tensor = weight) -> Tensor:
+                return basis.forward(rows * weight.to(rows))
+
+            for reader in reading:
+                matrix, bias = reader.get_parameter("weight"), _bias(reader)
+                if moved and bias is not None and shift is not None:
+                    bias.copy_(bias.double() + matrix.double() @ shift.double())
+                _edit(matrix, edit)
+            self._clear(prefix + norm, module, moved)
+        for name in graph.writers:
+            self._write(block.get_submodule(name), basis)
+
+    def _write(self, module: nn.Module, basis: Orthogonal) -> None:
+        """Rotate what a module writes: rows of an embedding, outputs of a linear."""
+        weight = module.get_parameter("weight")
+        if isinstance(module, nn.Embedding):
+            _edit(weight, basis.forward)
+            return
+        _edit(weight.T, basis.forward)
+        if (bias := _bias(module)) is not None:
+            bias.copy_(basis.forward(bias.double()))
+
+    def _scale(self, norm: nn.Module) -> Tensor:
+        """What a norm multiplies by, float64 [hidden]."""
+        return norm.get_parameter("weight").double() + (1 if self.offset else 0)
+
+    def _clear(self, name: str, norm: nn.Module, moved: bool) -> None:
+        """A norm without a weight; its bias has been `moved` to the readers, or stays in the new basis."""
+        if (bias := _bias(norm)) is not None:
+            if moved:
+                bias.zero_()
+            else:
+                assert self.basis is not None
+                shift = torch.where(bias == 0, 0.0, bias.double() / self._scale(norm))
+                lost = shift.square().mean().sqrt() * torch.finfo(bias.dtype).eps  # of outputs that are about 1
+                if not lost <= TOLERANCE.get(bias.dtype, 0.1):
+                    raise UnsupportedModelError(
+                        f"{name} has weights of zero, or nearly, and a bias that its readers cannot take over: this "
+                        "model cannot be rotated; remove `rotate` from the recipe's transform"
+                    )
+                bias.copy_(self.basis.forward(shift))
+        norm.get_parameter("weight").fill_(0 if self.offset else 1)
+
+
+def _check(graph: Graph, skeleton: Skeleton) -> None:
+    """Raise UnsupportedModelError if the residual stream cannot be rotated."""
+    prefixes = [skeleton.block_prefix(i) for i in range(len(graph.blocks))]
+    found = [p + n for p, b in zip(prefixes, graph.blocks, strict=True) for n in b.post_norms] + [
+        *graph.outside.post_norms
+    ]
+    if found:
+        raise UnsupportedModelError(
+            f"{found[0]} normalizes what goes to the residual stream, so that the stream cannot be rotated; set "
+            "`residual: false` for rotate, or remove it"
+        )
+    last = [skeleton.model.get_submodule(name) for readers in graph.outside.norms.values() for name in readers]
+    if (
+        len(graph.outside.norms) != 1
+        or last != [skeleton.model.get_output_embeddings()]
+        or not graph.outside.writers
+        or not all(b.norms and b.writers for b in graph.blocks)
+    ):
+        raise UnsupportedModelError(
+            f"{type(skeleton.model).__name__}: what reads and writes the residual stream is not all known; set "
+            "`residual: false` for rotate, or remove it"
+        )
+
+
+def _values(block: nn.Module, attention: Attention, basis: Orthogonal) -> None:
+    """R2: the same rotation of every head's values, undone where they are read."""
+    made, read = block.get_submodule(attention.values), block.get_submodule(attention.output)
+    rows = spin.value_rows(attention)
+    for parameter in (made.get_parameter("weight"), _bias(made)):
+        if parameter is None:
+            continue
+        part = parameter.data[rows]
+        wide = _wide(part).view(attention.key_value_heads, attention.head_dim, -1).transpose(1, 2)
+        parameter.data[rows] = basis.forward(wide).transpose(1, 2).reshape(part.shape).to(part.dtype)
+
+    def edit(part: Tensor) -> Tensor:
+        return basis.forward(part.unflatten(1, (-1, attention.head_dim))).flatten(1)
+
+    _edit(read.get_parameter("weight"), edit)
+
+
+def _bias(module: nn.Module) -> nn.Parameter | None:
+    return dict(module.named_parameters(recurse=False)).get("bias")
+
+
+def _edit(matrix: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """matrix [rows, n] <- change of some of its rows at a time, float32 (float64 for float32); rounded once."""
+    for part in matrix.data.split(max(1, CHUNK // matrix.shape[1])):
+        part.copy_(change(_wide(part)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -1,0 +1,264 @@
+"""Several random rotations, tried: which of them leaves the roughly quantized model closest to the original.
+
+The original model and the same model in each of the candidates' bases run side by side, block by block, on a few
+calibration samples. The candidates are rounded to nearest: weights on the integer grids of the recipe, inputs as at run
+time. What counts is KL(original || rounded) of the predicted tokens, the mean over all positions. One block is in
+memory at a time; the hidden states, one stream more than there are candidates, are in a file. Logits are made for so
+many positions at a time that they stay small, with everything that the model itself does to them.
+
+Only a proxy: the recipe's method may do better than the nearest, weights of methods without an integer grid count as
+they are, and a static scale is that of the batch. Cost: each block is loaded and run once more than there are
+candidates, and its grids are searched for each candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compress import activations, incoherence, ops, propagate
+from compress.model import Skeleton
+from compress.propagate import Workbench, run_block
+from compress.quant import grid
+from compress.transform.search import fake_weight
+from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
+
+if TYPE_CHECKING:
+    from compress.transform.rotate import Rotation
+
+LOGITS_NBYTES = 32 << 20  # of the float32 logits of one model at a time
+
+
+class Rounding(NamedTuple):
+    """What happens to one linear: the grid of its weight, its inputs, and the operations around what is stored."""
+
+    config: grid.GridConfig | None  # None: the weight stays
+    activations: Activations | None
+    ops: Ops
+    tensors: dict[str, Tensor]  # of the operations
+
+
+def roundings(
+    plan: Plan, seed: int, device: torch.device, has_grid: Callable[[Scheme], bool] = lambda _: True
+) -> dict[str, Rounding]:
+    """Full name -> rounding of every linear that is rounded at all; seed: of the job."""
+    layers = {layer.spec.name: layer for layer in plan.layers}
+    found = {}
+    for name, scheme in plan.schemes.items():
+        config = scheme.config if isinstance(scheme.config, grid.GridConfig) and has_grid(scheme) else None
+        layer = layers.get(name)  # None: only transformed, not packed; nothing is left to run time
+        tensors = incoherence.draw(layer.spec, seed, layer.ops) if layer is not None else {}
+        tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+        if config is not None or scheme.activations is not None:
+            around = layer.ops if layer is not None else NO_OPS
+            found[name] = Rounding(config, scheme.activations, around, tensors)
+    return found
+
+
+def rounded_input(x: Tensor, settings: Activations | None) -> Tensor:
+    """x [..., n] as the layer sees it; a static scale is that of x itself. Differentiable in x."""
+    if settings is None or x.numel() == 0:
+        return x
+    scale = None
+    if settings.scale == "tensor":
+        largest = activations.LargestInput()
+        largest.add(x)
+        scale = largest.in_scale(settings, "an input").to(x.device)
+    return activations.fake_quantize(x, settings, scale)
+
+
+@contextmanager
+def rounded(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]) -> Iterator[None]:
+    """While active, these linears of a loaded block round their inputs. Their weights are rounded for good."""
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            linear = skeleton.linear(block, name)
+            linear.weight.data.copy_(_rounded_weight(linear.weight.detach(), layer))
+
+            def change(_: nn.Module, inputs: tuple[Any, ...], layer: Rounding = layer) -> tuple[Any, ...]:
+                x = ops.apply_input(inputs[0], layer.ops, layer.tensors)
+                return (rounded_input(x, layer.activations), *inputs[1:])
+
+            hooks.append(linear.register_forward_pre_hook(change))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
+    """weight [out, in] -> the rounded one, float32, to be multiplied by inputs behind their operations."""
+    stored = ops.rotate(weight, layer.ops, layer.tensors)
+    if layer.config is not None:
+        stored = fake_weight(stored, layer.config)
+    return ops.effective(stored, Ops(output=layer.ops.output), layer.tensors)
+
+
+def choose(rotation: Rotation, bench: Workbench) -> tuple[int, list[str]]:
+    """The number of the best candidate, the lowest of equals, and what the report should say."""
+    count = rotation.config.seeds
+    if count == 1:
+        return 0, []
+    layers = roundings(bench.plan, rotation.seed, bench.device)
+    if bench.tokens is None or not layers:
+        why = "there is no calibration text" if bench.tokens is None else "the recipe rounds nothing on integer grids"
+        return 0, [f"{why}: the first of {count} rotations is used, none has been tried"]
+    scores = search(rotation, bench, layers)
+    best = min(range(count), key=scores.__getitem__)
+    samples = min(rotation.config.search_samples, bench.tokens.shape[0])
+    listed = ", ".join(f"{score:.5g}" for score in scores)
+    return best, [f"rotation {best} of 0 to {count - 1} is used: KL {listed} on {samples} samples, rounded to nearest"]
+
+
+def search(rotation: Rotation, bench: Workbench, layers: Mapping[str, Rounding]) -> list[float]:
+    """KL of each candidate, in nats a token; `rotation` is left with the last one."""
+    assert bench.tokens is not None, "the caller asks"
+    skeleton, candidates = rotation.skeleton, range(rotation.config.seeds)
+    tokens = bench.tokens[: rotation.config.search_samples]
+    stream = propagate.Stream(tokens.shape[0], bench.folder / "stream", len(candidates) + 1)
+    try:
+        with edited_by(skeleton, None):
+            bench.say("embedding samples to compare rotations on")
+            calls = propagate.record(skeleton, tokens, bench.batch, stream, bench.device)
+        for number in candidates:
+            rotation.draw(number)
+            for sample in range(stream.samples):
+                states = stream.read(sample, 1).to(bench.device)
+                if rotation.basis is not None:
+                    states = rotation.basis.forward(states.float()).to(states.dtype)
+                stream.write(sample, states, number + 1)
+        for index in range(len(skeleton.blocks)):
+            prefix = skeleton.block_prefix(index)
+            inside = {name: layer for name, layer in layers.items() if name.startswith(prefix)}
+            _block(index, None, {}, rotation, bench, calls, stream)
+            for number in candidates:
+                bench.say(f"trying rotation {number + 1} of {len(candidates)}, block {index + 1}")
+                _block(index, number, inside, rotation, bench, calls, stream)
+        bench.say("comparing rotations")
+        return _compare(rotation, bench.device, stream)
+    finally:
+        stream.close()
+
+
+def _block(
+    index: int,
+    number: int | None,
+    layers: Mapping[str, Rounding],
+    rotation: Rotation,
+    bench: Workbench,
+    calls: propagate.Calls,
+    stream: propagate.Stream,
+) -> None:
+    """Take one side of the stream, that of a candidate or (None) of the original, through one block."""
+    skeleton, side = rotation.skeleton, 0 if number is None else number + 1
+    if number is not None:
+        rotation.draw(number)
+    try:
+        with edited_by(skeleton, None if number is None else rotation):
+            block = skeleton.load_block(index, bench.device)
+        name = skeleton.block_prefix(index).rstrip(".")
+        with rounded(skeleton, block, layers):
+            for start in range(0, stream.samples, bench.batch):
+                states = stream.read(start, min(bench.batch, stream.samples - start), side).to(bench.device)
+                stream.write(start, run_block(block, calls[index][states.shape[0]], states, name), side)
+    finally:
+        skeleton.free()
+
+
+@torch.no_grad()
+def _compare(rotation: Rotation, device: torch.device, stream: propagate.Stream) -> list[float]:
+    """Mean KL of every side of the stream but the first against the first, behind the last block."""
+    totals = [0.0] * rotation.config.seeds
+    positions = 0
+    with logits_of(rotation.skeleton, device) as logits:
+        for sample in range(stream.samples):
+            sides = [stream.read(sample, 1, side).to(device) for side in range(stream.sides)]
+            for number in range(len(totals)):
+                rotation.draw(number)
+                if rotation.basis is not None:
+                    sides[number + 1] = rotation.basis.transpose(sides[number + 1].float()).to(sides[0].dtype)
+            for part in token_slices(rotation.skeleton, sides[0].shape[1]):
+                original = logits(sides[0][:, part])
+                positions += original.shape[0]
+                for number in range(len(totals)):
+                    found = divergence(original, logits(sides[number + 1][:, part]))
+                    totals[number] += found.sum(dtype=torch.float64).item()
+    return [total / positions for total in totals]
+
+
+def divergence(original: Tensor, other: Tensor) -> Tensor:
+    """Logits [tokens, vocabulary], both float32 -> KL(original || other) of each token, in nats."""
+    log_p, log_q = original.log_softmax(-1), other.log_softmax(-1)
+    return nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+
+def token_slices(skeleton: Skeleton, tokens: int) -> list[slice]:
+    """Positions 0 .. tokens, as many at a time as LOGITS_NBYTES allow."""
+    step = max(1, LOGITS_NBYTES // (4 * skeleton.config.get_text_config().vocab_size))
+    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+
+
+@contextmanager
+def edited_by(skeleton: Skeleton, edits: Rotation | None) -> Iterator[None]:
+    """While active, what is loaded is changed by these edits alone."""
+    before, skeleton.edits = skeleton.edits, edits
+    try:
+        yield
+    finally:
+        skeleton.edits = before
+
+
+@contextmanager
+def logits_of(skeleton: Skeleton, device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """All outside the blocks, as stored: hidden states [1, tokens, hidden] behind the last block -> float32 logits.
+
+    They are [tokens, vocabulary]. Frees all that is loaded at the end.
+    """
+    try:
+        with edited_by(skeleton, None):
+            skeleton.load_rest(device, with_head=True)
+        yield partial(_logits, skeleton)
+    finally:
+        skeleton.free()
+
+
+def _logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
+    """The model's own forward pass, in which every block gives `hidden`."""
+    real = list(skeleton.blocks)
+    tokens = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
+    for as_tuple in (False, True):  # what a block returns is not written anywhere
+        for i, block in enumerate(real):
+            skeleton.blocks[i] = _Stand(block, hidden, as_tuple)
+        try:
+            logits = skeleton.model(input_ids=tokens, use_cache=False).logits
+        except IndexError:  # the first of a batch was taken for the first of a tuple
+            continue
+        finally:
+            for i, block in enumerate(real):
+                skeleton.blocks[i] = block
+        if logits.shape[:2] == hidden.shape[:2]:
+            break
+    return logits[0].float()
+
+
+class _Stand(nn.Module):
+    """Takes a block's place and gives the same hidden states whatever it gets."""
+
+    def __init__(self, real: nn.Module, hidden: Tensor, as_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__.update(real=real, result=(hidden,) if as_tuple else hidden)  # not registered as a child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["result"]

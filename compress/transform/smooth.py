@@ -1,0 +1,75 @@
+"""SmoothQuant: outlier channels of the activations are moved into the weights (arXiv 2211.10438).
+
+Channel j of a vector is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the columns j of the linears that
+read it are multiplied by it; w_j are those columns, in all readers that are quantized. alpha shares the difficulty
+out: 0.5 is the paper's, families with strong outliers want up to 0.9. The scale is folded into what makes the vector
+(compress/transform/folding.py), so that nothing is left to do at run time.
+
+Differences from the released code: what is read by the product of a linear (v -> o, up -> down) is smoothed as well,
+unless `sites: norms`; heads that share a head of v share its scale, from the largest of their maxima. A channel that
+is never anything but zero, or that only zero weights read, keeps its scale of one.
+
+Not done: a search (that is awq and outlier_suppression); a shift; anything for linears that are not quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.propagate import Batches
+from compress.structure import Site
+from compress.transform.folding import by_producer, fold
+from compress.transform.search import Range, observe
+from compress.types import Scheme
+
+SCOPE = "block"
+SMALLEST, LARGEST = 1e-5, 1e5  # of a scale
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of SmoothQuant."""
+
+    alpha: float = 0.5  # 0: all of the difficulty stays in the activations, 1: all of it goes into the weights
+    sites: Literal["all", "norms"] = "all"  # norms: only what a norm makes, as in the paper
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha} is not between 0 and 1")
+        if self.sites not in ("all", "norms"):
+            raise ValueError(f"sites {self.sites!r} is neither all nor norms")
+
+
+def apply(
+    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+) -> tuple[str, ...]:
+    """Smooth the sites of a loaded block in place; returns notes for the report."""
+    wanted = [site for site in sites if site.is_norm or config.sites == "all"]
+    wanted = [site for site in wanted if any(reader in schemes for reader in site.readers)]
+    ranges = [Range(block, site) for site in wanted]
+    observe(block, batches, ranges)
+    largest, failed = 0.0, 0
+    for site, seen in zip(wanted, ranges, strict=True):
+        scale = scales(block, site, seen.largest, config.alpha, schemes) if seen.usable else None
+        if scale is not None and fold(block, site, scale):
+            largest = max(largest, scale.max().item())
+        else:
+            failed += 1
+    notes = [f"{len(wanted) - failed} of {len(sites)} sites are smoothed; the largest scale is {largest:.3g}"]
+    if failed:
+        notes.append(f"{failed} sites stay as they are: no token came, or the numbers would not be finite")
+    return tuple(notes)
+
+
+def scales(block: nn.Module, site: Site, largest: Tensor, alpha: float, schemes: Mapping[str, Scheme]) -> Tensor:
+    """Scales of the producer's channels, float64; largest: max |x| of the readers' channels."""
+    readers = [block.get_submodule(r).get_parameter("weight").detach() for r in site.readers if r in schemes]
+    weights = torch.stack([weight.abs().amax(0).double() for weight in readers]).amax(0)
+    inputs, weights = by_producer(site, largest.double()).amax(0), by_producer(site, weights).amax(0)
+    scale = (inputs**alpha / weights ** (1 - alpha)).clamp(SMALLEST, LARGEST)
+    return torch.where((inputs > 0) & (weights > 0), scale, 1.0)

@@ -1,0 +1,375 @@
+"""Learned rotations: R1 and every R2 by gradient descent on the orthogonal matrices (SpinQuant, arXiv 2405.16406).
+
+What a rotation changes in a model that computes in full precision, but for rounded inputs, is only these inputs: a
+reader of a rotated vector x sees Q^T round(Q x) in place of x. So weights, embeddings and norms stay as they are (the
+norms' weights moved into their readers), nothing is rotated but what is rounded, and what is learned is merged
+afterwards like a random rotation. Weights are rounded, too, W -> P^T round(P W Q^T) Q, only where the recipe's method
+is to round them without data: a rotation that is fitted to rounding to nearest is not the best for a method that
+corrects its errors. Gradients pass straight through all rounding.
+
+The loss is KL(original || rounded) of the predicted tokens, where SpinQuant takes the cross-entropy of the text: it
+needs no labels, so that any text will do, its least value is that of the original model instead of one that fits the
+text better, and every token says something of the whole vocabulary, which calms the gradients of small batches.
+
+A step is Cayley SGD (arXiv 2002.01113): G the gradient at X, A = U - U^T the tangent with U = V X - X^T (X V X) / 2 and
+V = -G^T, then Y = X^T + a A (X^T + Y) / 2 by fixed-point iteration, a = min(rate, 1 / |A|_1), and X <- Y^T. Differences
+from the released code: no momentum (it is off there, too), the iteration starts at X^T, so that a tangent in which the
+vector of ones is left alone (for LayerNorm) stays one, and every step ends with one of Newton's towards the nearest
+orthogonal matrix, in place of a rare QR. The result is made orthogonal in float64.
+
+Cost: the whole model in memory in its own type, the hidden states between blocks of one sample and the inside of one
+block (the rest is computed again), and about twelve float32 matrices [hidden, hidden]. A step takes about ten times a
+forward pass of its STEP_TOKENS tokens, on any device; the samples that are learned from go through the model once more
+before. On 8M parameters, with one core: 40 steps in 180 s, 680 MiB at most where a run without
+takes 640. There, without outliers, it gains nothing that can be measured: KL 0.0163 for 0.0162 in w4a4kv4.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from compress import memory, ops, plugins, propagate
+from compress.errors import BudgetError, RecipeError
+from compress.propagate import Call, Workbench
+from compress.structure import Attention
+from compress.transform import rotation_search
+from compress.transform.rotation_search import Rounding
+from compress.transform.search import fake_weight
+
+if TYPE_CHECKING:
+    from compress.transform.rotate import Rotation
+
+RATE = 1.5  # of the first step, in units of the gradient; it falls to 0 along a cosine
+STEP_TOKENS = 2048  # of a step, at least one sample
+ITERATIONS = 6  # of the fixed point; its error falls by a |A| / 2 <= 1/2 with each
+ERRORS = 2.0  # standard errors that a gain must have to count
+MATRICES = 12  # float32 copies of a learned matrix that a step holds at a time, an upper bound
+ACTIVATION_NBYTES = 24  # for each input and output of a linear, what its gradient keeps, an upper bound
+
+
+def value_rows(attention: Attention) -> Tensor:
+    """The rows of the linear that makes the values, head by head, int64 [key/value heads * head_dim]."""
+    heads = torch.arange(attention.key_value_heads)[:, None] * attention.head_step
+    return (attention.first + heads + torch.arange(attention.head_dim) * attention.step).flatten()
+
+
+def learn(rotation: Rotation, bench: Workbench) -> tuple[dict[str, Tensor], str]:
+    """Matrices by name ("residual", and the block's number for its values), float64, and what the report should say.
+
+    They are {} where nothing clearly better than the rotation's present bases was found. Raises RecipeError if no
+    input is rounded, BudgetError if the model does not fit into the memory.
+    """
+    assert bench.tokens is not None, "the caller asks"
+    layers = rotation_search.roundings(bench.plan, rotation.seed, bench.device, _rounds_without_data)
+    if not layers:
+        raise RecipeError(
+            "rotate: the recipe rounds no inputs, and no weights without data: there is nothing to learn a rotation "
+            "from; set `learn: 0`"
+        )
+    _check_memory(rotation, bench)
+    started, steps = time.monotonic(), rotation.config.learn
+    held_out, used = _divided(bench.tokens, rotation.config.search_samples, steps)
+    parameters = _parameters(rotation, bench.device)
+    with _loaded(rotation, torch.cat((held_out, used)), bench) as model, _turned(rotation, parameters, layers, model):
+        held, rest = range(held_out.shape[0]), range(held_out.shape[0], held_out.shape[0] + used.shape[0])
+        before = model.divergence(held)
+        per_step = min(samples_per_step(used.shape[1]), len(rest))
+        for step in range(steps):
+            bench.say(f"learning rotations, step {step + 1} of {steps}")
+            for number in range(step * per_step, (step + 1) * per_step):
+                model.descend(rest[number % len(rest)], 1 / per_step)
+            rate = RATE * (1 + math.cos(math.pi * step / steps)) / 2
+            for name, matrix in parameters.items():
+                cayley_step(matrix, rate, rotation.keep_mean and name == "residual")
+        after = model.divergence(held)
+    seconds, used_nbytes = time.monotonic() - started, memory.peak()
+    memory.trim()
+    note = (
+        f"rotations learned in {steps} steps: KL {before.mean():.5g} -> {after.mean():.5g} on {len(held)} samples, in "
+        f"{seconds:.0f} s with {memory.show(used_nbytes)} at most"
+    )
+    if not is_better(before, after):
+        return {}, f"{note}; they are not clearly better, and not used"
+    return {name: orthogonal(matrix.detach()) for name, matrix in parameters.items()}, note
+
+
+def is_better(before: Tensor, after: Tensor) -> bool:
+    """Whether the KL of each sample has fallen by more than chance: any change of basis moves it by some percent."""
+    gain = before - after
+    error = gain.std() / len(gain) ** 0.5 if len(gain) > 1 else 0.0
+    return bool(gain.mean() > ERRORS * error)
+
+
+def _rounds_without_data(scheme: Any) -> bool:
+    return not plugins.load("quant", scheme.method).NEEDS
+
+
+def samples_per_step(seq_len: int) -> int:
+    return max(1, STEP_TOKENS // seq_len)
+
+
+def _divided(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Samples that the result is judged by, and those that are learned from: the same where there are too few."""
+    held, rest = tokens[:held_out], tokens[held_out:]
+    return held, (rest if rest.shape[0] else held)[: steps * samples_per_step(tokens.shape[1])]
+
+
+def _check_memory(rotation: Rotation, bench: Workbench) -> None:
+    """Raise BudgetError if learning needs more memory than there is."""
+    assert bench.tokens is not None
+    need = need_nbytes(rotation, bench.tokens.shape[1])
+    free = int(0.8 * memory.available())
+    if bench.device.type == "cuda":
+        free = torch.cuda.mem_get_info(bench.device)[0]
+    elif bench.max_memory is not None:
+        free = max(0, bench.max_memory - memory.resident())
+    if need > free:
+        raise BudgetError(
+            f"learning rotations takes the whole model and its gradients, {memory.show(need)} of memory, and "
+            f"{memory.show(free)} are free; set `learn: 0` (and `seeds: 8`) for rotate, or raise the limit"
+        )
+
+
+def need_nbytes(rotation: Rotation, tokens: int) -> int:
+    """Bytes that learning takes with samples of so many tokens, about."""
+    skeleton, blocks = rotation.skeleton, rotation.graph.blocks
+    item = skeleton.dtype.itemsize
+    heads = max((b.attention.heads for b in blocks if b.attention is not None), default=0)
+    inside = max(
+        sum(p.shape[-1] + p.shape[-2] for p in block.parameters() if p.dim() >= 2) for block in skeleton.blocks
+    )
+    weights = {id(p): p.numel() for p in skeleton.model.parameters()}
+    return (
+        sum(weights.values()) * item
+        + tokens * (len(blocks) * rotation.width * item + inside * ACTIVATION_NBYTES + heads * tokens * 4)
+        + 6 * rotation_search.LOGITS_NBYTES
+        + MATRICES * 4 * rotation.width**2
+    )
+
+
+def _parameters(rotation: Rotation, device: torch.device) -> dict[str, nn.Parameter]:
+    """The matrices to be learned, float32, from the present bases."""
+    found = {}
+    if rotation.basis is not None:
+        found["residual"] = rotation.basis.dense(rotation.width)
+    for index, basis in rotation.values.items():
+        attention = rotation.graph.blocks[index].attention
+        assert attention is not None
+        found[str(index)] = basis.dense(attention.head_dim)
+    return {name: nn.Parameter(matrix.to(device, torch.float32).contiguous()) for name, matrix in found.items()}
+
+
+class _Model:
+    """The whole model, loaded; the samples' hidden states in front of it and, of the original, behind it."""
+
+    def __init__(
+        self, rotation: Rotation, stream: propagate.Stream, calls: propagate.Calls, logits: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.skeleton, self.stream, self.calls, self.logits = rotation.skeleton, stream, calls, logits
+        self.device = next(self.skeleton.blocks[0].parameters()).device
+        self.shared: dict[Any, tuple[Tensor, Tensor]] = {}  # rounded inputs that several linears read
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Keep what the blocks as they are make of every sample."""
+        for sample in range(self.stream.samples):
+            self.stream.write(sample, self._through(sample), propagate.FULL)
+
+    def _through(self, sample: int) -> Tensor:
+        hidden = self.stream.read(sample, 1).to(self.device)
+        for block, calls in zip(self.skeleton.blocks, self.calls, strict=True):
+            if torch.is_grad_enabled():
+                hidden = checkpoint(self._block, block, calls[1], hidden, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = self._block(block, calls[1], hidden)
+        return hidden
+
+    def _block(self, block: nn.Module, call: Call, hidden: Tensor) -> Tensor:
+        try:
+            out = block(hidden, *call.args, **call.kwargs)
+        finally:
+            self.shared.clear()
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    def descend(self, sample: int, share: float) -> float:
+        """Add `share` of the gradient of one sample's loss to the parameters'; returns the loss."""
+        hidden = self._through(sample)
+        behind = hidden.detach().requires_grad_()
+        loss = self._loss(sample, behind, share)
+        if hidden.requires_grad:  # else no rounding depends on what is learned
+            hidden.backward(behind.grad)
+        return loss
+
+    def _loss(self, sample: int, hidden: Tensor, share: float | None) -> float:
+        """Mean divergence over the sample's tokens; `share` of its gradient goes to `hidden`, None: no gradient."""
+        original, count, total = self.stream.read(sample, 1, propagate.FULL).to(self.device), hidden.shape[1], 0.0
+        for part in rotation_search.token_slices(self.skeleton, count):
+            with torch.no_grad():
+                wanted = self.logits(original[:, part])
+            loss = rotation_search.divergence(wanted, self.logits(hidden[:, part])).sum() / count
+            if share is not None:
+                (loss * share).backward()
+            total += loss.item()
+        return total
+
+    @torch.no_grad()
+    def divergence(self, samples: range) -> Tensor:
+        """KL of each of these samples, in nats a token, float64."""
+        losses = [self._loss(sample, self._through(sample), None) for sample in samples]
+        return torch.tensor(losses, dtype=torch.float64)
+
+
+@contextmanager
+def _loaded(rotation: Rotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
+    """The model in memory, every norm's weight moved into its readers, with all samples on both sides of it."""
+    skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
+    stream = propagate.Stream(tokens.shape[0], bench.folder / "stream", 2)
+    bench.say("loading the model to learn rotations")
+    try:
+        with rotation_search.edited_by(skeleton, None):
+            calls = propagate.record(skeleton, tokens, 1, stream, bench.device)
+        with rotation_search.logits_of(skeleton, bench.device) as logits:
+            rotation.use_identity()
+            with rotation_search.edited_by(skeleton, rotation):
+                for index in range(len(skeleton.blocks)):
+                    skeleton.load_block(index, bench.device)
+            model = _Model(rotation, stream, calls, logits)
+            model.remember()
+            yield model
+    finally:
+        rotation.use(*drawn)
+        stream.close()
+
+
+class _Turn(NamedTuple):
+    """One linear in the learned bases: what it reads is turned by `into`, what it makes (`rows` of it) by `out`."""
+
+    linear: nn.Linear
+    rounding: Rounding
+    into: Tensor | None  # [n, n], for each n of the inputs
+    out: Tensor | None
+    rows: Tensor | None
+    shared: dict[Any, tuple[Tensor, Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight if self.rounding.config is None else self._weight()
+        return nn.functional.linear(self._inputs(x), weight, self.linear.bias)
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        """x -> Q^T round(Q x), once for all that read x."""
+        settings, around = self.rounding.activations, self.rounding.ops.input
+        if settings is None:
+            return x
+        key = (id(x), id(self.into), settings, around)
+        if key not in self.shared:
+            turned = rotation_search.rounded_input(self._across(x.float()), settings)
+            self.shared[key] = (x, self._back(turned).to(x.dtype))  # with x, so that its id stays its own
+        return self.shared[key][1]
+
+    def _weight(self) -> Tensor:
+        """P^T round(P W Q^T) Q."""
+        weight = self.linear.weight
+        turned = self._columns(self._across(weight.float()), False)
+        assert self.rounding.config is not None
+        rounded = fake_weight(turned.detach(), self.rounding.config)
+        return self._back(self._columns(turned + (rounded - turned.detach()), True)).to(weight.dtype)
+
+    def _across(self, rows: Tensor) -> Tensor:
+        """Rows [..., in] -> Q rows, with the operations of run time behind the learned matrix."""
+        rows = rows if self.into is None else _each(rows, self.into.T)
+        for name in self.rounding.ops.input:
+            rows = ops.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, False)
+        return rows
+
+    def _back(self, rows: Tensor) -> Tensor:
+        for name in reversed(self.rounding.ops.input):
+            rows = ops.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, True)
+        return rows if self.into is None else _each(rows, self.into)
+
+    def _columns(self, matrix: Tensor, back: bool) -> Tensor:
+        """matrix [out, in] -> P matrix, or P^T matrix; P: the learned one, then the operations undone."""
+        columns, names = matrix.T, self.rounding.ops.output
+        if back:
+            for name in names:
+                columns = ops.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, False)
+        if self.out is not None:
+            turned = columns if self.rows is None else columns[:, self.rows]
+            turned = _each(turned, self.out if back else self.out.T)
+            columns = turned if self.rows is None else columns.index_copy(1, self.rows, turned)
+        if not back:
+            for name in reversed(names):
+                columns = ops.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, True)
+        return columns.T
+
+
+def _each(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [..., m n] -> every n of it times matrix [n, n]."""
+    return (x.unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2)
+
+
+@contextmanager
+def _turned(
+    rotation: Rotation, parameters: dict[str, nn.Parameter], layers: dict[str, Rounding], model: _Model
+) -> Iterator[None]:
+    """While active, these linears of the loaded model round in the bases of the parameters."""
+    skeleton = rotation.skeleton
+    residual = parameters.get("residual")
+    changed: list[nn.Linear] = []
+    try:
+        for index, (block, graph) in enumerate(zip(skeleton.blocks, rotation.graph.blocks, strict=True)):
+            prefix, attention = skeleton.block_prefix(index), graph.attention
+            into = {prefix + name: residual for names in graph.norms.values() for name in names}
+            out = dict.fromkeys((prefix + name for name in graph.writers), residual)
+            rows: dict[str, Tensor] = {}
+            if attention is not None and (own := parameters.get(str(index))) is not None:
+                into[prefix + attention.output] = out[prefix + attention.values] = own
+                rows[prefix + attention.values] = value_rows(attention).to(own.device)
+            for name in [name for name in layers if name.startswith(prefix)]:
+                linear = skeleton.linear(block, name)
+                turn = _Turn(linear, layers[name], into.get(name), out.get(name), rows.get(name), model.shared)
+                linear.__dict__["forward"] = turn.forward
+                changed.append(linear)
+        yield
+    finally:
+        for linear in changed:
+            del linear.__dict__["forward"]
+
+
+@torch.no_grad()
+def cayley_step(matrix: nn.Parameter, rate: float, keep_mean: bool = False) -> None:
+    """Move an orthogonal matrix [n, n] float32 against its gradient, which is cleared; keep_mean: Q 1 stays 1."""
+    if matrix.grad is None:
+        return
+    x, v = matrix.data, -matrix.grad.T
+    u = v @ x - x.T @ (x @ v @ x) / 2
+    tangent = u - u.T
+    if keep_mean:
+        tangent = tangent - tangent.mean(0, keepdim=True)
+        tangent = tangent - tangent.mean(1, keepdim=True)
+    length = min(rate, 1 / (float(tangent.abs().sum(0).max()) + 1e-8))
+    start = y = x.T
+    for _ in range(ITERATIONS):
+        y = start + (length / 2) * (tangent @ (start + y))
+    matrix.data = _nearer(y.T).contiguous()
+    matrix.grad = None
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """The orthogonal matrix [n, n] nearest to one that nearly is, float64, on the CPU."""
+    wide = matrix.double().cpu()
+    for _ in range(4):  # the error is squared each time
+        wide = _nearer(wide)
+    return wide
+
+
+def _nearer(matrix: Tensor) -> Tensor:
+    """One step of Newton and Schulz towards the nearest orthogonal matrix."""
+    return 1.5 * matrix - 0.5 * matrix @ (matrix.T @ matrix)
