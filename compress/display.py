@@ -114,8 +114,9 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 def plan_line(prepared: Prepared) -> str:
     """What a run is about to do."""
     plan, arrangement = prepared.plan, prepared.arrangement
+    what = f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight" if plan.layers else "no linear is packed"
     line = (
-        f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight, {size(plan.nbytes)} of "
+        f"{what}, {size(plan.nbytes)} of "
         f"{size(prepared.skeleton.checkpoint.nbytes)}; predicted peak memory {size(arrangement.peak_nbytes)}"
     )
     if prepared.samples:
@@ -128,8 +129,9 @@ def plan_line(prepared: Prepared) -> str:
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     """The end of a run: what came out, and predictions beside measurements."""
     used, took = report["memory"], report["seconds"]
+    what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else "transformed, in full precision"
     lines = [
-        f"{directory}: {report['bpw']:.3f} bits per weight, {size(report['nbytes']['total'])} of "
+        f"{directory}: {what}, {size(report['nbytes']['total'])} of "
         f"{size(report['source_nbytes'])}, self-check {report['self_check']}",
         f"peak memory {size(used['measured_peak'])} (predicted {size(used['predicted_peak'])}"
         + (f", limit {size(used['limit'])})" if used["limit"] else ")"),

@@ -30,6 +30,7 @@ SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow dur
 MEASURING = 16  # bytes a weight that the errors in the report take
 TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
+EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
@@ -201,6 +202,7 @@ class _Needs:
         for layer in plan.layers:
             self.by_block[layer.spec.block].append(layer)
         self.extras = extras
+        self.editing = EDITING if skeleton.edits is not None else 0
         self.item = item = skeleton.dtype.itemsize
         self.weights = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
         self.expert_weights = [
@@ -242,7 +244,11 @@ class _Needs:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.rest + batch * self.seq_len * 12 * self.hidden
-        total = self.base + SLACK + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first))))
+        total = (
+            self.base
+            + SLACK
+            + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first) + self.editing)))
+        )
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total)
 
