@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, NumericalError
-from compress.types import Activations
+from compress.types import IN_SCALE, Activations
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 FP8_HALF_STEP = 16.0  # half the distance of its two largest numbers
 TINY = torch.finfo(torch.float32).tiny  # the scale of a token of zeros
-IN_SCALE = "in_scale"
 
 
 def largest(activations: Activations) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from compress import asymmetric, incoherence, plugins, report
 from compress.errors import NumericalError
 from compress.formats import dense
-from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, Stats
+from compress.types import IN_SCALE, LayerPlan, LayerReport, PackedWeight, Quantized, Stats
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def linear(
         del target
         packed, notes = result.weight, (*notes, *result.notes)
     if layer.activations is not None:
-        scale = {"in_scale": in_scale} if in_scale is not None else {}
+        scale = {IN_SCALE: in_scale} if in_scale is not None else {}
         packed = dataclasses.replace(packed, tensors={**packed.tensors, **scale}, activations=layer.activations)
     assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
     row = report.measure(layer, weight, packed, given.stats, notes)

@@ -199,9 +199,9 @@ class _Run:
         self.meter.begin(index, self._steps(layers, record is not None))
         block = self.skeleton.load_block(index, self.device)
         last = index + 1 == len(self.skeleton.blocks)
-        if self.flow.paired and not last and not (record is None and memory.readers(layers)):
-            # else done while statistics are collected, with the transformed block
-            if record is not None and memory.readers(layers):
+        collects = bool(memory.readers(layers))  # statistics, and on the way the full-precision side goes on
+        if self.flow.paired and not last and not (collects and record is None):
+            if collects:  # it was the transformed block that it went through
                 self._transform(index, block)
             source = FULL if self.flow.parted else QUANTIZED
             self.flow.forward(index, block, "propagating", Leg(source, FULL))

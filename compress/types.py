@@ -56,6 +56,7 @@ class Ops:
 
 
 NO_OPS = Ops()
+IN_SCALE = "in_scale"  # the stored tensor of a static scale of activations, float32 [1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress import ops as operations
 from compress.errors import CheckpointError
-from compress.types import NO_OPS, Activations, Ops, PackedWeight
+from compress.types import IN_SCALE, NO_OPS, Activations, Ops, PackedWeight
 
 Shape = tuple[int, int]
 
@@ -69,7 +69,7 @@ def specs(
     Raises ValueError for a shape that an operation cannot have.
     """
     static = activations is not None and activations.scale == "tensor"
-    scale: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"in_scale": ((1,), torch.float32)} if static else {}
+    scale: dict[str, tuple[tuple[int, ...], torch.dtype]] = {IN_SCALE: ((1,), torch.float32)} if static else {}
     return {**get(name).specs(params, shape), **operations.specs(ops, shape), **scale}
 
 

@@ -208,11 +208,8 @@ class Rotation:
         config = self.skeleton.config.get_text_config()
         tokens = (torch.arange(PROBE_TOKENS) * 11 + 3)[None] % config.vocab_size
         before, after = propagate.Stream(1, None), propagate.Stream(1, None)
-        self.skeleton.edits = None
-        try:
+        with rotation_search.edited_by(self.skeleton, None):
             self.calls = propagate.record(self.skeleton, tokens, 1, before, device)
-        finally:
-            self.skeleton.edits = self
         propagate.record(self.skeleton, tokens, 1, after, device)
         self._compare(before.read(0, 1), after.read(0, 1), 0, "what reaches the first block")
 
