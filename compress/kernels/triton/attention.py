@@ -1,0 +1,219 @@
+"""Attention of one new token over packed keys and values on a GPU: codes are read as they are stored, once.
+
+The sequence is cut into parts (Flash-Decoding); each keeps a running softmax, and the program that ends last weighs the
+parts by their maxima, in order: one launch, no result depends on which part came last. Codes become float16 in
+registers, scale and minimum included; queries are multiplied by a power of two that float16 has room for; scores,
+softmax and sums are float32. Query heads of a KV head are columns of one product, so that nothing is read twice. Exact
+tokens (sink, tail, the new one) are read in their own type by the last part.
+
+The kernel is in `_attention.py`. What it can read: codes of 1, 2, 3, 4 and 8 bits in the words of compress/packing.py,
+one row of words for each token, a tile being the whole row, of heads of 64, 128 or 256 channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels.triton import splits
+from compress.packing import FIELDS
+
+MOST_GROUPS = 16  # query heads of a KV head
+MOST_TOKENS = 4  # of a row of a matrix
+LEAST_COLUMNS = 16  # of a product of tensor cores; 8 on the other side
+SUMS = 2048  # float32 sums of values that 32 threads have registers for
+MOST_WARPS = 2
+STAGES = {(2, 64): 4, (2, 128): 4, (4, 64): 4}  # by bits and channels of keys, else 3; with these, nothing is spilled
+BLOCKS = (32, 16, 64)  # tokens of a step, the first that divides the groups: more take registers that are not there
+PART = 256  # tokens of a part, at least
+PROGRAMS = 8  # that a multiprocessor of sm_90 runs at once, by registers and shared memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one of keys and values is coded.
+
+    "channel": x = scale code + minimum, both float16 [B, h, n / group, width], for `group` tokens and each channel;
+    "token": the same, [B, h, n, width / group], for each token and `group` channels;
+    "norm": x = norm levels[code], norm float16 [B, h, n] for each token, levels float16 [2^bits].
+    """
+
+    bits: int
+    width: int  # channels of a head
+    kind: Literal["channel", "token", "norm"]
+    group: int = 1
+
+    @property
+    def words(self) -> int:
+        """Of a piece, see `_attention.py`."""
+        words = min(self.width // FIELDS[self.bits], LEAST_COLUMNS)
+        return min(words, self.group) if self.kind == "token" else words
+
+
+class Coded(NamedTuple):
+    """The tensors of one of keys and values, [B, h, ...]; rows of a head are contiguous."""
+
+    layout: Layout
+    planes: Sequence[Tensor]  # int16 [B, h, n, words]: three of 3 bits, else one
+    scales: Tensor  # or norms
+    minima: Tensor | None = None
+    levels: Tensor | None = None
+
+
+class Query(NamedTuple):
+    """Of the new token of each sequence."""
+
+    q: Tensor  # [B, H, width], for exact keys
+    coded: Tensor | None = None  # the same for codes, where they are in another basis
+    bias: Tensor | None = None  # float32 [B, H]: added to the products with codes
+
+
+class Attended(NamedTuple):
+    """The attention's output [B, H, value width] of the type of q; of values with norms (whose basis is their own) only
+    what coded tokens add to it, float32, and apart what exact ones add and [B, H], the weight of all coded tokens.
+    """
+
+    out: Tensor
+    exact: Tensor | None = None
+    mass: Tensor | None = None
+
+
+class Plan(NamedTuple):
+    """How products are cut up, for two layouts and a number of query heads."""
+
+    tokens: int  # of a row of a matrix
+    rows: int  # queries, with zeros
+    block: int  # tokens of a step
+    warps: int
+    stages: int
+
+
+def supports(keys: Layout, values: Layout, groups: int) -> bool:
+    """Whether the kernel can read these, `groups` query heads to a KV head."""
+    return all(_fits(layout) for layout in (keys, values)) and _plan(keys, values, groups) is not None
+
+
+def has_room(heads: int, keys: Layout, values: Layout, groups: int) -> bool:
+    """Whether the workspace holds the results of so many KV heads, those of all sequences."""
+    plan = _plan(keys, values, groups)
+    if plan is None:
+        return False
+    return heads <= splits.COUNTERS and heads * (plan.tokens + 1) * groups * (values.width + 2) <= splits.FLOATS
+
+
+def attend(
+    query: Query,
+    keys: Coded,
+    values: Coded,
+    exact: Sequence[tuple[Tensor, Tensor]],
+    scaling: float,
+    mask: Tensor | None = None,
+) -> Attended:
+    """Attention of query.q [B, H, width]; B * h must be a number that `has_room` for. Launches one kernel.
+
+    exact: (keys, values [B, h, n, width]) of the first, the last and the new tokens, n may be 0, of one type; mask:
+    bool or uint8 [B, tokens], false for tokens that are not seen, in the order first, coded, last, new.
+    """
+    from compress.kernels.triton import _attention
+
+    q, batch, heads = query.q.contiguous(), *keys.planes[0].shape[:2]
+    groups, coded, width = q.shape[1] // heads, keys.planes[0].shape[2], values.layout.width
+    plan = _plan(keys.layout, values.layout, groups)
+    assert plan is not None
+    parts = _parts(batch * heads, coded, plan, groups * (width + 2), q.device)
+    found = _empty(q, values.layout)
+    stored = [_tensors(side) for side in (keys, values)]
+    segments = [_by_head(x) for pair in exact for x in pair]
+    seen = q if mask is None else mask.to(torch.uint8).contiguous()
+    first, last, new = (pair[0].shape[2] for pair in exact)
+    workspace = splits.workspace(q.device)
+    _attention.attend[batch * heads, parts + (parts > 1)](
+        q, q if query.coded is None else query.coded.contiguous(),
+        q if query.bias is None else query.bias.contiguous(),
+        found.out, found.out if found.exact is None else found.exact, found.out if found.mass is None else found.mass,
+        seen, *stored[0], *stored[1], *segments, workspace.partials, workspace.counters,
+        *(x.stride(1) for i in (0, 1) for x in (stored[i][0], stored[i][3])), *(x.stride(1) for x in segments),
+        coded, first, last, new, seen.shape[-1], heads, parts, scaling * math.log2(math.e),
+        **constants(keys.layout, values.layout, groups), MASKED=mask is not None, BIASED=query.bias is not None,
+        PRECISION="tf32x3" if segments[0].dtype == torch.float32 else "tf32", USE_ASM=_attention.COMPILED,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return found
+
+
+def _empty(q: Tensor, values: Layout) -> Attended:
+    shape, floats = (*q.shape[:2], values.width), {"dtype": torch.float32, "device": q.device}
+    if values.kind != "norm":
+        return Attended(torch.empty(shape, dtype=q.dtype, device=q.device))
+    return Attended(*(torch.empty(size, **floats) for size in (shape, shape, q.shape[:2])))  # type: ignore[call-overload]
+
+
+@cache
+def constants(keys: Layout, values: Layout, groups: int) -> dict[str, Any]:
+    """The constants of the kernel that depend on the layouts only."""
+    plan = _plan(keys, values, groups)
+    assert plan is not None
+    found: dict[str, Any] = {}
+    for name, side in (("K", keys), ("V", values)):
+        found |= {f"{name}_BITS": side.bits, f"{name}_KIND": side.kind, f"{name}_GROUP": side.group}
+        found |= {f"{name}_WIDTH": side.width, f"{name}_WORDS": side.words}
+    exact_rows = max(8, 1 << (groups - 1).bit_length())
+    return {
+        **found,
+        "GROUPS": groups,
+        "ROWS": plan.rows,
+        "EXACT_ROWS": exact_rows,
+        "TOKENS": plan.tokens,
+        "BLOCK": plan.block,
+    }
+
+
+def _fits(layout: Layout) -> bool:
+    if layout.bits not in FIELDS or layout.width not in (64, 128, 256):
+        return False
+    group = layout.group
+    return layout.kind != "token" or (layout.width % group == 0 and group & (group - 1) == 0)
+
+
+@cache
+def _plan(keys: Layout, values: Layout, groups: int) -> Plan | None:
+    tokens = max(1, *(LEAST_COLUMNS // side.words for side in (keys, values)))
+    rows = max(8 // tokens, 1 << (groups - 1).bit_length())
+    warps = max(1 + (rows > 8), values.width * tokens * tokens * rows // SUMS)
+    if tokens > MOST_TOKENS or groups > MOST_GROUPS or warps > MOST_WARPS:
+        return None
+    by_group = [side.group for side in (keys, values) if side.kind == "channel"]
+    blocks = [b for b in BLOCKS if b >= LEAST_COLUMNS * tokens and all(g % b == 0 for g in by_group)]
+    block = blocks[0] if blocks else max(BLOCKS[0], LEAST_COLUMNS * tokens)
+    fewest = warps > 1 or tokens == MOST_TOKENS
+    return Plan(tokens, rows, block, warps, 2 if fewest else STAGES.get((keys.bits, keys.width), 3))
+
+
+def _parts(heads: int, coded: int, plan: Plan, floats: int, device: torch.device) -> int:
+    """Of the coded tokens of a head, so that a device is filled once and every part has work."""
+    slots = splits.properties(device).multiprocessors * PROGRAMS
+    room = (splits.FLOATS // (heads * floats) - 1) // plan.tokens
+    return max(1, min(coded // PART, slots // heads, room))
+
+
+def _tensors(side: Coded) -> tuple[Tensor, ...]:
+    """Words a, b, c, scales, minima, levels; something of the right type where there is none."""
+    first, *rest = (_by_head(plane) for plane in side.planes)
+    second, third = rest if rest else (first, first)
+    scales = _by_head(side.scales)
+    assert second.stride(1) == third.stride(1) == first.stride(1)
+    minima = scales if side.minima is None else _by_head(side.minima)
+    assert minima.stride(1) == scales.stride(1)
+    return first, second, third, scales, minima, scales if side.levels is None else side.levels
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """x [B, h, ...] whose heads are equally far apart and contiguous in themselves; copied if they are not."""
+    is_apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if is_apart and x[0, 0].is_contiguous() else x.contiguous()

@@ -1,0 +1,150 @@
+"""Path B: attention that reads what a `CodedLayer` stores, without ever building its keys or values as a whole.
+
+    register()
+    model.set_attn_implementation(NAME)
+    model.generate(**inputs, past_key_values=make_cache(model.config, recipe, path="scores"))
+
+Scores of all stored tokens, block by block, then one float32 softmax, then the weighted sum of the values, block by
+block. Query heads that share a KV head are rows of one product. Long queries (a chunk of a prompt that follows another)
+go through in pieces whose scores fit in SCORES numbers. Layers whose cache is transformers' own, and first chunks, are
+left to scaled_dot_product_attention.
+
+The name is registered for masks too, as those of "sdpa"; without, transformers would pass no mask at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from compress.errors import CompressError
+from compress.kv import fused
+from compress.kv.cache import CodedLayer, Handle
+
+NAME = "compress_kv"
+SCORES = 1 << 24  # float32 scores held at a time
+
+
+def register() -> None:
+    """Make `set_attn_implementation(NAME)` possible; again does no harm."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor | Handle,
+    value: Tensor | Handle,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, n, width], mask [B, 1 or H, n, tokens] bool or additive, or None -> [B, n, H, value width]."""
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise CompressError(f"attention {NAME!r} has no sink logits or position biases; use sdpa and path A")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap = kwargs.get("softcap")
+    if isinstance(key, Tensor) and isinstance(value, Tensor):
+        if softcap is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return _attend(None, query, (key, value), attention_mask, (scaling, softcap)), None
+    assert isinstance(key, Handle) and isinstance(value, Handle)
+    layer, new = key.layer, (key.new, value.new)
+    is_first = layer.seen == key.new.shape[2]
+    if not layer.cache.settings.exact_prefill:
+        layer.commit(query)
+        found = _attend(layer, query, None, attention_mask, (scaling, softcap))
+    elif is_first and softcap is None:
+        found, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
+    else:
+        found = _attend(layer, query, new, attention_mask, (scaling, softcap))
+    layer.commit(query)
+    return found, None
+
+
+def _attend(
+    layer: CodedLayer | None,
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+    logits: tuple[float, float | None],
+) -> Tensor:
+    """What is stored, then `new` (keys, values [B, h, n, width]), in pieces of the queries -> [B, n, H, width]."""
+    stored = len(layer.stores["keys"]) if layer is not None and layer.stores else 0
+    tokens = stored + (0 if new is None else new[0].shape[2])
+    count = query.shape[2]
+    step = max(1, SCORES // (query.shape[0] * query.shape[1] * tokens))
+    if mask is None and count > 1:
+        mask = torch.ones(count, tokens, dtype=torch.bool, device=query.device).tril(tokens - count)[None, None]
+    if mask is not None:
+        mask = _in_order(layer, mask[..., :tokens])
+    if count == 1 and logits[1] is None:
+        found = fused.attend(layer, query, new, mask, logits[0])
+        if found is not None:
+            return found
+    pieces = []
+    for start in range(0, count, step):
+        part = None if mask is None else mask[:, :, start : start + step]
+        pieces.append(_piece(layer, query[:, :, start : start + step], new, part, logits))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _piece(
+    layer: CodedLayer | None,
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+    logits: tuple[float, float | None],
+) -> Tensor:
+    scaling, softcap = logits
+    keys, values = (None, None) if layer is None else (layer.stores["keys"], layer.stores["values"])
+    stored = 0 if keys is None else len(keys)
+    batch, heads, count, width = query.shape
+    kv_heads = new[0].shape[1] if new is not None else keys.codec.spec.heads  # type: ignore[union-attr]
+    q = (query.float() * scaling).reshape(batch, kv_heads, -1, width)  # B, h, query heads and tokens, width
+    scores = q.new_empty(*q.shape[:3], stored + (0 if new is None else new[0].shape[2]))
+    if keys is not None and stored:
+        keys.scores(q, scores[..., :stored])
+    if new is not None:
+        scores[..., stored:] = q @ new[0].float().transpose(-1, -2)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        _mask(scores.view(batch, kv_heads, -1, count, scores.shape[-1]), mask)
+    p = scores.softmax(-1)
+    mixed = None
+    if values is not None and stored:
+        mixed = values.mix(p[..., :stored])
+    if new is not None:
+        last = p[..., stored:] @ new[1].float()
+        mixed = last if mixed is None else mixed + last
+    assert mixed is not None
+    return mixed.view(batch, heads, count, -1).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _mask(scores: Tensor, mask: Tensor) -> None:
+    """scores [B, h, query heads, n, tokens], mask [B or 1, 1 or H, n, tokens]; in place."""
+    if mask.shape[1] == 1:
+        mask = mask[:, :, None]
+    else:
+        mask = mask.unflatten(1, scores.shape[1:3])
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores.add_(mask)
+
+
+def _in_order(layer: CodedLayer | None, mask: Tensor) -> Tensor:
+    """The columns of the mask in storage order, which differs where left padding is known."""
+    columns = layer.stores["keys"].columns if layer is not None and layer.stores else None
+    if columns is None:
+        return mask
+    first = columns[:, None, None].expand(-1, *mask.shape[1:3], -1)
+    head = mask.expand(len(columns), -1, -1, -1)
+    return torch.cat((head.gather(3, first), head[..., columns.shape[1] :]), 3)

@@ -1,0 +1,266 @@
+"""The cache that transformers sees: `CodedLayer` for full attention, transformers' own layers for the rest.
+
+    cache = make_cache(model.config, {"method": "kivi", "bits": 2})
+    model.generate(**inputs, past_key_values=cache)
+
+Path A ("materialise"): `update` returns keys and values as tensors, decoded, and any attention function reads them.
+Path B ("scores"): it returns a `Handle`, and the attention function of compress/kv/attention.py reads what is stored.
+
+Either way tokens of one forward pass see each other as `exact_prefill` says: exactly, or as later steps will.
+`make_cache` builds one cache for one call of generate; `reset` makes it new. compress/kv/hooks.py tells it about left
+padding and rotary embeddings; without, pads are coded as tokens are, and codecs of keys before RoPE are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from compress import plugins
+from compress.errors import CompressError, RecipeError
+from compress.kv.codec import Codec, Spec
+from compress.kv.rope import Rope
+from compress.kv.settings import KINDS, Coding, Settings, resolve
+from compress.kv.store import Bytes, Store
+
+Path = Literal["materialise", "scores"]
+CODED = "full_attention"  # the type of layer that is coded
+
+
+class Handle:
+    """What path B passes through the model in place of keys or values."""
+
+    def __init__(self, layer: CodedLayer, kind: str, new: Tensor) -> None:
+        self.layer, self.kind, self.new = layer, kind, new
+
+
+class CodedLayer(CacheLayerMixin):
+    """Keys and values of one layer, each in a `Store`."""
+
+    is_sliding = False
+    is_croppable = True  # see Store.crop: what was coded meanwhile stays coded
+    is_compileable = False
+    supports_early_init = False  # the stores are made from the first keys and values
+
+    def __init__(self, index: int, cache: KVCache) -> None:
+        super().__init__()
+        self.index, self.cache = index, cache
+        self.seen = 0
+        self.stores: dict[str, Store] = {}
+        self.turns: tuple[Tensor, Tensor] | None = None  # cos and sin of the next tokens, from compress/kv/hooks.py
+        self._pending: tuple[Tensor, Tensor] | None = None  # path B: what attention has not read yet
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not self.stores:
+            for kind, states in zip(KINDS, (key_states, value_states), strict=True):
+                coding = self.cache.settings.layers[self.index][kind]
+                codec = self.cache.codec(self.index, kind, states)
+                self.stores[kind] = Store(codec, coding.policy, self.cache.rope)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Stores the new tokens [B, h, n, width]; returns keys and values of all tokens, or handles (path B)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.commit()
+        if self.turns is not None:
+            if self.stores["keys"].codec.rope == "pre" and len(self.cache.rope) == self.seen:
+                self.cache.rope.append(*self.turns)  # the other layers' are the same
+            self.turns = None
+        self.seen += key_states.shape[2]
+        new = (key_states, value_states)
+        if self.cache.path == "scores":
+            self._pending = new
+            return tuple(Handle(self, kind, x) for kind, x in zip(KINDS, new, strict=True))
+        if self.cache.settings.exact_prefill:
+            found = tuple(self.stores[kind].read(x) for kind, x in zip(KINDS, new, strict=True))
+            self._store(new)
+            return found
+        self._store(new)
+        return tuple(self.stores[kind].read() for kind in KINDS)
+
+    def commit(self, queries: Tensor | None = None) -> None:
+        """Stores what attention was shown last; queries [B, H, n, width], of the first tokens, for codecs that ask."""
+        if self._pending is not None:
+            new, self._pending = self._pending, None
+            self._store(new, queries)
+
+    def _store(self, new: tuple[Tensor, Tensor], queries: Tensor | None = None) -> None:
+        for kind, x in zip(KINDS, new, strict=True):
+            self.stores[kind].append(x, self.cache.pads, queries)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """(length, offset) of the columns of the mask: fewer tokens may be stored than were seen."""
+        count = query_length if isinstance(query_length, int) else len(query_length)
+        stored = self.stored
+        return stored + count, self.seen - stored
+
+    @property
+    def stored(self) -> int:
+        pending = 0 if self._pending is None else self._pending[0].shape[2]
+        return len(self.stores["keys"]) + pending if self.stores else 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older versions
+
+    def reset(self) -> None:
+        for store in self.stores.values():
+            store.clear()
+        self.seen, self._pending, self.stores, self.is_initialized = 0, None, {}, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        self.commit()
+        count = min(-tokens_to_remove, self.seen)
+        for store in self.stores.values():
+            store.crop(count)
+        self.seen -= count
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(torch.arange(self.batch_size)[indices.cpu()] if indices.dtype == torch.bool else indices)
+
+    @property
+    def batch_size(self) -> int:
+        return self.stores["keys"].batch if self.stores else -1
+
+    def offload(self) -> None:
+        raise CompressError("kv_cache: a coded cache cannot be offloaded; make it without offloading")
+
+    prefetch = offload
+
+    def _select(self, index: Tensor) -> None:
+        self.commit()
+        for store in self.stores.values():
+            store.select(index)
+
+    def nbytes(self) -> Bytes:
+        self.commit()
+        return sum((store.nbytes() for store in self.stores.values()), Bytes())
+
+
+class KVCache(Cache):
+    """All layers of a model; `nbytes()` says what they take."""
+
+    def __init__(self, settings: Settings, queries: int, static: Mapping[str, Tensor], path: Path) -> None:
+        self.settings, self.path, self.static = settings, path, dict(static)
+        self.queries = queries  # query heads of the model
+        self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
+        self.rope = Rope()
+        self.codecs: dict[tuple[int, str], Codec] = {}
+        super().__init__(layers=[])
+
+    def codec(self, index: int, kind: str, states: Tensor) -> Codec:
+        """The codec of a layer's keys or values, made from the first of them [B, h, n, width]."""
+        if (index, kind) not in self.codecs:
+            heads, width = states.shape[1], states.shape[-1]
+            layers = len(self.settings.layers)
+            spec = Spec(kind, index, layers, heads, width, max(1, self.queries // heads), states.dtype)  # type: ignore[arg-type]
+            built = build(self.settings.layers[index][kind], spec, self.static)
+            check(built, self.path)
+            self.codecs[index, kind] = built
+        return self.codecs[index, kind]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.rope.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.pads = None
+        self.rope.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # annotated as a tensor type that has no instances
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        size = self.batch_size
+        super().batch_repeat_interleave(repeats)
+        self._select(torch.arange(size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        size = self.batch_size
+        super().batch_select_indices(indices)
+        self._select(torch.arange(size)[indices.cpu()])
+
+    def _select(self, index: Tensor) -> None:
+        self.rope.select(index)
+        if self.pads is not None:
+            self.pads = self.pads[index.to(self.pads.device)]
+
+    def nbytes(self) -> Bytes:
+        total = Bytes(state=self.rope.nbytes, allocated=self.rope.allocated)
+        for layer in self.layers:
+            if isinstance(layer, CodedLayer):
+                total += layer.nbytes()
+            else:
+                tensors = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+                held = sum(x.untyped_storage().nbytes() for x in tensors)
+                total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=held)
+        return total
+
+
+def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+    """The codec of one tensor kind of one layer; `static` holds tensors of all layers, "layers.3.keys.<name>"."""
+    prefix = f"layers.{spec.layer}.{spec.kind}."
+    own = {name.removeprefix(prefix): tensor for name, tensor in static.items() if name.startswith(prefix)}
+    return plugins.load("kv", coding.method).build(coding.config, spec, own)
+
+
+def check(codec: Codec, path: Path) -> None:
+    """RecipeError for a codec that cannot work on this path."""
+    if path == "materialise" and (codec.needs_queries or not codec.reconstructs):
+        why = "needs the queries" if codec.needs_queries else "has scores but no keys or values to give back"
+        raise RecipeError(
+            f"{codec.spec.where}: this codec {why}; use make_cache(..., path='scores') and "
+            "model.set_attn_implementation(compress.kv.attention.NAME)"
+        )
+
+
+def make_cache(
+    config: Any,
+    recipe: Mapping[str, Any],
+    static: Mapping[str, Tensor] | None = None,
+    path: Path = "materialise",
+) -> KVCache:
+    """A fresh cache for a model of this configuration (PreTrainedConfig).
+
+    recipe: the `kv_cache` table of a recipe (compress/kv/settings.py); static: its calibrated tensors, if it has any.
+    """
+    decoder = config.get_text_config(decoder=True)
+    kinds, arguments = get_layer_types_and_kwargs(decoder)
+    settings = resolve(recipe, len(kinds))
+    cache = KVCache(settings, decoder.num_attention_heads, static or {}, path)
+    for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
+        if kind == CODED:
+            cache.layers.append(CodedLayer(index, cache))
+            continue
+        if settings.other_layers == "error" and kind != "dummy":
+            raise RecipeError(
+                f"kv_cache: layer {index} is {kind}, which is not coded; set kv_cache.other_layers: exact to leave "
+                "such layers as transformers has them"
+            )
+        cache.layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**own))
+    return cache

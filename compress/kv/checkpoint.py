@@ -1,0 +1,68 @@
+"""The cache of a checkpoint in the making: checked before the run, calibrated and written after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from compress import plugins, recipe_kv
+from compress.checkpoint import open_checkpoint
+from compress.kv import stored
+from compress.kv.cache import build as build_codec
+from compress.kv.cache import make_cache
+from compress.kv.calibrate import calibrate
+from compress.kv.codec import Spec
+from compress.kv.settings import KINDS, Settings, resolve
+from compress.model import Skeleton
+
+if TYPE_CHECKING:
+    from compress.progress import Progress
+    from compress.recipe_kv import CacheRecipe
+    from compress.report import Facts
+
+
+def check(config: Any, recipe: CacheRecipe) -> Settings:
+    """The recipe's settings for a model of this configuration; RecipeError where they do not fit.
+
+    Codecs without calibration are built for the width of a head that the configuration states, if it states one.
+    """
+    table = recipe_kv.table(recipe)
+    make_cache(config, table)
+    settings = resolve(table, stored.layer_count(config))
+    decoder = config.get_text_config(decoder=True)
+    queries = decoder.num_attention_heads
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
+    heads = getattr(decoder, "num_key_value_heads", None) or queries
+    if getattr(decoder, "kv_lora_rank", None) is not None:  # caches of another shape
+        return settings
+    for index, layer in enumerate(settings.layers):
+        for kind in KINDS:
+            if not plugins.load("kv", layer[kind].method).NEEDS:
+                spec = Spec(kind, index, len(settings.layers), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
+                build_codec(layer[kind], spec, {})
+    return settings
+
+
+def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The section for a finished checkpoint by the recipe of its job, and what the report says of it.
+
+    Codecs are calibrated on the text of the job and on the model as it was written. None without a recipe, and where
+    only the transforms of a recipe were asked for.
+    """
+    asked = facts.job
+    recipe = asked.recipe.kv_cache
+    if recipe is None or (asked.recipe.packs and not asked.pack):
+        return None, None
+    progress("calibrating the cache", 0, 0)
+    skeleton = Skeleton(open_checkpoint(directory))
+    settings = check(skeleton.config, recipe)
+    static: dict[str, Tensor] = {}
+    found = None
+    if recipe_kv.needs(recipe):
+        assert facts.calibration is not None
+        static, found = calibrate(skeleton, settings, facts.calibration.tokens, asked.device)
+    section = stored.write(directory, settings, static)
+    stored.table(section, len(settings.layers))  # reads it back
+    return section, {"calibration": found, **section}

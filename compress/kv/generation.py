@@ -1,0 +1,146 @@
+"""A model whose `generate` uses a compressed cache without being asked.
+
+    attach(model, {"method": "kivi", "bits": 4})
+    model.generate(**inputs)                    # a fresh cache of this recipe for each call
+    model.kv_cache.path                         # which way it is read: "scores" (path B) or "materialise" (path A)
+    detach(model)
+
+generate asks the model for its cache in `_prepare_cache_for_generation`; the model gets one of its own. What the user
+says wins: `past_key_values`, `use_cache=False` and another `cache_implementation` than the checkpoint's. Calls of the
+model itself, and so training, are what they were.
+
+Path B needs an attention function of ours. It is the model's only while a forward pass holds a cache that is read this
+way, so that all others keep the model's own. Models that have no choice of attention, or do more with keys than pass
+them on, are found by a forward pass of one token at the first call of generate, and read path A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CompressError, RecipeError
+from compress.kv import attention, hooks
+from compress.kv.cache import KVCache, Path, make_cache
+
+_METHOD = "_prepare_cache_for_generation"
+_SWITCH = "_compress_kv_switch"
+
+
+@dataclass
+class Use:
+    """What `generate` of a model does."""
+
+    recipe: Mapping[str, Any]  # the table of compress/kv/settings.py
+    static: Mapping[str, Tensor]
+    path: Path
+    tried: bool = False  # whether path B was seen to work
+
+
+def attach(
+    model: nn.Module, recipe: Mapping[str, Any], static: Mapping[str, Tensor] | None = None, path: Path | None = None
+) -> None:
+    """Let `generate` use caches of this recipe; path None is B where the model allows it.
+
+    RecipeError for a recipe that the model's layers cannot use.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise RecipeError("kv_cache: a model with an encoder has caches of another kind; remove kv_cache")
+    if not hasattr(model, _METHOD):
+        raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
+    make_cache(model.config, recipe, static)  # for its errors
+    detach(model)
+    use = Use(recipe, dict(static or {}), path or ("scores" if can_read_scores(model) else "materialise"))
+    use.tried = path is not None
+    switch(model)
+    hooks.attach(model)
+    model.kv_cache = use  # type: ignore[assignment]
+    setattr(model, _METHOD, MethodType(_prepare, model))
+
+
+def detach(model: nn.Module) -> None:
+    """As the model was."""
+    use = vars(model).pop("kv_cache", None)
+    if use is None:
+        return
+    for handle in vars(model).pop(_SWITCH):
+        handle.remove()
+    hooks.detach(model)
+    del vars(model)[_METHOD]
+
+
+def can_read_scores(model: Any) -> bool:
+    """Whether the model lets its attention be chosen, and needs no more of it than scaled_dot_product_attention."""
+    return bool(getattr(model, "_supports_sdpa", False)) and bool(model._can_set_attn_implementation())
+
+
+def switch(model: nn.Module) -> None:
+    """Hooks that give the model the attention of path B while a cache for it is among the arguments; once."""
+    if hasattr(model, _SWITCH):
+        return
+    attention.register()
+    before: list[str | None] = []
+
+    def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
+        before.append(module.config._attn_implementation if cache is not None and cache.path == "scores" else None)
+        if before[-1] is not None:
+            module.config._attn_implementation = attention.NAME
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        own = before.pop() if before else None
+        if own is not None:
+            module.config._attn_implementation = own
+
+    entered = model.register_forward_pre_hook(enter, with_kwargs=True)
+    setattr(model, _SWITCH, [entered, model.register_forward_hook(leave, always_call=True)])
+
+
+def fresh(model: Any) -> KVCache:
+    """A cache for one call of generate."""
+    use: Use = model.kv_cache
+    if not use.tried:
+        use.tried = True
+        if use.path == "scores" and not _works(model, use):
+            use.path = "materialise"
+    return make_cache(model.config, use.recipe, use.static, use.path)
+
+
+def check_length(config: Any, tokens: int) -> None:
+    """CompressError where a context is longer than the model is made for."""
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor") or 1 if isinstance(rope, dict) else 1  # scaled embeddings reach further
+    if limit is not None and tokens > limit * max(1, factor):
+        raise CompressError(
+            f"kv_cache: a context of {tokens} tokens, but the model has {limit} positions; ask for fewer"
+        )
+
+
+def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **others: Any) -> None:
+    """In place of the class's method; rest: generation mode, batch size, most tokens in the cache."""
+    asked = generation_config.cache_implementation
+    is_asked = asked is not None and asked != model.generation_config.cache_implementation
+    given = model_kwargs.get("past_key_values") is not None
+    if given or is_asked or generation_config.use_cache is False or getattr(generation_config, "is_assistant", False):
+        return getattr(type(model), _METHOD)(model, generation_config, model_kwargs, *rest, **others)
+    check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
+    model_kwargs["past_key_values"] = fresh(model)
+    return None
+
+
+@torch.no_grad()
+def _works(model: Any, use: Use) -> bool:
+    """Whether a token goes through the model with what path B passes in place of keys and values."""
+    cache = make_cache(model.config, use.recipe, use.static, "scores")
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    except (AttributeError, TypeError):  # it looks into the keys, or multiplies them itself
+        return False
+    return True

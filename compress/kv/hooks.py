@@ -1,0 +1,58 @@
+"""What a cache must be told and `update` does not say: left padding, and the rotary embedding of each token.
+
+`attach(model)` adds hooks that look for a `KVCache` among the arguments of each forward pass, and do nothing where
+there is none. generate and plain calls of the model both pass through them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from compress.kv.cache import CodedLayer, KVCache
+
+_MARK = "_compress_kv_hooks"
+
+
+def attach(model: nn.Module) -> None:
+    """Once for a model; again does no harm."""
+    if hasattr(model, _MARK):
+        return
+    handles = [model.register_forward_pre_hook(_padding, with_kwargs=True)]
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            handles.append(module.register_forward_pre_hook(_rotation, with_kwargs=True))
+    setattr(model, _MARK, handles)
+
+
+def detach(model: nn.Module) -> None:
+    for handle in getattr(model, _MARK, ()):
+        handle.remove()
+    if hasattr(model, _MARK):
+        delattr(model, _MARK)
+
+
+def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Leading zeros of the attention mask [B, tokens] of a first chunk."""
+    cache, mask = _cache(kwargs), kwargs.get("attention_mask")
+    if cache is None or cache.get_seq_length() or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    pads = (mask.cumsum(-1) == 0).sum(-1)
+    cache.pads = pads if bool(pads.any()) else None
+
+
+def _rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """cos and sin of the new tokens, for the layer that is about to store them."""
+    cache, turns = _cache(kwargs), kwargs.get("position_embeddings")
+    index = module.layer_idx
+    if cache is None or not isinstance(turns, tuple) or not isinstance(index, int) or index >= len(cache.layers):
+        return
+    layer = cache.layers[index]
+    if isinstance(layer, CodedLayer):
+        layer.turns = turns
+
+
+def _cache(kwargs: dict[str, Any]) -> KVCache | None:
+    """The cache among the arguments; its name differs between models."""
+    return next((value for value in kwargs.values() if isinstance(value, KVCache)), None)

@@ -1,0 +1,307 @@
+"""What one layer keeps of its keys or of its values: sink | coded tokens | exact tail.
+
+The first `sink` tokens stay exact for good. Later ones enter the tail and leave it in whole groups of the codec, oldest
+first, as soon as `residual_length` newer tokens stay behind; what is coded is never coded again. Memory grows
+geometrically, so that a long generation costs time in proportion to its length, reading aside.
+
+Left padding: where the number of pads of each row is known, the first real tokens are the sink, and pads are coded as
+copies of the next real token, so that no group sees them. Storage order then differs from token order in the first
+columns; `columns` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.errors import CompressError
+from compress.kv.buffer import Buffer
+from compress.kv.codec import Block, Codec, unrotate
+from compress.kv.rope import Rope
+
+ENCODE_TOKENS = 4096  # encoded at a time, rounded to the codec's granularity: bounds the float32 temporaries
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which tokens stay exact; keys and values may differ in all but `sink`.
+
+    A prompt in chunks that divide `flush` and `residual_length` is then read as if it came token by token.
+    """
+
+    sink: int = 4  # first tokens
+    residual_length: int = 128  # newest tokens, at least; flush - 1 more at most
+    flush: int = 32  # tokens coded at a time, rounded up to whole groups of the codec
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.residual_length < 0 or self.flush < 1:
+            raise ValueError("sink and residual_length are 0 or more tokens, flush 1 or more")
+
+
+class Bytes(NamedTuple):
+    """Bytes of the tensors in use by part; `allocated` is what the memory behind them takes, growth room included."""
+
+    sink: int = 0
+    codes: int = 0
+    scales: int = 0
+    extras: int = 0
+    tail: int = 0
+    state: int = 0  # of sequences: what `begin` returned, rotary rows, orders of padded rows
+    exact: int = 0  # of layers that stay as transformers keeps them
+    static: int = 0  # calibrated tensors, whatever the length
+    allocated: int = 0  # static not included
+
+    @property
+    def total(self) -> int:
+        """In use, without static."""
+        return sum(self) - self.static - self.allocated
+
+    def __add__(self, other: object) -> Bytes:
+        assert isinstance(other, Bytes)
+        return Bytes(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Store:
+    """Keys or values of one layer, [B, h, tokens, width]."""
+
+    def __init__(self, codec: Codec, policy: Policy, rope: Rope | None = None) -> None:
+        self.codec, self.policy, self.rope = codec, policy, rope
+        self.flush = -(-policy.flush // codec.granularity) * codec.granularity
+        self.sink, self.tail = Buffer(), Buffer()
+        self.fields = {name: Buffer() for name in codec.fields}
+        self.state: dict[str, Tensor] = {}
+        self.runs: list[int] = []  # tokens encoded together, kept where a field has a row for each
+        self.coded = 0
+        self.columns: Tensor | None = None  # int64 [B, c]: the column that stands at each of the first c places
+        self.source: Tensor | None = None  # int64 [B, c]: the same, but for pads the column that they are copies of
+        self._has_runs = any(field.tokens == 0 for field in codec.fields.values())
+
+    def __len__(self) -> int:
+        return self.sink.length + self.coded + self.tail.length
+
+    @property
+    def batch(self) -> int:
+        return self._sample().shape[0] if len(self) else 0
+
+    def append(self, x: Tensor, pads: Tensor | None = None, queries: Tensor | None = None) -> None:
+        """x [B, h, n, width]; pads int [B], of a first chunk: how many columns of each row are padding."""
+        if not x.shape[2]:
+            return
+        if not len(self) and pads is not None:
+            if queries is not None:  # those of pads do not count
+                real = torch.arange(queries.shape[2], device=queries.device) >= pads.to(queries.device)[:, None]
+                queries = queries * real[:, None, :, None]
+            x = self._in_front(x, pads)
+        if not self.coded and not self.tail.length and self.sink.length < self.policy.sink:
+            missing = self.policy.sink - self.sink.length
+            self.sink.append(x[:, :, :missing])
+            x = x[:, :, missing:]
+        over = max(0, self.tail.length + x.shape[2] - self.policy.residual_length)
+        count = over // self.flush * self.flush
+        if count <= self.tail.length:
+            self.tail.append(x)
+            self._encode(self.tail.view(0, count), queries)
+            self.tail.drop(count)
+        else:
+            whole = torch.cat((self.tail.view(), x), 2) if self.tail.length else x
+            self._encode(whole[:, :, :count], queries)
+            self.tail.drop(self.tail.length)
+            self.tail.append(whole[:, :, count:])
+
+    def blocks(self, step: int) -> Iterator[tuple[slice, Block]]:
+        """Coded tokens, counted from the first one, and their fields: about `step` at a time."""
+        step = max(1, step // self.codec.granularity) * self.codec.granularity
+        first = 0
+        for run, length in enumerate(self.runs if self._has_runs else [self.coded]):
+            for start in range(first, first + length, step):
+                stop = min(start + step, first + length)
+                yield slice(start, stop), self._block(start, stop, run)
+            first += length
+
+    def read(self, new: Tensor | None = None) -> Tensor:
+        """All tokens in token order, then those of `new`: [B, h, tokens, width] in the model's type."""
+        if new is not None and not len(self):
+            return new
+        sample = self._sample() if new is None else new
+        count = len(self) + (0 if new is None else new.shape[2])
+        out = sample.new_empty(*sample.shape[:2], count, self.codec.spec.width, dtype=self.codec.spec.dtype)
+        first, last = self.sink.length, len(self)
+        if first:
+            out[:, :, :first] = self.sink.view()
+        coded = out[:, :, first : first + self.coded]
+        for tokens, block in self.blocks(self.codec.write_at_once(coded)):
+            self.codec.write(block, coded[:, :, tokens])
+        if self.tail.length:
+            out[:, :, last - self.tail.length : last] = self.tail.view()
+        if new is not None:
+            out[:, :, last:] = new
+        if self.columns is not None:
+            places = self.columns.argsort(-1)
+            out[:, :, : places.shape[1]] = _gather(out, places)
+        return out
+
+    def scores(self, q: Tensor, out: Tensor) -> None:
+        """q [B, h, m, width] float32; out [B, h, m, tokens] gets its products with all keys, in storage order."""
+        first, last = self.sink.length, len(self)
+        if first:
+            out[..., :first] = q @ self.sink.view().float().transpose(-1, -2)
+        if self.coded:
+            query, coded = self.codec.query(q, self.state), out[..., first : first + self.coded]
+            for tokens, block in self.blocks(self.codec.at_once(query)):
+                self.codec.write_scores(query, block, coded[..., tokens])
+        if self.tail.length:
+            out[..., last - self.tail.length :] = q @ self.tail.view().float().transpose(-1, -2)
+
+    def mix(self, p: Tensor) -> Tensor:
+        """p [B, h, m, tokens] float32 in storage order -> the sum of all values [B, h, m, width], weighted by p."""
+        first, last = self.sink.length, len(self)
+        total = p.new_zeros(*p.shape[:3], self.codec.spec.width)
+        if first:
+            total += p[..., :first] @ self.sink.view().float()
+        if self.coded:
+            coded, mixed = p[..., first : first + self.coded], None
+            for tokens, block in self.blocks(self.codec.at_once(p)):
+                part = self.codec.mix(coded[..., tokens], block)
+                mixed = part if mixed is None else mixed + part
+            assert mixed is not None
+            total += self.codec.output(mixed, coded.sum(-1, keepdim=True), self.state)
+        if self.tail.length:
+            total += p[..., last - self.tail.length :] @ self.tail.view().float()
+        return total
+
+    def crop(self, count: int) -> None:
+        """Forget the last tokens. Of a group that is cut, what stays is decoded into the tail: nothing exact is lost,
+        but what was coded is coded again later.
+        """
+        if self.columns is not None and len(self) - count < self.columns.shape[1]:
+            raise CompressError("kv_cache: cannot crop into the padding of a padded batch; use a fresh cache")
+        tail = min(count, self.tail.length)
+        self.tail.crop(tail)
+        coded = min(count - tail, self.coded)
+        if coded:
+            self._uncode(self.coded - coded)
+        self.sink.crop(min(count - tail - coded, self.sink.length))
+
+    def select(self, index: Tensor) -> None:
+        """Rows of the batch by index [n] int64; a row may come more than once."""
+        for buffer in (self.sink, self.tail, *self.fields.values()):
+            buffer.take(index)
+        self.state = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.state.items()}
+        if self.columns is not None and self.source is not None:
+            self.columns, self.source = self.columns[index], self.source[index]
+
+    def clear(self) -> None:
+        for buffer in (self.sink, self.tail, *self.fields.values()):
+            buffer.clear()
+        self.state, self.runs, self.coded = {}, [], 0
+        self.columns = self.source = None
+
+    def nbytes(self) -> Bytes:
+        parts = dict.fromkeys(("codes", "scales", "extras"), 0)
+        for name, field in self.codec.fields.items():
+            parts[field.part] += self.fields[name].nbytes
+        state = [*self.state.values(), *(order for order in (self.columns, self.source) if order is not None)]
+        held = sum(t.numel() * t.element_size() for t in state)
+        buffers = (self.sink, self.tail, *self.fields.values())
+        static = sum(t.numel() * t.element_size() for t in self.codec.static.values())
+        return Bytes(
+            **parts,
+            sink=self.sink.nbytes,
+            tail=self.tail.nbytes,
+            state=held,
+            static=static,
+            allocated=held + sum(buffer.allocated for buffer in buffers),
+        )
+
+    def _encode(self, x: Tensor, queries: Tensor | None) -> None:
+        """x [B, h, n, width], whole groups, n may be 0."""
+        step = max(1, ENCODE_TOKENS // self.codec.granularity) * self.codec.granularity
+        for start in range(0, x.shape[2], step):
+            part = x[:, :, start : start + step]
+            part = part if part.dtype == torch.float64 else part.float()
+            turns = self._turns(self.coded, self.coded + part.shape[2])
+            if turns:
+                part = unrotate(part, turns["cos"], turns["sin"])
+            if not self.coded:
+                self.state = self.codec.begin(part, queries)
+            rows = self.codec.encode(part, {**self.state, **turns})
+            for name, buffer in self.fields.items():
+                buffer.append(rows[name])
+            if self._has_runs:
+                self.runs.append(part.shape[2])
+            self.coded += part.shape[2]
+
+    def _uncode(self, left: int) -> None:
+        """Keep `left` of the coded tokens; the tail is empty."""
+        whole, run = left // self.codec.granularity * self.codec.granularity, 0
+        if self._has_runs:
+            ends = [0, *accumulate(self.runs)]
+            run = max(i for i, end in enumerate(ends) if end <= left)
+            whole = ends[run]
+        stop = self.runs[run] + whole if self._has_runs and whole < left else whole + self.codec.granularity
+        cut = self.codec.dense(self._block(whole, stop, run))[:, :, : left - whole] if left > whole else None
+        for name, field in self.codec.fields.items():
+            buffer = self.fields[name]
+            buffer.crop(buffer.length - (whole // field.tokens if field.tokens else run))
+        del self.runs[run:]
+        self.coded = whole
+        if cut is not None:
+            self.tail.append(cut.to(self.codec.spec.dtype))
+
+    def _turns(self, start: int, stop: int) -> dict[str, Tensor]:
+        """cos and sin of coded tokens, where the codec is pre-RoPE."""
+        if self.codec.rope == "post":
+            return {}
+        if self.rope is None:
+            raise CompressError(
+                f"{self.codec.spec.where}: this codec stores keys before RoPE; call kv.hooks.attach(model)"
+            )
+        first, last = self.sink.length + start, self.sink.length + stop
+        cos, sin = self.rope.rows(first, last)
+        if self.source is not None and first < self.source.shape[1]:  # pads turn as the tokens that they are copies of
+            moved = self.source[:, first:last]
+            rows, count = self.rope.rows(0, self.source.shape[1] + 1), moved.shape[1]
+            cos, sin = (
+                torch.cat((_rows(r, moved), x.expand(len(moved), -1, -1)[:, count:]), 1)
+                for r, x in zip(rows, (cos, sin), strict=True)
+            )
+        return {"cos": cos, "sin": sin}
+
+    def _block(self, start: int, stop: int, run: int) -> Block:
+        block = {**self.state, **self._turns(start, stop)}
+        for name, field in self.codec.fields.items():
+            ends = (start // field.tokens, -(-stop // field.tokens)) if field.tokens else (run, run + 1)
+            block[name] = self.fields[name].view(*ends)
+        return block
+
+    def _in_front(self, x: Tensor, pads: Tensor) -> Tensor:
+        """The first real tokens of each row before its pads, which become copies of the next one."""
+        most, sink = int(pads.max()), self.policy.sink
+        if not most or most + sink >= x.shape[2]:  # a chunk of pads: they are tokens as others are
+            return x
+        place = torch.arange(most + sink, device=x.device)[None]
+        pads = pads.to(x.device)[:, None]
+        moved = torch.where(place < sink, place + pads, place - sink)
+        self.columns = torch.where(place < sink + pads, moved, place)
+        is_pad = (place >= sink) & (place < sink + pads)
+        self.source = torch.where(is_pad, pads + sink, self.columns)
+        return torch.cat((_gather(x, self.source), x[:, :, most + sink :]), 2)
+
+    def _sample(self) -> Tensor:
+        """Any stored tensor [B, h, ...], for its device."""
+        return next(b.view() for b in (self.sink, self.tail, *self.fields.values()) if b.length)
+
+
+def _gather(x: Tensor, columns: Tensor) -> Tensor:
+    """x [B, h, n, width], columns [B, c] -> [B, h, c, width]."""
+    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _rows(x: Tensor, columns: Tensor) -> Tensor:
+    """x [B or 1, n, width], columns [B, c] -> [B, c, width]."""
+    return x.expand(len(columns), -1, -1).gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
