@@ -1,0 +1,58 @@
+"""A weight of which some rows and columns are zero: the others, as a smaller matrix.
+
+Stored tensors:
+- `weight` [kept rows, kept columns] of the type `dtype`;
+- `rows` int32 [kept rows], ascending, if some are missing; `columns` likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Params:
+    rows: int  # that are stored
+    columns: int
+    dtype: str = "bfloat16"  # or float16, float32
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise ValueError(f"{self.rows} rows and {self.columns} columns: there must be at least one of each")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"dtype {self.dtype!r} is not bfloat16, float16 or float32")
+
+
+def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """ValueError if more is to be stored than there is."""
+    if params.rows > shape[0] or params.columns > shape[1]:
+        raise ValueError(f"{params.rows} rows and {params.columns} columns of a weight that is {shape[0]} x {shape[1]}")
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "weight": ((params.rows, params.columns), getattr(torch, params.dtype))
+    }
+    for name, kept, size in (("rows", params.rows, shape[0]), ("columns", params.columns, shape[1])):
+        if kept < size:
+            found[name] = ((kept,), torch.int32)
+    return found
+
+
+def pack(weight: Tensor, rows: Tensor, columns: Tensor, params: Params) -> dict[str, Tensor]:
+    """weight [out, in], the ascending numbers of the rows and columns that are kept -> stored tensors."""
+    kept = weight[rows][:, columns].to(getattr(torch, params.dtype)).contiguous()
+    sides = (("rows", rows, weight.shape[0]), ("columns", columns, weight.shape[1]))
+    return {"weight": kept, **{name: index.to(torch.int32) for name, index, size in sides if len(index) < size}}
+
+
+def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight [out, in], rounded once to `dtype`."""
+    weight = tensors["weight"].to(dtype)
+    for axis, name in enumerate(("rows", "columns")):
+        if name in tensors:
+            size = list(weight.shape)
+            size[axis] = shape[axis]
+            weight = weight.new_zeros(size).index_copy_(axis, tensors[name].long(), weight)
+    return weight.clone() if weight.data_ptr() == tensors["weight"].data_ptr() else weight

@@ -1,0 +1,70 @@
+"""LoRD: each weight becomes a product of two thin matrices, fitted to the layer's outputs (arXiv 2309.14021).
+
+W -> V V^T W with V the first k eigenvectors of the outputs' second moments W H W^T, H = sum x x^T: the product of rank
+k whose outputs are nearest to those of W (compress/linalg.py). The whitening of SVD-LLM (arXiv 2403.07378) gives the
+same matrix. k = floor(ratio m n / (m + n)), so that `ratio` is the share of the parameters that is left.
+
+Settings for comparison: `metric: sizes` scales inputs by the `alpha`-th power of their root mean square (ASVD, arXiv
+2312.05821, which takes the mean magnitude), `metric: none` is the plain SVD.
+
+Differences from the paper, and why: the second moments are not centred, and no bias makes up for the mean of the
+outputs, because the statistics hold no mean and most linears have no bias; what the mean takes is about one direction
+of the k. Linears of one shape have one rank; others come from rules. Factors can be stored in 8 or 4 bits.
+
+Not done: tuning after truncation (SVD-LLM's two rounds of LoRA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from compress.formats import lowrank
+from compress.linalg import truncation_workspace
+from compress.lowrank.factors import metric, split
+from compress.types import PackedWeight, Quantized, Stats
+
+FORMAT = "lowrank"
+NEEDS = frozenset({"hessian"})
+INCOHERENCE = False
+
+
+@dataclass(frozen=True)
+class Config:
+    ratio: float = 0.8  # of the parameters that are left; a square weight of full rank has 2
+    bits: int = 16  # of an entry of the factors: 16, 8 or 4
+    group_size: int = 64  # entries that share a scale, where there are fewer than 16 bits; -1: the whole row
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of entries with 16 bits, of the scales otherwise
+    metric: Literal["inputs", "sizes", "none"] = "inputs"  # the Hessian of the inputs, its diagonal; none: plain SVD
+    alpha: float = 0.5  # with `sizes`: 0 is the plain SVD, 1 the sizes as they are
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 2:
+            raise ValueError(f"ratio {self.ratio} is not above 0 and at most 2")
+        if self.alpha < 0:
+            raise ValueError(f"alpha {self.alpha} is negative")
+        lowrank.Params(1, self.bits, self.group_size)
+
+
+def plan_params(config: Config, shape: tuple[int, int]) -> lowrank.Params:
+    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    rank = int(config.ratio * shape[0] * shape[1] / sum(shape))
+    return lowrank.Params(max(1, min(rank, *shape)), config.bits, config.group_size, config.dtype)
+
+
+def workspace(config: Config, shape: tuple[int, int]) -> int:
+    """Bytes needed beside the stored weight and the Hessian: the solver's, a copy, factors, their product."""
+    return truncation_workspace(shape) + 6 * 4 * shape[0] * shape[1]
+
+
+def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
+    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight."""
+    shape = (weight.shape[0], weight.shape[1])
+    measure = metric(stats, config.metric, config.alpha)
+    wanted = plan_params(config, shape)
+    part = split(weight.float(), measure, wanted, seed)
+    unseen = config.metric != "none" and measure.hessian is None
+    notes = ("no calibration token gave this input a size: plain SVD",) if unseen else ()
+    return Quantized(PackedWeight(FORMAT, part.stored, part.tensors, shape), notes)
