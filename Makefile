@@ -1,4 +1,4 @@
-# make demo: quantize the bundled model, reload it, score it, let it write.   make test: lint, types, tests.
+# make demo: quantize the bundled model, reload it, score it, let it write.   make test: lint, types, tests.   make slow: the tests that are left out.
 # Both create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL := tests/models/books-8m
 OUT := models_out/books-8m-int4
 
-.PHONY: demo test install
+.PHONY: demo test slow install
 
 install: $(VENV)/.installed
 
@@ -28,4 +28,7 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+slow: install
+	$(BIN)/python -m pytest -m slow

@@ -12,13 +12,19 @@ Importing this package makes `from_pretrained` know packed checkpoints, and impo
 
 The files:
     cli         the command line: parse, call one function, print, map errors to exit codes; display: what it prints
-    recipe      YAML -> Recipe: strict keys and types, every default visible; strict_yaml: the reading beneath it
+    recipe      YAML -> Recipe: strict keys and types, every default visible; recipe_types: the data; recipe_blocks,
+                overrides, strict_yaml: the reading beneath it
     plan        recipe and skeleton -> what happens to every linear, with exact bytes
     job         what the user asked for, made ready; memory: the budget, what may be resident, what spills
     pipeline    the loop over the blocks, the only module that sees everything
+    allocation  a recipe that leaves bits open -> one that says what every linear gets; measure, damages, sensitivities:
+                what that is decided by; database: packed levels; table, units: the choices; frontier: what bytes buy
+    allocate/   allocators, one a file: which option for which part, within a budget?
+    candidates  the divergence of many variants of the model at once; prefixes, teacher, head: the parts of it
     model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks
     checkpoint  reading safetensors lazily, writing shards; output: the directory that is renamed into place last
-    calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; lm.py: whole models
+    calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; sensitivity.py: gradients, scores,
+                answers to noise; routing.py: where tokens go among experts; lm.py: whole models
     incoherence random signs and Hadamard transforms around what a method sees; asymmetric: targets that make up for the
                 errors of earlier blocks; ops: the operations at run time; hadamard: transforms of any order
     quant/      methods, one a file: which codes? feedback: the column loop that they share; sweeps: its clean-up;

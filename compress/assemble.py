@@ -25,6 +25,8 @@ from compress.checkpoint import (
     write_shard,
     write_text,
 )
+from compress.kv import checkpoint as kv_checkpoint
+from compress.lowrank import train
 from compress.model import Skeleton
 from compress.output import Output
 from compress.progress import Progress
@@ -101,9 +103,11 @@ def restore_block(
     packed = {}
     for row in reports:
         form = stored(row)
-        names = formats.specs(form.format, form.params, row.shape, form.ops, form.activations)
+        names = formats.specs(form.format, form.params, row.shape, form.ops, form.activations, form.lowrank)
         tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in names}
-        packed[row.name] = PackedWeight(form.format, form.params, tensors, row.shape, form.ops, form.activations)
+        packed[row.name] = PackedWeight(
+            form.format, form.params, tensors, row.shape, form.ops, form.activations, form.lowrank
+        )
     edits, sources = skeleton.edits, skeleton.sources
     skeleton.free()
     try:
@@ -158,19 +162,24 @@ def finish(
     rest = _outside(prepared, torch.device(facts.job.device))
     if rest:
         write_shard(directory / shard_name(blocks, blocks), rest)
-    _write_index(directory)
-    _copy_files(skeleton.checkpoint.directory, directory)
-    quantization = hf.build_config({row.name: stored(row) for row in facts.layers})
+    write_index(directory)
+    copy_files(skeleton.checkpoint.directory, directory)
+    quantization = hf.build_config({row.name: stored(row) for row in facts.layers}, facts.prunings)
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
     config = {**untied(skeleton), "dtype": dtype}
     if facts.layers:
         config["quantization_config"] = quantization.to_dict()
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    cache, cache_facts = kv_checkpoint.build(directory, facts, progress)
+    if cache is not None:
+        config["quantization_config"] = {**quantization.to_dict(), "kv_cache": cache}
+        write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(facts.job.recipe))
     verify.self_check(directory, probes, torch.device(facts.job.device), progress)
+    _train(directory, facts, progress)
     memory.check(facts.job.max_memory)
-    result = report.build(facts, time.monotonic() - started)
+    result = {**report.build(facts, time.monotonic() - started), "kv_cache": cache_facts}
     text = (README if facts.layers else TRANSFORMED).format(
         model=result["model"],
         recipe=result["recipe"],
@@ -186,9 +195,27 @@ def finish(
     return result
 
 
+def _train(directory: Path, facts: report.Facts, progress: Progress) -> None:
+    """Train the low-rank parts of the finished checkpoint together, if the recipe asks for it."""
+    prepared, blocks = facts.prepared, len(facts.prepared.skeleton.blocks)
+    wanted = train.asked({layer.spec.name: layer.scheme.lowrank for layer in prepared.plan.layers})
+    if wanted is None or facts.calibration is None:
+        return
+    source = prepared.skeleton.checkpoint.directory
+    result = train.whole(
+        directory,
+        source,
+        facts.calibration.tokens,
+        wanted,
+        facts.job.device,
+        lambda text: progress(text, blocks, blocks),
+    )
+    facts.notes["low-rank parts"] = [result.note]
+
+
 def stored(row: LayerReport) -> Stored:
     """How a reported layer is stored."""
-    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations)
+    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations, row.lowrank)
 
 
 def untied(skeleton: Skeleton) -> dict[str, Any]:
@@ -200,10 +227,11 @@ def untied(skeleton: Skeleton) -> dict[str, Any]:
     return {**config, **parts, TIED: False}
 
 
-def _write_index(directory: Path) -> None:
+def write_index(directory: Path) -> None:
+    """Write the index over all shards of a directory."""
     weight_map: dict[str, str] = {}
     size = 0
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(directory.glob("model-*.safetensors")):
         tensors = read_header(path)
         weight_map.update(dict.fromkeys(tensors, path.name))
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -211,7 +239,7 @@ def _write_index(directory: Path) -> None:
     write_text(directory / INDEX, json.dumps(index, indent=1) + "\n")
 
 
-def _copy_files(source: Path, directory: Path) -> None:
+def copy_files(source: Path, directory: Path) -> None:
     """Tokenizer, generation settings and other small files of the source that hold no weights and no code."""
     for path in sorted(source.iterdir()):
         name = path.name

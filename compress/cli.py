@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from compress import cli_jobs  # noqa: F401  (its commands come first)
+from compress import cli_allocate, cli_jobs  # noqa: F401  (their commands come first)
+from compress.cli_kv import Cache, CacheCalib, cache_recipes
 from compress.options import AsJson, Device, Directory, Model, Seed, TextFile, app, device_named, errors, missing
 
 
@@ -32,9 +34,14 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=2, help="Of the text, from its start.")] = 131072,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "float32",
     device: Device = "auto",
+    kv: Cache = None,
+    calib: CacheCalib = None,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity over windows that do not overlap; against a base also KL divergence and top-1 agreement."""
+    """Perplexity over windows that do not overlap; against a base also KL divergence and top-1 agreement.
+
+    With --kv every window is read through that cache; without --base against the uncompressed one.
+    """
     with errors():
         import dataclasses
 
@@ -49,6 +56,16 @@ def evaluate(
         against = None if base is None else resolve(base)
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
         with display.progress_bar() as progress:
+            if kv is not None:
+                values = _through_cache(
+                    [resolve(model), *([] if against is None else [against])],
+                    (kv, text, calib, max_tokens),
+                    seq_len,
+                    execution,
+                    progress,
+                )
+                print(json.dumps(values)) if as_json else display.out.print(display.evaluation_table(values))
+                return
             scores = evaluation.evaluate(
                 resolve(model),
                 text,
@@ -62,6 +79,19 @@ def evaluate(
         print(json.dumps(values)) if as_json else display.out.print(display.evaluation_table(values))
 
 
+def _through_cache(
+    directories: list[Path], what: tuple[str, str, str | None, int], seq_len: int, execution: Any, progress: Any
+) -> dict[str, Any]:
+    """Scores through a cache; what: its recipe, the text, the text to calibrate on, most tokens."""
+    import dataclasses
+
+    from compress.evaluate import cache
+
+    kv, text, calib, max_tokens = what
+    asked = cache.Asked(cache_recipes([kv]), text, calib, max_tokens=max_tokens)
+    return dataclasses.asdict(cache.evaluate(directories, asked, seq_len, execution, progress))
+
+
 @app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
 def generate(
     model: Model,
@@ -70,16 +100,26 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
     seed: Seed = 0,
     device: Device = "auto",
+    kv: Cache = None,
+    calib: CacheCalib = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on writing from a prompt."""
+    """Go on writing from a prompt; with the checkpoint's own cache if it has one, or with that of --kv."""
     with errors():
         from compress import evaluate as evaluation
         from compress.job import resolve
 
-        written = evaluation.generate(
-            resolve(model), prompt, max_new_tokens, temperature=temperature, seed=seed, device=device_named(device)
-        )
+        if kv is None:
+            written = evaluation.generate(
+                resolve(model), prompt, max_new_tokens, temperature=temperature, seed=seed, device=device_named(device)
+            )
+        else:
+            from compress.evaluate import cache
+
+            asked = cache.Asked(cache_recipes([kv]), "", calib)
+            written = cache.generate(
+                resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
+            )
         print(json.dumps({"prompt": prompt, "text": written}) if as_json else written)
 
 

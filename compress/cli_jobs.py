@@ -15,12 +15,17 @@ from compress.options import (
     AsJson,
     Calib,
     Device,
+    Goal,
+    MaxKl,
     MaxMemory,
+    Measurements,
     Model,
     Out,
     Overrides,
+    Processes,
     RecipeName,
     Seed,
+    aimed,
     app,
     device_named,
     errors,
@@ -40,14 +45,22 @@ def quantize(
     max_memory: MaxMemory = None,
     device: Device = "auto",
     seed: Seed = 0,
+    target: Goal = None,
+    max_kl: MaxKl = None,
+    measurements: Measurements = None,
+    processes: Processes = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output, at the end.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run and start over.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
+    import dataclasses
+
     with errors("; run the same command again to go on after the last finished block"):
-        job = _job(model, recipe, out, calib, set_, max_memory, device, seed, overwrite, restart)
+        asked = aimed(set_, target, max_kl)
+        job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, overwrite, restart)
+        job = dataclasses.replace(job, measurements=measurements, processes=processes)
         if dry_run:
             _plan(job, as_json)
             return
@@ -64,11 +77,21 @@ def plan(
     max_memory: MaxMemory = None,
     device: Device = "auto",
     seed: Seed = 0,
+    target: Goal = None,
+    max_kl: MaxKl = None,
+    measurements: Measurements = None,
+    processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run would do: bytes of every layer, exact; predicted memory; time, from timing one real block."""
+    """Show what a run would do: bytes of every layer, exact; predicted memory; time, from timing one real block.
+
+    A recipe that allocates bits is measured first, if it has not been (`compress measure`).
+    """
+    import dataclasses
+
     with errors():
-        _plan(_job(model, recipe, out, calib, set_, max_memory, device, seed, False, False), as_json)
+        job = job_of(model, recipe, out, calib, aimed(set_, target, max_kl), max_memory, device, seed, False, False)
+        _plan(dataclasses.replace(job, measurements=measurements, processes=processes), as_json)
 
 
 @app.command(epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated")
@@ -92,7 +115,7 @@ def transform(
     Operations that a transform leaves to run time (`online`) are left out: plain checkpoints have no place for them.
     """
     with errors("; run the same command again to go on after the last finished block"):
-        _run(_job(model, recipe, out, calib, set_, max_memory, device, seed, overwrite, restart, False), as_json)
+        _run(job_of(model, recipe, out, calib, set_, max_memory, device, seed, overwrite, restart, False), as_json)
 
 
 def _run(job: Job, as_json: bool) -> None:
@@ -111,7 +134,7 @@ def _run(job: Job, as_json: bool) -> None:
         print(line)
 
 
-def _job(
+def job_of(
     model: str,
     recipe: str,
     out: Path | None,
@@ -148,18 +171,19 @@ def _job(
         seed=seed,
         overwrite=overwrite,
         restart=restart,
-        pack=pack,
+        pack=pack and loaded.packs,
     )
 
 
 def _plan(job: Job, as_json: bool) -> None:
     import dataclasses
 
-    from compress import display, pipeline
+    from compress import allocation, display, pipeline
     from compress import job as jobs
     from compress.plan import groups
 
     with display.progress_bar() as progress:
+        job = allocation.decided(job, progress)
         progress("reading headers", 0, 0)
         prepared = jobs.prepare(job)
         progress("timing one block", 0, 0)

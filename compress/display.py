@@ -143,6 +143,13 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
         )
     if report["resumed_blocks"]:
         lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")
+    if experts := report.get("experts"):
+        pruned = [row for row in experts.values() if row["threshold"] is not None]
+        share = sum(row["dropped"] for row in pruned) / len(experts)
+        lines.append(
+            f"experts pruned in {len(pruned)} of {len(experts)} blocks that have any: {share:.1%} of what calibration "
+            "tokens were routed to is left out"
+        )
     if report["fallbacks"]:
         lines.append(f"{len(report['fallbacks'])} layers used a fallback; see report.json, or `compress inspect`")
     return lines
@@ -209,3 +216,33 @@ def speed_table(speed: Speed) -> Table:
         rates = (f"{row.bytes_per_s / 1e9:.1f}", f"{row.copy_share:.0%}", f"{row.ratio:.2f}")
         table.add_row(*cells, path, f"{row.seconds * 1e6:.0f} us", *rates)
     return table
+
+
+def frontier_table(found: dict[str, Any]) -> Table:
+    """What bytes buy: uniform options, allocated models, and the one that was asked for."""
+    table = Table("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio", box=None, header_style="bold")
+
+    def add(name: str, row: dict[str, Any], style: str = "") -> None:
+        uniform = row.get("kl of uniform")
+        beside = (f"{uniform:.5f}", f"{row['kl'] / uniform:.2f}") if uniform else ("", "")
+        table.add_row(name, f"{row['bpw']:.3f}", f"{row['nbytes']:,}", f"{row['kl']:.5f}", *beside, style=style)
+
+    for row in found["uniform"]:
+        add(row["option"], row)
+    for row in found["allocated"]:
+        add(found["method"], row)
+    if found["chosen"] is not None:
+        add(f"{found['chosen']['method']}, {found['chosen']['target']}", found["chosen"], "bold")
+    return table
+
+
+def allocation_lines(found: dict[str, Any]) -> list[str]:
+    """Which units got what, and how well the text was covered."""
+    lines = [f"KL to the original on {found['tokens']:,} tokens of {found['text']}"]
+    chosen = found["chosen"]
+    if chosen is not None:
+        shares = ", ".join(f"{option}: {100 * share:.0f}%" for option, share in chosen["weights by option"].items())
+        lines.append(f"{chosen['method']} at {chosen['target']}: {shares} of the weights")
+        lines += [f"  {name}: {option}" for name, option in chosen["units"].items()]
+        lines += chosen["notes"]
+    return lines

@@ -8,6 +8,7 @@ asks for it (RSQ), and the scales of activations that are quantized statically.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress import activations, asymmetric, incoherence, memory, ops, propagate
+from compress import activations, asymmetric, incoherence, memory, ops, plugins, propagate, structure
 from compress.calib import importance
 from compress.calib import stats as calib_stats
 from compress.encode import Given
@@ -45,6 +46,8 @@ class Flow:
         self.parted = False  # the full-precision side of the stream is filled; before, it equals the quantized one
         self.calls: propagate.Calls = []
         self.seconds = 0.0  # spent in forward passes
+        self.every = False  # statistics are collected of all inputs, not only of those that a method needs
+        self.graph: list[structure.Graph] = []  # traced when a transform of blocks needs it
 
     def embed(self) -> None:
         """Fill the stream with what reaches the first block."""
@@ -94,7 +97,7 @@ class Flow:
 
     def passes(self, layers: list[LayerPlan]) -> list[list[str]]:
         """The shared inputs of a block whose statistics are collected, those of each pass together."""
-        sizes = memory.statistics(layers, self.paired)
+        sizes = memory.statistics(layers, self.paired, self.every)
         return memory.split(sizes, self.prepared.arrangement.statistics_nbytes)
 
     def importance(self, index: int, block: nn.Module) -> tuple[Tensor | None, str | None]:
@@ -168,3 +171,27 @@ class Flow:
                     if top is not None:
                         largest[name].add(top.reshape(1))
         return {name: largest[name].in_scale(settings[name], name) for name in static}
+
+    def transform(self, index: int, block: nn.Module) -> list[str]:
+        """Apply the recipe's transforms of blocks, in place; what the report should say of them."""
+        steps = [
+            step for step in self.asked.recipe.transform if plugins.load("transform", step.method).SCOPE == "block"
+        ]
+        if not steps:
+            return []
+        self.meter.say("transforming")
+        name, batches = self.skeleton.block_prefix(index), partial(self.batches, index)
+        if not self.graph:
+            self.graph.append(structure.trace(self.skeleton))
+        found = structure.sites(self.graph[0].blocks[index], block, batches, name)
+        turned = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}  # rounded in another basis
+        schemes = {
+            key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in turned else scheme
+            for key, scheme in self.prepared.plan.schemes.items()
+            if key.startswith(name)
+        }
+        notes: list[str] = []
+        for step in steps:
+            notes += plugins.load("transform", step.method).apply(block, found, batches, step.config, schemes)
+        memory.check(self.asked.max_memory)
+        return notes

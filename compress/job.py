@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 import transformers
 
 import compress
-from compress import memory, plugins, recipe
+from compress import memory, plugins, pruning, recipe, recipe_kv
 from compress.calib import data as calib_data
 from compress.calib import lm
 from compress.checkpoint import Checkpoint, open_checkpoint
 from compress.errors import CheckpointError, OutputError, first_line
+from compress.kv import checkpoint as kv_checkpoint
 from compress.memory import Arrangement
 from compress.model import Skeleton
 from compress.plan import make
@@ -44,6 +46,9 @@ class Job:
     overwrite: bool = False
     restart: bool = False
     pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
+    measurements: Path | None = None  # folder of what an allocation is made from; None: beside the output
+    processes: int = 1  # that measure choices side by side; changes no result
+    allocation: Mapping[str, Any] | None = None  # how the recipe's bits were allocated, for the report
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,14 @@ class Prepared:
 
 def prepare(job: Job) -> Prepared:
     """Open the model, apply the recipe, arrange the memory. Of the weights only headers are read."""
+    return prepare_all(job, [job.recipe])[0]
+
+
+def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tuple[Prepared, list[Plan]]:
+    """The same for several recipes at once, which differ in their schemes: for the first, and the plans of all.
+
+    `every`: statistics of all inputs, and so calibration text, whether a method needs them or not.
+    """
     checkpoint = open_checkpoint(resolve(job.model))
     if job.out.resolve() in (checkpoint.directory.resolve(), *checkpoint.directory.resolve().parents):
         raise OutputError(f"the output {job.out} holds the model itself; give another --out")
@@ -67,25 +80,37 @@ def prepare(job: Job) -> Prepared:
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
+    if job.recipe.kv_cache is not None:
+        kv_checkpoint.check(skeleton.config, job.recipe.kv_cache)
     scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}
     for step in job.recipe.transform:
         if scopes[step.method] == "model":
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
-    plan = make(job.recipe, skeleton, job.pack)
-    settings = job.recipe.calibration
+    plans = [make(recipe, skeleton, job.pack) for recipe in recipes]
+    plan, settings = plans[0], job.recipe.calibration
+    if job.pack:
+        pruning.check(job.recipe, plan)
     seq_len = samples = 0
-    static = any(layer.activations is not None and layer.activations.scale == "tensor" for layer in plan.layers)
-    needed = bool(memory.statistics(list(plan.layers))) or "block" in scopes.values() or static
+    layers = [layer for each in plans for layer in each.layers]
+    static = any(layer.activations is not None and layer.activations.scale == "tensor" for layer in layers)
+    routed = job.pack and job.recipe.pruning is not None
+    cached = job.recipe.kv_cache is not None and bool(recipe_kv.needs(job.recipe.kv_cache))
+    needed = every or routed or cached or static or bool(memory.statistics(layers)) or "block" in scopes.values()
+    needed = needed or any(memory.needs_text(layer) for layer in layers)
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needed or tried:
         longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
         seq_len = min(settings.seq_len, longest or settings.seq_len)
         samples = (settings.num_samples if needed else min(tried, settings.num_samples)) * settings.rolled
     extras = memory.Extras(
-        samples > 0 and settings.asymmetric > 0 and job.pack, "block" in scopes.values(), settings.importance != "none"
+        samples > 0 and settings.asymmetric > 0 and job.pack,
+        "block" in scopes.values(),
+        settings.importance != "none",
+        tuple(plans[1:]),
+        every,
     )
     arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory, extras)
-    return Prepared(skeleton, plan, arrangement, samples, seq_len)
+    return Prepared(skeleton, plan, arrangement, samples, seq_len), plans
 
 
 def resolve(model: str) -> Path:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from compress import asymmetric, incoherence, plugins
 from compress.errors import BudgetError
+from compress.lowrank import correct as lowrank
 from compress.model import Skeleton
 from compress.types import LayerPlan, LinearSpec, Plan
 
@@ -124,6 +125,8 @@ class Extras(NamedTuple):
     paired: bool = False  # the stream of the full-precision model beside the quantized one
     searched: bool = False  # transforms of blocks, which try changes on copies of weights and inputs
     weighted: bool = False  # token importance
+    others: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
+    every: bool = False  # statistics of all inputs, whether a method needs them or not
 
 
 NO_EXTRAS = Extras()
@@ -174,20 +177,31 @@ def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
     return passes
 
 
-def readers(layers: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Input key -> the layers whose method needs statistics of it."""
+def readers(layers: Sequence[LayerPlan], every: bool = False) -> dict[str, list[LayerPlan]]:
+    """Input key -> the layers whose method needs statistics of it, or all."""
     methods = {layer.scheme.method for layer in layers if layer.scheme.config is not None}
     needing = {method for method in methods if plugins.load("quant", method).NEEDS}
     found: dict[str, list[LayerPlan]] = {}
     for layer in layers:
-        if layer.scheme.method in needing:
+        if every or layer.scheme.method in needing or lowrank.needs_statistics(layer.scheme.lowrank):
             found.setdefault(layer.spec.input_key, []).append(layer)
     return found
 
 
-def statistics(layers: Sequence[LayerPlan], paired: bool = False) -> dict[str, int]:
-    """Input key -> bytes of its Hessian, and of its drift if `paired`, for the layers whose method needs one."""
-    inputs = {key: users[0].spec for key, users in readers(layers).items()}
+def needs_gradients(layer: LayerPlan) -> bool:
+    """Whether the gradients of the model's loss tell what an error of this linear matters."""
+    return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
+
+
+def needs_text(layer: LayerPlan) -> bool:
+    """Whether a low-rank part needs calibration text beside statistics of its inputs."""
+    part = layer.scheme.lowrank
+    return needs_gradients(layer) or (part is not None and bool(part.train or part.train_blocks))
+
+
+def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
+    """Input key -> bytes of its Hessian, and of its drift if `paired`, where a method needs one (or all: `every`)."""
+    inputs = {key: users[0].spec for key, users in readers(layers, every).items()}
     return {key: 4 * spec.shape[1] ** 2 * (2 if paired and not spec.is_expert else 1) for key, spec in inputs.items()}
 
 
@@ -216,7 +230,11 @@ class _Needs:
         self.work = [_workspace(layers, paired) for layers in self.by_block]
         self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
-        self.sizes = [statistics(layers, paired) for layers in self.by_block]
+        self.sizes = [statistics(layers, paired, extras.every) for layers in self.by_block]
+        for other in extras.others:
+            for layer in other.layers:
+                self.packed[layer.spec.block] += layer.nbytes
+                self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if (
             paired
@@ -294,7 +312,10 @@ def _layer_workspace(layer: LayerPlan) -> int:
         return need
     method = plugins.load("quant", layer.scheme.method)
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
-    return need + incoherence.workspace(layer, bool(method.NEEDS))
+    if layer.scheme.lowrank is not None:
+        need += lowrank.workspace(layer.spec.shape)
+    has_statistics = bool(method.NEEDS) or lowrank.needs_statistics(layer.scheme.lowrank)
+    return need + incoherence.workspace(layer, has_statistics)
 
 
 def _status(field: str) -> int:

@@ -8,9 +8,9 @@ the experts, which transformers stores as three-dimensional parameters and which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -28,39 +28,15 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.checkpoint import CONFIG, Checkpoint, StoredTensor
+from compress.edits import Edits
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.types import LinearSpec, Ops
-
-if TYPE_CHECKING:
-    from compress.propagate import Workbench
+from compress.types import LinearSpec
 
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
 PROBE_TOKENS = 8
-
-
-class Edits(Protocol):
-    """Changes to parameters as they are loaded, in place, and what they leave to run time."""
-
-    online: dict[str, Ops]  # linear -> operations on what it reads, if it is packed
-    samples: int  # of the calibration text that `choose` looks at; 0: none
-
-    def choose(self, bench: Workbench) -> list[str]:
-        """Called once, before `begin`: decide between possible edits; what the report should say of it."""
-
-    def begin(self, device: torch.device) -> None:
-        """Called once, before anything is loaded."""
-
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """What happens to rows [rows, hidden] of the output head."""
-
-    def rest(self, model: nn.Module) -> None:
-        """What lies outside the blocks, except the output head."""
-
-    def block(self, index: int, block: nn.Module) -> None:
-        """One decoder block, its experts unfused."""
 
 
 class Skeleton:

@@ -48,6 +48,22 @@ TextFile = Annotated[
     str | None, typer.Option("--text", metavar="FILE", help="Text to score; never the calibration text.")
 ]
 
+Goal = Annotated[
+    str | None,
+    typer.Option("--target", metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model)."),
+]
+MaxKl = Annotated[
+    float | None,
+    typer.Option("--max-kl", metavar="NATS", help="The smallest model within this KL, on the calibration text."),
+]
+Measurements = Annotated[
+    Path | None,
+    typer.Option(
+        "--measurements", metavar="DIR", help="Made or reused. Default: beside the output, as <out>.measured."
+    ),
+]
+Processes = Annotated[int, typer.Option(min=1, help="Processes that measure choices side by side.")]
+
 
 @contextmanager
 def errors(resume: str = "") -> Iterator[None]:
@@ -72,6 +88,14 @@ def device_named(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise CompressError("--device cuda: this machine has no usable CUDA device; use --device cpu")
     return name
+
+
+def aimed(overrides: list[str] | None, target: str | None, max_kl: float | None) -> list[str]:
+    """The overrides, with those that --target and --max-kl stand for."""
+    if target is not None and max_kl is not None:
+        raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
+    goal = target if max_kl is None else f"{max_kl:.12f}".rstrip("0").rstrip(".") + "kl"
+    return [*(overrides or []), *([f"allocate.target={goal}"] if goal is not None else [])]
 
 
 def missing(option: str, advice: str) -> str:

@@ -8,7 +8,7 @@ A run into OUT works in the sibling OUT.partial:
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
     OUT.partial/calibration text that the model wrote to be calibrated on; kept for the next run
     OUT.partial/rotation    the rotation that was searched or learned
-    OUT.partial/stream      hidden states that do not fit into memory
+    OUT.partial/stream      hidden states that do not fit into memory; OUT.partial/gradients likewise
     OUT.partial/old         the former OUT, while the new one takes its place
 
 Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
@@ -36,7 +36,7 @@ from compress.verify import MANIFEST
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
-NAMES |= {"rotation", "rotation.part"}
+NAMES |= {"rotation", "rotation.part", "gradients"}
 
 
 class Output:
@@ -199,7 +199,7 @@ class Output:
         self.forget_from(0)
         for directory in (self.blocks, self.model):
             self._remove(directory)
-        for name in ("stream", "rotation", "rotation.part", "run.json.part", "run.json"):
+        for name in ("stream", "gradients", "rotation", "rotation.part", "run.json.part", "run.json"):
             (self.work / name).unlink(missing_ok=True)
 
     def _remove(self, directory: Path) -> None:

@@ -19,27 +19,29 @@ import torch
 from torch import Tensor, nn
 
 from compress import (
+    allocation,
     assemble,
     encode,
     flow,
     formats,
     job,
     memory,
-    plugins,
     propagate,
+    pruning,
     report,
-    structure,
     verify,
 )
+from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.checkpoint import sha256
 from compress.errors import CheckpointError, NumericalError
 from compress.job import Job, Prepared
+from compress.lowrank import train
 from compress.memory import Arrangement
 from compress.output import Output, check_space, writing
 from compress.progress import Meter, Progress, silent
 from compress.propagate import FULL, QUANTIZED, Leg
-from compress.types import LayerPlan, LayerReport, PackedWeight
+from compress.types import Fisher, LayerPlan, LayerReport, PackedWeight
 
 
 def quantize(
@@ -51,6 +53,7 @@ def quantize(
     """
     started = time.monotonic()
     memory.reset_peak()
+    asked = allocation.decided(asked, progress)
     if asked.max_memory is not None:
         memory.return_freed_memory()
     prepared = job.prepare(asked)
@@ -71,7 +74,9 @@ def quantize(
         run = _Run(asked, prepared, output, calibration.tokens if calibration is not None else None, progress)
         with _threads(threads):
             run.blocks()
-            facts = report.Facts(asked, prepared, calibration, run.reports, run.seconds, run.replayed, run.notes)
+            facts = report.Facts(
+                asked, prepared, calibration, run.reports, run.seconds, run.replayed, run.notes, run.experts
+            )
             return assemble.finish(output, facts, run.probes, started, progress)
 
 
@@ -136,18 +141,21 @@ class _Run:
         self.device = torch.device(asked.device)
         self.reports: list[LayerReport] = []
         self.notes: dict[str, list[str]] = {}  # block name -> what is to be said of it as a whole
+        self.experts: dict[str, dict[str, Any]] = {}  # experts module -> its routing, where experts are pruned
         self.probes: list[str] = []  # hash of each quantized block's output on the probe tokens
         self.seconds: list[float] = []  # of each block computed in this run
         self.replayed = 0  # blocks taken over from an interrupted run
         file = output.work / "stream" if prepared.arrangement.spill else None
         self.flow = flow.Flow(asked, prepared, tokens, self.meter, file)
-        self.graph: list[structure.Graph] = []  # traced when a transform of blocks needs it
+        self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
 
     def blocks(self) -> None:
         """All blocks, those of an interrupted run replayed."""
         records = self._intact(self.output.finished_blocks())
         self.replayed = len(records)
         self._choose()
+        if self.replayed < len(self.skeleton.blocks):
+            self._gradients()
         self.flow.embed()
         probe = verify.Probe(self.skeleton, self.device)
         try:
@@ -164,6 +172,14 @@ class _Run:
             bench = propagate.Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
             if notes := edits.choose(bench):
                 self.notes["transform"] = notes
+
+    def _gradients(self) -> None:
+        """A forward and a backward pass of the whole model, if a linear wants to know of the loss's gradients."""
+        names = {layer.spec.name for layer in self.prepared.plan.layers if memory.needs_gradients(layer)}
+        if names and self.flow.tokens is not None:
+            self.meter.say("taking the loss's gradients")
+            file = self.output.work / "gradients" if self.prepared.arrangement.spill else None
+            self.fisher = fisher.weights(self.skeleton, self.flow.tokens, names, file, self.device)
 
     def _intact(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The finished blocks up to the first whose shard is not the file that was recorded; the rest is done again."""
@@ -185,7 +201,8 @@ class _Run:
         self.flow.part()
         started = time.monotonic()
         block = self.skeleton.load_block(index, self.device)
-        self._transform(index, block)
+        self.flow.transform(index, block)
+        self._routing(index, block)
         self._quantize(index, block, layers_of[index])
         self.flow.forward(index, block, "propagating", Leg(QUANTIZED))
         seconds = time.monotonic() - started
@@ -202,15 +219,17 @@ class _Run:
         collects = bool(memory.readers(layers))  # statistics, and on the way the full-precision side goes on
         if self.flow.paired and not last and not (collects and record is None):
             if collects:  # it was the transformed block that it went through
-                self._transform(index, block)
+                self.flow.transform(index, block)
             source = FULL if self.flow.parted else QUANTIZED
             self.flow.forward(index, block, "propagating", Leg(source, FULL))
         if record is None:
-            notes = self._transform(index, block)
+            notes = self.flow.transform(index, block)
+            experts = self._routing(index, block)
             packed, reports, more = self._quantize(index, block, layers)
             edited = bool(self.asked.recipe.transform)
             written = assemble.write_block(self.output, self.prepared, index, block, packed, edited)
-            record = {**written, "layers": [dataclasses.asdict(row) for row in reports], "notes": [*notes, *more]}
+            rows = [dataclasses.asdict(row) for row in reports]
+            record = {**written, "layers": rows, "notes": [*notes, *more], "experts": experts}
             fresh = True
         else:
             block, packed, reports = assemble.restore_block(self.output, self.skeleton, index, self.device, record)
@@ -227,6 +246,7 @@ class _Run:
                 f"block {index} in {self.output.work} does not give its result any more; use --restart"
             )
         self.reports += reports
+        self.experts.update(record["experts"])
         if record["notes"]:
             self.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
         if not last:
@@ -243,6 +263,15 @@ class _Run:
         static = any(x.activations is not None and x.activations.scale == "tensor" for x in layers) and not replay
         runs = 1 + max(passes, int(self.flow.paired)) + int(static)
         return self.flow.batch_count() * runs + (0 if replay else len(layers))
+
+    def _routing(self, index: int, block: nn.Module) -> dict[str, dict[str, Any]]:
+        """What pruning the experts of a block would do, its weights being the original ones."""
+        config = self.asked.recipe.pruning
+        if config is None or not self.asked.pack:
+            return {}
+        self.meter.say("measuring the routing")
+        name = self.skeleton.block_prefix(index).rstrip(".")
+        return pruning.measure(block, name, partial(self.flow.batches, index), config)
 
     def _quantize(
         self, index: int, block: nn.Module, layers: list[LayerPlan]
@@ -263,7 +292,8 @@ class _Run:
             name = planned.spec.name
             weight = self.skeleton.linear(block, name).weight.detach()
             self.meter.say(f"quantizing {name}")
-            packed[name], reports[name] = encode.linear(planned, weight, given, scales.get(name), self.asked.seed)
+            own = encode.Own(scales.get(name), self.fisher.get(name))
+            packed[name], reports[name] = encode.linear(planned, weight, given, own, self.asked.seed)
             memory.check(self.asked.max_memory)
             self.meter.step()
 
@@ -281,28 +311,21 @@ class _Run:
         for layer in layers:
             if layer.spec.name not in packed:
                 add(layer, encode.Given())
-        return packed, [reports[layer.spec.name] for layer in layers], [note] if note else []
+        notes = [note] if note else []
+        return self._trained(index, block, layers, packed, notes), [reports[x.spec.name] for x in layers], notes
 
-    def _transform(self, index: int, block: nn.Module) -> list[str]:
-        """Apply the recipe's transforms of blocks, in place; what the report should say of them."""
-        steps = [
-            step for step in self.asked.recipe.transform if plugins.load("transform", step.method).SCOPE == "block"
-        ]
-        if not steps:
-            return []
-        self.meter.say("transforming")
-        name, batches = self.skeleton.block_prefix(index), partial(self.flow.batches, index)
-        if not self.graph:
-            self.graph.append(structure.trace(self.skeleton))
-        found = structure.sites(self.graph[0].blocks[index], block, batches, name)
-        turned = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}  # rounded in another basis
-        schemes = {
-            key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in turned else scheme
-            for key, scheme in self.prepared.plan.schemes.items()
-            if key.startswith(name)
-        }
-        notes: list[str] = []
-        for step in steps:
-            notes += plugins.load("transform", step.method).apply(block, found, batches, step.config, schemes)
-        memory.check(self.asked.max_memory)
-        return notes
+    def _trained(
+        self, index: int, block: nn.Module, layers: list[LayerPlan], packed: dict[str, PackedWeight], notes: list[str]
+    ) -> dict[str, PackedWeight]:
+        """The packed weights of a block, their low-rank parts trained if the recipe asks for it; adds to the notes."""
+        prefix = self.skeleton.block_prefix(index)
+        settings = {layer.spec.name.removeprefix(prefix): layer.scheme.lowrank for layer in layers}
+        inner = {name.removeprefix(prefix): weight for name, weight in packed.items()}
+
+        def batches() -> Iterator[train.Batch]:
+            return ((hidden, call.args, dict(call.kwargs)) for hidden, call in self.flow.batches(index))
+
+        self.meter.say("training low-rank parts")
+        trained, note = train.blocks(block, inner, settings, batches)
+        notes += [note] if note else []
+        return {prefix + name: weight for name, weight in trained.items()}

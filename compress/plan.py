@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import ModuleType
 
 from compress import activations, formats, incoherence, ops, plugins
 from compress.checkpoint import StoredTensor
 from compress.errors import RecipeError
 from compress.formats import dense
+from compress.formats import lowrank as lowrank_format
 from compress.model import Skeleton
 from compress.recipe import Recipe
 from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
@@ -81,7 +81,8 @@ def describe(layer: LayerPlan) -> str:
         if key not in ("tile_words", "scale_dtype") and value is not None
     ]
     inputs = activations.describe(layer.activations) if layer.activations is not None else ""
-    return " ".join(filter(None, [layer.format, *shown, ops.describe(layer.ops), inputs]))
+    beside = lowrank_format.describe(layer.lowrank) if layer.lowrank is not None else ""
+    return " ".join(filter(None, [layer.format, *shown, ops.describe(layer.ops), inputs, beside]))
 
 
 def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
@@ -92,15 +93,18 @@ def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) -> LayerPlan:
     """`online`: what a transform leaves to run time; a basis of the method's own takes its place."""
     around = incoherence.OPS if scheme.incoherence else online
+    lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
+    if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
+        raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
         params = method.plan_params(scheme.config, spec.shape)
-        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around, scheme.activations)
+        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around, scheme.activations, lowrank)
     except ValueError as error:  # a setting that cannot be for this shape
         shape = f"{spec.shape[0]} x {spec.shape[1]}"
         raise RecipeError(
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
-    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around, scheme.activations)
+    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around, scheme.activations, lowrank)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:
@@ -115,7 +119,8 @@ def _owner(spec: LinearSpec) -> str:
 
 def _check_rules(recipe: Recipe, specs: list[LinearSpec]) -> None:
     for rule in recipe.rules:
-        if not any(fnmatchcase(spec.name, rule.match) for spec in specs):
+        if not any(rule.matches(spec.name) for spec in specs):
             raise RecipeError(
-                f"rule {rule.match!r} matches no linear of the decoder blocks; names look like {specs[0].name!r}"
+                f"rule {', '.join(rule.match)!r:.200} matches no linear of the decoder blocks; names look like "
+                f"{specs[0].name!r}"
             )

@@ -21,7 +21,9 @@ from compress.errors import RecipeError
 KINDS = {
     "quant": ("Config", "quantize", "FORMAT", "NEEDS", "INCOHERENCE", "plan_params", "workspace"),
     "transform": ("Config", "apply", "SCOPE"),
+    "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
+    "kv": ("Config", "build", "NEEDS"),
 }
 
 

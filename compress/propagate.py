@@ -114,6 +114,34 @@ class Stream:
         return int(torch.Size(self.slice_shape).numel()) * self.dtype.itemsize
 
 
+def load_as(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
+    """From now on weights are loaded, and blocks compute, in this type; call what is returned to end it.
+
+    All weights must be free now; the end frees them.
+    """
+    owners = [(module, name, p.dtype) for module in skeleton.model.modules() for name, p in _own(module)]
+    before = skeleton.dtype
+    _retype(skeleton, dtype, [(module, name, dtype) for module, name, _ in owners])
+
+    def end() -> None:
+        skeleton.free()
+        _retype(skeleton, before, owners)
+
+    return end
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))
+
+
+def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module, str, torch.dtype]]) -> None:
+    for module, name, own in owners:
+        empty = torch.empty_like(module.get_parameter(name), dtype=own, device="meta")
+        module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    skeleton.dtype = dtype
+    skeleton.model.tie_weights()
+
+
 @torch.no_grad()
 def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
     """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import formats, job, memory, ops, plan
+from compress import formats, job, memory, ops, plan, pruning
 from compress.calib.data import Calibration
 from compress.checkpoint import open_checkpoint, read_json
 from compress.errors import CheckpointError
 from compress.job import Job, Prepared
 from compress.runtime import integer
-from compress.types import Activations, LayerPlan, LayerReport, PackedWeight, Stats
+from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Pruning, Stats
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
@@ -34,6 +34,13 @@ class Facts:
     block_seconds: list[float]  # of the blocks computed in this run
     replayed: int  # blocks taken over from an interrupted run
     notes: dict[str, list[str]]  # block name -> what is to be said of it as a whole
+    experts: dict[str, dict[str, Any]]  # experts module -> its routing, where the recipe prunes experts
+
+    @property
+    def prunings(self) -> dict[str, Pruning]:
+        """Experts module -> what it is pruned with."""
+        config = self.job.recipe.pruning
+        return pruning.chosen(self.experts, config, self.layers) if config is not None else {}
 
 
 def measure(
@@ -51,8 +58,8 @@ def measure(
     output_error = None
     if stats is not None and stats.count:
         rows = slice(None, None, -(-original.shape[0] // MEASURED_ROWS))
-        whole = _quadratic(original[rows], stats.hessian)
-        output_error = _quadratic(residual[rows], stats.hessian) / whole if whole > 0 else 0.0
+        whole = quadratic(original[rows], stats.hessian)
+        output_error = quadratic(residual[rows], stats.hessian) / whole if whole > 0 else 0.0
     norm = original.square().sum().item()
     return LayerReport(
         name=layer.spec.name,
@@ -69,6 +76,7 @@ def measure(
         notes=notes,
         ops=packed.ops,
         activations=packed.activations,
+        lowrank=packed.lowrank,
     )
 
 
@@ -76,11 +84,13 @@ def row(values: dict[str, Any]) -> LayerReport:
     """A layer's report from the values that were stored of it."""
     around = ops.from_dict(values["ops"], values["name"])
     activations = Activations(**values["activations"]) if values.get("activations") else None
+    lowrank = LowRank(**values["lowrank"]) if values.get("lowrank") else None
     changed = {
         "shape": tuple(values["shape"]),
         "notes": tuple(values["notes"]),
         "ops": around,
         "activations": activations,
+        "lowrank": lowrank,
     }
     return LayerReport(**{**values, **changed})
 
@@ -95,6 +105,7 @@ def build(facts: Facts, total_seconds: float) -> dict[str, Any]:
         "model": asked.model.rstrip("/").rsplit("/", 1)[-1],
         "recipe": asked.recipe.name,
         "bpw": prepared.plan.bpw,
+        **({"allocation": dict(asked.allocation)} if asked.allocation is not None else {}),
         "nbytes": {"quantized linears": prepared.plan.quantized_nbytes, **sizes, "total": prepared.plan.nbytes},
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
         "calibration": facts.calibration.facts() if facts.calibration is not None else None,
@@ -118,6 +129,7 @@ def build(facts: Facts, total_seconds: float) -> dict[str, Any]:
         "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
         "notes": facts.notes,
         "products": products(facts.layers, asked.device),
+        **({"experts": pruning.rows(facts.experts, facts.prunings, facts.layers)} if facts.experts else {}),
         "kept": prepared.plan.kept,
         "layers": [dataclasses.asdict(row) for row in facts.layers],
         "self_check": "passed",
@@ -143,7 +155,7 @@ def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(layers, key=error, reverse=True)[:WORST]
 
 
-def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
+def quadratic(matrix: Tensor, hessian: Tensor) -> float:
     """tr(M H M^T)."""
     return (matrix @ hessian).mul_(matrix).sum(dtype=torch.float64).item()
 

@@ -8,7 +8,7 @@ the values and the output of attention are seen where transformers calls its att
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -49,6 +49,14 @@ class Attention(NamedTuple):
     key_value_heads: int
     heads: int
     head_dim: int
+
+
+class Sites(list[Site]):
+    """The sites of a block, and its attention, for transforms that change more than scales."""
+
+    def __init__(self, found: Iterable[Site], attention: Attention | None) -> None:
+        super().__init__(found)
+        self.attention = attention
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
     return offset, centred
 
 
-def sites(graph: Block, block: nn.Module, batches: Batches, where: str) -> list[Site]:
+def sites(graph: Block, block: nn.Module, batches: Batches, where: str) -> Sites:
     """The places of a loaded block where channels can be scaled: behind norms, between values and output, up and down.
 
     That the channels of a linear are just multiplied into what another reads is found by doubling them. A norm that
@@ -221,7 +229,7 @@ def sites(graph: Block, block: nn.Module, batches: Batches, where: str) -> list[
             for name in same
             if _doubles(block, name, writer, lambda: run_block(block, call, hidden, where))
         ]
-    return found
+    return Sites(found, attention)
 
 
 def _parent(path: str, levels: int = 1) -> str:

@@ -81,10 +81,102 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class ExpertPruning:
+    """Recipe: whether tokens go without experts that matter little to them, chosen while the model runs."""
+
+    prune: bool = False
+    layers: int = 10  # blocks in which they do, those that it harms least
+    protected: float = 0.02  # share of the tokens that keep all experts, those of the largest ||h||_1
+
+    def __post_init__(self) -> None:
+        if self.layers < 0:
+            raise ValueError(f"layers {self.layers} is negative")
+        if not 0 <= self.protected < 1:
+            raise ValueError(f"protected {self.protected} is not a share: at least 0 and less than 1")
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """When a token goes without the least of the experts that it is routed to (compress/runtime/experts.py)."""
+
+    threshold: float  # where that expert's routing weight is less than this times the largest one
+    protected: float | None = None  # ||h||_1 from which a token keeps all; None: no token is protected
+    taken: float = 1.0  # share of that weight which the token's other experts take over, in proportion to theirs
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold} is not above 0 and at most 1")
+        if self.protected is not None and not self.protected > 0:
+            raise ValueError(f"protected {self.protected} is not above 0")
+        if not 0 <= self.taken <= 1:
+            raise ValueError(f"taken {self.taken} is not a share: at least 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """How a product of two thin matrices B^T A is stored: A [rank, in_features], B [rank, out_features].
+
+    With less than 16 bits an entry is an integer times the scale of its group, consecutive entries of one row.
+    """
+
+    rank: int
+    bits: int = 16  # of an entry: 16, 8 or 4
+    group_size: int = 64  # entries that share a scale, where there are fewer than 16 bits; -1: the whole row
+    dtype: str = "float16"  # or bfloat16: of the entries if they have 16 bits, of the scales otherwise
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank {self.rank} is not positive")
+        if self.bits not in (16, 8, 4):
+            raise ValueError(f"bits {self.bits} of a low-rank factor is not 16, 8 or 4")
+        if self.group_size != -1 and self.group_size < 1:
+            raise ValueError(f"group_size {self.group_size} is neither positive nor -1 (the whole row)")
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r} is not float16 or bfloat16")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A low-rank part that makes up for the rounding of a weight (compress/lowrank/correct.py)."""
+
+    rank: int = 16
+    bits: int = 16  # of an entry of its factors: 16, 8 or 4
+    group_size: int = 64  # entries that share a scale, where there are fewer than 16 bits; -1: the whole row
+    iterations: int = 1  # times the weight is rounded, each time less the low-rank part so far; the best one is kept
+    start: Literal["weight", "rounding"] = "weight"  # the part comes first, or what the method makes of it all
+    # the Hessian of the inputs, its diagonal; the loss's gradients (Fisher); none: plain SVD
+    metric: Literal["inputs", "sizes", "fisher", "none"] = "inputs"
+    train: int = 0  # steps in which all parts are trained together against the original's logits, once all is packed
+    train_blocks: int = 0  # steps in which those of a block are trained against what the block gave
+    train_rate: float = 1e-3  # the largest learning rate of both
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"iterations {self.iterations} is not positive")
+        if min(self.train, self.train_blocks) < 0 or self.train_rate <= 0:
+            raise ValueError(f"train {self.train}, train_blocks {self.train_blocks}: steps, at a rate above 0")
+        if (self.train or self.train_blocks) and self.bits != 16:
+            raise ValueError(f"bits {self.bits} of a low-rank factor cannot be trained; set bits: 16")
+        _ = self.stored
+
+    @property
+    def stored(self) -> LowRank:
+        return LowRank(self.rank, self.bits, self.group_size)
+
+
+class Fisher(NamedTuple):
+    """What an error of a weight [out, in] matters to the model's loss, as a product: rows[i]^2 columns[j]^2."""
+
+    rows: Tensor  # [out] float32, positive
+    columns: Tensor  # [in] float32, positive
+
+
+@dataclass(frozen=True)
 class PackedWeight:
     """A quantized weight [out_features, in_features] in the form that goes to disk.
 
-    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors, those of `ops` included.
+    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors, those of `ops` and of
+    `lowrank` included. The low-rank part is added to the stored matrix inside of the operations: Out (M + B^T A) In.
     """
 
     format: str
@@ -93,6 +185,7 @@ class PackedWeight:
     shape: tuple[int, int]
     ops: Ops = NO_OPS
     activations: Activations | None = None
+    lowrank: LowRank | None = None
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +205,7 @@ class Scheme:
     config: Any
     incoherence: bool = False  # the method is given the weight and its statistics in a random rotated basis
     activations: Activations | None = None  # None: the inputs stay as they are
+    lowrank: Correction | None = None  # None: no low-rank part is added
 
 
 @dataclass(frozen=True)
@@ -133,6 +227,7 @@ class LayerPlan:
     nbytes: int
     ops: Ops = NO_OPS
     activations: Activations | None = None
+    lowrank: LowRank | None = None
 
     @property
     def bpw(self) -> float:
@@ -182,12 +277,14 @@ class LayerReport:
     notes: tuple[str, ...] = ()
     ops: Ops = NO_OPS
     activations: Activations | None = None
+    lowrank: LowRank | None = None
 
 
 class Stored(NamedTuple):
-    """How a weight is stored: a format and its `Params`, and the operations around it."""
+    """How a weight is stored: a format and its `Params`, the operations around it, and the low-rank part beside it."""
 
     format: str
     params: Any
     ops: Ops = NO_OPS
     activations: Activations | None = None
+    lowrank: LowRank | None = None

@@ -20,6 +20,7 @@ from compress.checkpoint import open_checkpoint, read_json, sha256
 from compress.errors import CheckpointError
 from compress.model import Skeleton
 from compress.progress import Progress, silent
+from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
 
 MANIFEST = "compress_manifest.json"
@@ -86,6 +87,8 @@ def _replay(directory: Path, device: torch.device, progress: Progress) -> list[s
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
                 block.set_submodule(name, module.to_linear(skeleton.dtype))
+            if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
+                module.pruning = None
         hashes.append(probe.advance(index, block))
         skeleton.free()
     return hashes

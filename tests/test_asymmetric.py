@@ -173,11 +173,11 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Tensor, Stats | No
     found: dict[str, tuple[Tensor, Stats | None]] = {}
     real = encode._rounded
 
-    def rounded(layer: Any, weight: Tensor, stats: Stats | None, seed: int) -> Quantized:
+    def rounded(layer: Any, weight: Tensor, stats: Stats | None, *rest: Any) -> Quantized:
         assert stats is None or stats.drift is None
         copy = None if stats is None else Stats(stats.hessian.clone(), stats.count)
         found[layer.spec.name] = (weight.clone(), copy)
-        return real(layer, weight, stats, seed)
+        return real(layer, weight, stats, *rest)
 
     monkeypatch.setattr(encode, "_rounded", rounded)
     return found

@@ -44,7 +44,10 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 
 
 def test_the_commands() -> None:
-    assert " ".join(COMMANDS) == "bench eval generate inspect methods plan quantize recipes transform verify"
+    assert (
+        " ".join(COMMANDS)
+        == "allocate bench eval generate inspect kv-bench measure methods plan quantize recipes transform verify"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -29,8 +29,11 @@ GROUPS = [-1, 16, 32, 64, 100, 128]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
+    "cut": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3, "compand": True, "row_scales": False}],
     "pvq": [{"bpw": 1.5, "vector_dim": 16}],
+    "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
+    "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16, "scale_dtype": "bfloat16"}, {"bits": 2, "scale_bits": 2}],
     "trellis": [{"bits": 3, "state_bits": 6, "row_scales": True}, {"code": "hyb", "state_bits": 8}],
     "gptvq": [
         {"bits": 4, "vector_dim": 2, "group_weights": 256, "scale_columns": 16, "codebook_dtype": "float16"},

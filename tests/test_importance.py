@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import problems
-from compress import recipe
+from compress import recipe_types
 from compress.calib import importance
 from compress.calib.data import Calibration, expanded, rolled
 from compress.calib.importance import SCORES_OF, Probabilities, effective, mass, weights
@@ -246,7 +246,7 @@ def test_column_sums_of_a_sequence_do_not_depend_on_the_others() -> None:
 
 
 def test_recipes_know_the_scores() -> None:
-    assert typing.get_args(recipe.Importance) == ("none", *SCORES_OF)
+    assert typing.get_args(recipe_types.Importance) == ("none", *SCORES_OF)
 
 
 @torch.no_grad()

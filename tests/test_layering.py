@@ -15,12 +15,20 @@ ROOT = Path(__file__).parents[1]
 HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
+
+def shared(kind: str) -> set[str]:
+    """The files of a kind that are no plugins."""
+    return {f"compress.{kind}.{p.stem}" for p in (ROOT / "compress" / kind).glob("*.py")} - {
+        f"compress.{kind}.{name}" for name in plugins.names(kind)
+    }
+
+
 # What the modules under a prefix may import of ours; the longest prefix counts, other modules are free. A method may
 # use what methods share (feedback.py), not another method.
-SHARED = {f"compress.quant.{p.stem}" for p in (ROOT / "compress/quant").glob("*.py")}
-SHARED -= {f"compress.quant.{name}" for name in plugins.names("quant")}
 BASE = {"compress.types", "compress.errors", "compress.packing"}
 AROUND = {"compress.ops", "compress.hadamard"}  # what lies around a stored matrix
+RECIPE = {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"}
+RECIPE |= {"compress.recipe_types", "compress.recipe_blocks", "compress.overrides", "compress.recipe_kv"}
 ALLOWED: dict[str, set[str]] = {
     "compress.packing": set(),
     "compress.errors": set(),
@@ -31,14 +39,24 @@ ALLOWED: dict[str, set[str]] = {
     "compress.autoload": {"compress.runtime"},
     "compress.plugins": {"compress.errors"},
     "compress.strict_yaml": {"compress.errors", "compress.plugins"},
-    "compress.recipe": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
+    "compress.recipe_types": {"compress.types", "compress.recipe_kv"},
+    "compress.recipe_blocks": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
+    "compress.overrides": RECIPE - {"compress.overrides"},
+    "compress.recipe": RECIPE,
     "compress.activations": BASE,
-    "compress.formats": BASE | AROUND,
+    "compress.formats": BASE | AROUND | {"compress.formats.lowrank"},  # which any weight may have beside it
     "compress.kernels": BASE | AROUND | {"compress.formats", "compress.jit", "compress.kernels"},
     "compress.runtime": BASE
     | AROUND
-    | {"compress.activations", "compress.formats", "compress.kernels", "compress.runtime"},
-    "compress.quant": BASE | {"compress.formats", "compress.linalg", "compress.hadamard", "compress.jit"} | SHARED,
+    | {"compress.activations", "compress.formats", "compress.kernels", "compress.runtime", "compress.kv"},
+    "compress.lowrank": BASE | {"compress.formats", "compress.linalg"},
+    "compress.lowrank.correct": BASE | {"compress.formats", "compress.linalg", "compress.lowrank.factors"},
+    "compress.lowrank.train": BASE
+    | {"compress.calib.lm", "compress.checkpoint", "compress.formats.lowrank", "compress.runtime"},
+    "compress.quant": BASE
+    | {"compress.formats", "compress.linalg", "compress.hadamard", "compress.jit", "compress.lowrank.factors"}
+    | shared("quant"),
+    "compress.allocate": BASE | shared("allocate") | {"compress.checkpoint", "compress.output"},
 }
 MAY_IMPORT_PIPELINE = {"compress", "compress.cli_jobs", "compress.pipeline"}  # compress/__init__.py is the public API
 

@@ -230,7 +230,7 @@ def test_the_most_common_scheme_is_the_default() -> None:
     assert config.modules["a"].keys() == {"params"} and config.modules["d"].keys() == {"format", "params"}
     again = CompressConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert {name: scheme(again, name) for name in weights} == {
-        name: (w.format, w.params, w.ops, w.activations) for name, w in weights.items()
+        name: (w.format, w.params, w.ops, w.activations, w.lowrank) for name, w in weights.items()
     }
 
 

@@ -36,7 +36,13 @@ SMALL = {  # method -> settings of a short search
     "gptq": ("sweeps=1",),
 }
 SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("transform.0.thresholds=2",)}
-METHOD = {name: recipe.load(name).quantize.method for name in recipe.names()}
+ALL = {name: recipe.load(name) for name in recipe.names()}
+SPECIAL = {"lord", "cut", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
+METHOD = {
+    name: r.quantize.method
+    for name, r in ALL.items()
+    if r.kv_cache is None and r.allocate is None and r.quantize.lowrank is None and r.quantize.method not in SPECIAL
+}
 PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name).transform}
 FIRST = {method: name for name, method in reversed(PLAIN.items())}  # one recipe of each method
 NEW = [name for method, name in FIRST.items() if method not in ("rtn", "gptq")]

@@ -12,7 +12,7 @@ import pytest
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.recipe import RULE_KEYS
+from compress.recipe_blocks import RULE_KEYS
 from fake_methods import BETA, install
 
 ALL = [(kind, name) for kind in plugins.KINDS for name in plugins.names(kind)]

@@ -60,7 +60,7 @@ def test_a_full_recipe(make: Make) -> None:
     refined, other, kept, last = loaded.rules
     assert refined.scheme and settings(refined.scheme) == ("alpha", {**above, "bits": 8})
     assert other.scheme and settings(other.scheme) == ("beta", {"rounds": 2})
-    assert kept == Rule("*.0.*", None)
+    assert kept == Rule(("*.0.*",), None)
     assert last.scheme and settings(last.scheme) == ("alpha", {**above, "damp": 0.5})
     assert loaded.ignore == ("*.shared_head", "a?")
 
@@ -135,7 +135,7 @@ def random_recipe(seed: int) -> Recipe:
         description=rng.choice(words),
         calibration=CalibrationConfig(rng.randint(1, 9999), rng.randint(1, 9999), rng.random()),
         quantize=scheme(),
-        rules=tuple(Rule(rng.choice(words), rng.choice([None, scheme()])) for _ in range(rng.randint(0, 4))),
+        rules=tuple(Rule((rng.choice(words),), rng.choice([None, scheme()])) for _ in range(rng.randint(0, 4))),
         ignore=tuple(rng.choice(words) for _ in range(rng.randint(0, 3))),
     )
 
@@ -154,9 +154,9 @@ def test_dump_writes_every_default(make: Make) -> None:
     assert content == (
         "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n  asymmetric: 0.0\n"
         "  importance: none\n  importance_min: 0.005\n  rolled: 1\ntransform: []\n"
-        "quantize:\n  method: beta\n  incoherence: false\n  activations: null\n"
+        "quantize:\n  method: beta\n  incoherence: false\n  activations: null\n  lowrank: null\n"
         "  bits: 3\n  group_size: 64\n  rounds: 1\n"
-        "rules:\n- match: a\n  method: beta\n  incoherence: false\n  activations: null\n"
+        "rules:\n- match: a\n  method: beta\n  incoherence: false\n  activations: null\n  lowrank: null\n"
         "  bits: 8\n  group_size: 64\n  rounds: 1\n"
         "ignore: []\n"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import activations, pipeline, plan, propagate
+from compress import activations, head, pipeline, plan, propagate
 from compress.checkpoint import open_checkpoint
 from compress.model import Skeleton
 from compress.quant import gptq
@@ -98,7 +98,7 @@ def test_logits_of_every_family(
     name: str, as_tuple: bool, pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scaled or capped as the model does it, a few positions at a time, whatever its blocks return."""
-    monkeypatch.setattr(rotation_search, "LOGITS_NBYTES", 4 * 264 * 7)
+    monkeypatch.setattr(head, "LOGITS_NBYTES", 4 * 264 * 7)
     skeleton = Skeleton(open_checkpoint(pico_dir(name)))
     model: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
     stream = propagate.Stream(3, None)
@@ -111,18 +111,18 @@ def test_logits_of_every_family(
             states = propagate.run_block(block, calls[index][3], states, "block")
         skeleton.free()
         if as_tuple:
-            real = rotation_search._Stand.__init__
+            real = head._Stand.__init__
 
             def other(self: Any, block: Any, hidden: Tensor, wanted: bool) -> None:
                 real(self, block, hidden, wanted)
                 if not wanted:
                     self.__dict__["result"] = hidden[0]  # what a model that wants a tuple makes of a tensor
 
-            monkeypatch.setattr(rotation_search._Stand, "__init__", other)
-            monkeypatch.setattr(rotation_search._Stand, "forward", _first)
-        parts = rotation_search.token_slices(skeleton, 24)
+            monkeypatch.setattr(head._Stand, "__init__", other)
+            monkeypatch.setattr(head._Stand, "forward", _first)
+        parts = head.token_slices(skeleton, 24)
         assert [part.stop - part.start for part in parts] == [7, 7, 7, 3]
-        with rotation_search.logits_of(skeleton, CPU) as logits:
+        with head.logits_of(skeleton, CPU) as logits:
             for row in range(3):
                 found = torch.cat([logits(states[row : row + 1, part]) for part in parts])
                 assert torch.allclose(found, expected[row], atol=1e-5)
@@ -137,8 +137,8 @@ def _first(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 def test_divergence_against_the_definition() -> None:
     p, q = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).unbind(0)
     a, b = p.double().softmax(-1), q.double().softmax(-1)
-    assert torch.allclose(rotation_search.divergence(p, q).double(), (a * (a / b).log()).sum(-1), atol=1e-6)
-    assert (rotation_search.divergence(p, p) == 0).all()
+    assert torch.allclose(head.divergence(p, q).double(), (a * (a / b).log()).sum(-1), atol=1e-6)
+    assert (head.divergence(p, p) == 0).all()
 
 
 # ---------------------------------------------------------------- the choice

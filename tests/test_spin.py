@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compress import pipeline, plan, propagate
+from compress import head, pipeline, plan, propagate
 from compress.checkpoint import open_checkpoint
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
 from compress.model import Skeleton
@@ -162,7 +162,7 @@ def test_gradients_through_checkpoints_and_parts(
     found: list[dict[str, Tensor]] = []
     with spin._loaded(rotation, TOKENS, given) as model, spin._turned(rotation, parameters, layers, model):
         for size, shares in ((1 << 20, (1.0,)), (4 * 264 * 5, (1.0,)), (1 << 20, (0.25, 0.75))):
-            monkeypatch.setattr(rotation_search, "LOGITS_NBYTES", size)
+            monkeypatch.setattr(head, "LOGITS_NBYTES", size)
             for share in shares:
                 model.descend(2, share)
             found.append({name: p.grad for name, p in parameters.items() if p.grad is not None})

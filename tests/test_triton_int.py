@@ -208,3 +208,16 @@ def test_plans_fill_an_h200() -> None:
         params = Params(4, 128, True, 128)
         config, _, parts = kernel.choose(params, shape, 1, H200)
         assert -(-shape[0] // config.block_n) * parts > 132 * 3
+
+
+@pytest.mark.parametrize(("rank", "rows", "shape"), [(3, 1, (40, 256)), (16, 5, (64, 256)), (37, 9, (40, 512))])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_low_rank_part_is_added(rank: int, rows: int, shape: tuple[int, int], symmetric: bool) -> None:
+    params, tensors = stored(3, 64, symmetric, shape)
+    x = activations(rows, shape[1]).half()
+    generator = torch.Generator().manual_seed(rank)
+    hidden, factor = (torch.randn(size, generator=generator).half() for size in ((rows, rank), (rank, shape[0])))
+    wanted = reference(x.double(), tensors, params, shape) + hidden.double() @ factor.double()
+    found = kernel.matmul(x, tensors, params, shape, (hidden, factor))
+    assert (found.double() - wanted).abs().max() < 1e-3 * wanted.abs().max()
+    assert rank <= kernel.MOST_RANK

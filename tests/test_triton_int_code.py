@@ -32,12 +32,12 @@ def typical(bits: int, symmetric: bool) -> Params:
     return Params(bits, 128, symmetric, words)
 
 
-def case(params: Params, rows: int, config: configs.Config, arch: int, kind: str) -> offline.Case:
+def case(params: Params, rows: int, config: configs.Config, arch: int, kind: str, rank: int = 0) -> offline.Case:
     """A product with fp16 or bf16 activations, split along the columns."""
     fitted = configs.fitted(config, params.bits, rows, kernel.most_words(params), SHARED[arch])
-    settings = {"BF16": kind == "bf16", "USE_ASM": True}
+    settings = {"BF16": kind == "bf16", "USE_ASM": True, "RANK": rank}
     constants: dict[str, Any] = kernel.constants(params, kernel.Plan(fitted, rows, 2)) | settings
-    signature = SIGNATURE | {"x": f"*{kind}", "out": f"*{kind}"}
+    signature = SIGNATURE | {name: f"*{kind}" for name in ("x", "out", "hidden", "factor")}
     aligned = ("out_features", "stored_rows")
     return offline.Case(
         "compress.kernels.triton._int", "multiply", signature, constants, arch, fitted.warps, fitted.stages, aligned
@@ -91,6 +91,17 @@ def test_cost_of_a_weight() -> None:
     for cost, (params, made), built in zip(COSTS, chosen, offline.compile_cases([c for _, c in chosen]), strict=True):
         assert_lean(made, built, params)
         assert per_weight(made, built, params) < cost[-1], (cost, per_weight(made, built, params))
+
+
+def test_a_low_rank_part_costs_the_loop_little() -> None:
+    params = typical(4, True)
+    made = [case(params, 8, configs.TABLE[4, 8][0], 90, "bf16", rank) for rank in (0, 16, 128)]
+    built = offline.compile_cases(made)
+    assert all(one.loop_count <= 1.03 * built[0].loop_count for one in built), "other registers, some copies between"
+    assert all(local(one) == 0 for one in built)
+    assert sum("MMA" in opcode and count for opcode, count in built[1].opcodes.items()) > sum(
+        "MMA" in opcode and count for opcode, count in built[0].opcodes.items()
+    )
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
+from transformers import PreTrainedModel
 
 from compress.calib import lm
 from compress.errors import CalibrationError
@@ -30,11 +32,27 @@ def generate(
     if temperature < 0:
         raise ValueError(f"temperature {temperature} is negative")
     directory = Path(model_directory)
+
+    def load() -> PreTrainedModel:
+        return lm.load_model(directory, dtype, device)
+
+    return continued(directory, load, prompt, max_new_tokens, temperature, seed)
+
+
+def continued(
+    directory: Path,
+    load: Callable[[], PreTrainedModel],
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """The same with the model that `load` gives, once the prompt is known to have tokens."""
     tokenizer = lm.load_tokenizer(directory)
     ids = cast(list[int], tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:
         raise CalibrationError(f"the prompt {prompt!r} has no tokens; give at least one word")
-    model = lm.load_model(directory, dtype, device)
+    model = load()
     draw = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
     written = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()
     # decoded together with the prompt: some tokenizers drop the space before a first word

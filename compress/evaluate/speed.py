@@ -114,11 +114,12 @@ def copy_rate(device: str) -> float:
 
 
 def _alike(model: nn.Module) -> list[list[PackedLinear]]:
-    """The packed layers, those of the same shape, format and operations together."""
+    """The packed layers, those of the same shape, format, operations and low-rank part together."""
     groups: dict[Any, list[PackedLinear]] = {}
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            groups.setdefault((module.shape, module.format, module.params, module.ops), []).append(module)
+            key = (module.shape, module.format, module.params, module.ops, module.lowrank)
+            groups.setdefault(key, []).append(module)
     return list(groups.values())
 
 

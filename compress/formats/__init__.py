@@ -6,7 +6,8 @@ A format file has
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder.
 
-Operations around the stored matrix (compress/ops.py) are no business of a format: the functions here add them.
+Operations around the stored matrix (compress/ops.py) and a low-rank part beside it (formats/lowrank.py) are no business
+of a format: the functions here add them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from compress import ops as operations
 from compress.errors import CheckpointError
-from compress.types import IN_SCALE, NO_OPS, Activations, Ops, PackedWeight
+from compress.formats import lowrank as lowrank_format
+from compress.types import IN_SCALE, NO_OPS, Activations, LowRank, Ops, PackedWeight
 
 Shape = tuple[int, int]
 
@@ -62,30 +64,50 @@ def params_from_dict(name: str, values: Mapping[str, Any]) -> Any:
 
 
 def specs(
-    name: str, params: Any, shape: Shape, ops: Ops = NO_OPS, activations: Activations | None = None
+    name: str,
+    params: Any,
+    shape: Shape,
+    ops: Ops = NO_OPS,
+    activations: Activations | None = None,
+    lowrank: LowRank | None = None,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """All tensors stored for a weight of this shape: the format's, the operations' around it, the activations' scale.
+    """All tensors stored for a weight of this shape: the format's, the operations' around it, the activations' scale,
+    those of the low-rank part.
 
-    Raises ValueError for a shape that an operation cannot have.
+    Raises ValueError for a shape that an operation or the low-rank part cannot have.
     """
     static = activations is not None and activations.scale == "tensor"
     scale: dict[str, tuple[tuple[int, ...], torch.dtype]] = {IN_SCALE: ((1,), torch.float32)} if static else {}
-    return {**get(name).specs(params, shape), **operations.specs(ops, shape), **scale}
+    beside = lowrank_format.part_specs(lowrank, shape) if lowrank is not None else {}
+    return {**get(name).specs(params, shape), **operations.specs(ops, shape), **scale, **beside}
 
 
-def nbytes(name: str, params: Any, shape: Shape, ops: Ops = NO_OPS, activations: Activations | None = None) -> int:
+def nbytes(
+    name: str,
+    params: Any,
+    shape: Shape,
+    ops: Ops = NO_OPS,
+    activations: Activations | None = None,
+    lowrank: LowRank | None = None,
+) -> int:
     """Stored bytes of a weight of this shape, exact; ValueError as `specs`."""
-    stored = specs(name, params, shape, ops, activations)
+    stored = specs(name, params, shape, ops, activations, lowrank)
     return sum(math.prod(size) * dtype.itemsize for size, dtype in stored.values())
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out_features, in_features], the operations around the stored matrix multiplied in."""
-    if not weight.ops:
+    """The dequantized weight [out_features, in_features], the operations around the stored matrix multiplied in, and
+    the low-rank part beside it.
+    """
+    if not weight.ops and weight.lowrank is None:
         return decode_stored(weight, dtype)
-    return operations.effective(decode_stored(weight, torch.float32), weight.ops, weight.tensors).to(dtype)
+    matrix = decode_stored(weight, torch.float32)
+    if weight.lowrank is not None:
+        a, b = lowrank_format.part_factors(weight.tensors, weight.lowrank, weight.shape, torch.float32)
+        matrix = torch.addmm(matrix, b.T, a)
+    return operations.effective(matrix, weight.ops, weight.tensors).to(dtype) if weight.ops else matrix.to(dtype)
 
 
 def decode_stored(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The stored matrix itself [out_features, in_features], without the operations around it."""
+    """The matrix in the weight's format itself [out_features, in_features], with nothing around or beside it."""
     return get(weight.format).decode(weight.tensors, weight.params, weight.shape, dtype)

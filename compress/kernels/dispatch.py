@@ -6,7 +6,10 @@ The table is the files: `compress/kernels/<folder of the device>/<format>.py` wi
 - `most_rows(params, shape, dtype) -> int`: rows of activations up to which it beats decoding the weight and F.linear;
 - `matmul(x, tensors, params, shape) -> Tensor`: x [rows, in] of a type in TYPES, contiguous, and the stored tensors as
   they lie on disk -> [rows, out], of the type of x or float32;
+- optional `TYPES`: the types of activations that it takes, where they are others;
 - optional `bind(tensors, params, shape) -> Bound`: `matmul` for tensors that stay where they are, prepared once;
+- optional `MOST_RANK`: up to which `matmul` takes (hidden [rows, rank], factor [rank, out]) as `added`, a fifth
+  argument, and adds their product where it writes its results;
 - optional `decode(tensors, params, shape, dtype) -> Tensor`: a faster way to what the format's own decoder gives, or
 - optional `decoder(tensors, params, shape, dtype) -> Decoder`, which writes some of the rows of that at a time, and
   `arranged(x, tensors, params) -> Tensor` beside it, if it writes columns in an order of its own: x in this order.
@@ -81,7 +84,8 @@ def supported(device: str, format: str, params: Any, shape: Shape) -> Kernel | N
 
 def find(format: str, params: Any, shape: Shape, x: Tensor) -> Kernel | None:
     """The kernel for this weight and the type and device of x; `suits` says whether these rows may take it."""
-    return supported(x.device.type, format, params, shape) if x.dtype in TYPES else None
+    kernel = supported(x.device.type, format, params, shape)
+    return kernel if x.dtype in getattr(kernel, "TYPES", TYPES) else None
 
 
 def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
@@ -158,7 +162,8 @@ class Prepared:
         stored = {name: tensors[name] for name in self._names}
         able = hasattr(kernel, "bind") and all(t is not None and _readable(t, x) for t in stored.values())
         self._bound = kernel.bind(stored, self.params, self.shape) if able else None
-        self._most = {dtype: kernel.most_rows(self.params, self.shape, dtype) for dtype in TYPES} if able else {}
+        types = getattr(kernel, "TYPES", TYPES)
+        self._most = {dtype: kernel.most_rows(self.params, self.shape, dtype) for dtype in types} if able else {}
         self._places = places
 
 
@@ -178,6 +183,38 @@ def _decoded(
     if kernel is not None and hasattr(kernel, "decode"):
         return kernel.decode(tensors, params, shape, dtype)
     return formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), dtype)
+
+
+def product_with_lowrank(
+    x: Tensor, tensors: Mapping[str, Tensor], weight: tuple[str, Any, Shape], a: Tensor, b: Tensor
+) -> Tensor | None:
+    """`product` with a weight (format, params, shape), plus x A^T B, by a kernel that adds; None if there is none."""
+    format, params, shape = weight
+    kernel: Any = find(format, params, shape, x)
+    if a.shape[0] > getattr(kernel, "MOST_RANK", 0) or not suits(kernel, params, shape, x):
+        return None
+    if not all(_readable(t, x) for t in tensors.values()):
+        return None
+    with _on(x.device):
+        flat = x.reshape(-1, shape[1]).contiguous()
+        y = kernel.matmul(flat, tensors, params, shape, (F.linear(flat, a), b.contiguous()))
+    return y.to(x.dtype).view(*x.shape[:-1], shape[0])
+
+
+def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y [..., out] + x A^T B + bias; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
+
+    The second product is added where the first kernel has left its results: no other pass over them.
+    """
+    hidden = F.linear(x, a).flatten(0, -2) if x.dim() > 1 else F.linear(x, a)[None]
+    flat = y.view(-1, y.shape[-1])
+    recorded = torch.is_grad_enabled() and (y.requires_grad or hidden.requires_grad)
+    if recorded or torch.compiler.is_compiling():
+        total = torch.addmm(flat, hidden, b)
+    else:
+        total = flat.addmm_(hidden, b)
+    total = total.view(y.shape)
+    return total if bias is None else total + bias
 
 
 def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:

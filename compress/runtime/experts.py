@@ -6,18 +6,25 @@ down_proj [experts, hidden, intermediate]. `Experts` takes the place of such a m
 
 Only the plain layout is taken apart: gate and up concatenated, not transposed, no biases, no norm after an expert, the
 gate function act(gate) * up. Everything else is left as it is (`is_supported`).
+
+Where `Experts.pruning` is set, a token goes without an expert that matters little to it: online dynamic pruning (ODP),
+Huang et al. 2024, arXiv:2410.06270. `prune` says how; compress/calib/routing.py chooses the thresholds.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import cast
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from compress.errors import CheckpointError
 from compress.runtime.linear import PackedLinear
+from compress.types import Pruning
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -45,10 +52,94 @@ def is_supported(module: nn.Module) -> bool:
     return gate is moe._default_apply_gate and callable(getattr(module, "act_fn", None))
 
 
+def prune(
+    hidden_states: Tensor, index: Tensor, weights: Tensor, pruning: Pruning, experts: int
+) -> tuple[Tensor, Tensor]:
+    """The routing [tokens, top_k] without the pairs that are dropped: index `experts` and weight 0 there.
+
+    A token loses the expert of its smallest weight where that is below `threshold` times its largest, and the others
+    take over the share `taken` of that weight, in proportion: with 1, as published, the weights' sum stays what it was.
+    Published for two experts of a token; of more than two at most one goes. Tokens with ||h||_1 of at least `protected`
+    keep all, and so do those of whose experts another process computes some. What happens to a token depends on nothing
+    but that token: generating gives what reading gives, whatever else is in the batch.
+    """
+    exact = weights.float()
+    low, last = exact.min(-1, keepdim=True)
+    dropped = low < pruning.threshold * exact.amax(-1, keepdim=True)  # [tokens, 1]
+    dropped &= (index < experts).all(-1, keepdim=True)
+    if pruning.protected is not None:
+        dropped &= magnitude(hidden_states)[:, None] < pruning.protected
+    gone = torch.zeros_like(index, dtype=torch.bool).scatter(-1, last, dropped)
+    total = exact.sum(-1, keepdim=True)
+    raised = (exact * (1 + pruning.taken * low / (total - low))).masked_fill(gone, 0).to(weights.dtype)
+    return index.masked_fill(gone, experts), torch.where(dropped, raised, weights)
+
+
+def pruning_from_dict(values: Any, where: str) -> Pruning:
+    """`Pruning` from what config.json stores; CheckpointError if it cannot be."""
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{where} is not a table")
+    known = {field.name for field in dataclasses.fields(Pruning)}
+    if unknown := sorted(map(str, set(values) - known)):
+        raise CheckpointError(f"{where} has unknown keys {unknown}; upgrade compress")
+    for key, value in values.items():
+        if type(value) not in (int, float) and not (key == "protected" and value is None):
+            raise CheckpointError(f"{where} has {key} {value!r}, which is not a number")
+    if "threshold" not in values:
+        raise CheckpointError(f"{where} has no threshold; download it again")
+    try:
+        return Pruning(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def magnitude(hidden_states: Tensor) -> Tensor:
+    """||h||_1 of each token, float32 [tokens]."""
+    return hidden_states.float().abs().sum(-1)
+
+
+class Pairs:
+    """How many (token, expert) pairs the router has chosen, and how many of them were dropped."""
+
+    def __init__(self) -> None:
+        self.routed = 0
+        self._dropped: Tensor | int = 0  # to be read at the end only: on a GPU, reading waits
+
+    def add(self, index: Tensor, kept: Tensor, experts: int) -> None:
+        """The routing [tokens, top_k] of one pass before and after pruning."""
+        self.routed += index.numel()
+        self._dropped = self._dropped + ((index < experts) & (kept >= experts)).sum()
+
+    @property
+    def dropped(self) -> int:
+        return int(self._dropped)
+
+    @property
+    def share(self) -> float:
+        """Of the pairs, those dropped; 0 where there were none."""
+        return self.dropped / self.routed if self.routed else 0.0
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[dict[str, Pairs]]:
+    """While active, the model's `Experts` modules count what they drop: name -> pairs."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    pairs = {name: Pairs() for name in modules}
+    try:
+        for name, module in modules.items():
+            module.pairs = pairs[name]
+        yield pairs
+    finally:
+        for module in modules.values():
+            module.pairs = None
+
+
 class Experts(nn.ModuleDict):
     """Children "0", "1", ...: ModuleDict {gate_proj, up_proj, down_proj} of nn.Linear or PackedLinear."""
 
     act_fn: Callable[[Tensor], Tensor]
+    pruning: Pruning | None = None  # None: every token gets all experts that the router chose
+    pairs: Pairs | None = None  # what is dropped is counted here, if anywhere
     _template: nn.Module
 
     @classmethod
@@ -72,9 +163,16 @@ class Experts(nn.ModuleDict):
         The operations of the fused module's own loop, but gate and up are two products: equal to the bit where the
         matrix library sums a column alike for both widths, within 1e-6 of the largest value otherwise.
         """
+        if self.pruning is not None:
+            kept = prune(hidden_states, top_k_index, top_k_weights, self.pruning, len(self))
+            if self.pairs is not None:
+                self.pairs.add(top_k_index, kept[0], len(self))
+            top_k_index, top_k_weights = kept
+        elif self.pairs is not None:
+            self.pairs.add(top_k_index, top_k_index, len(self))
         out = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
-            if index >= len(self):  # marks a token that another process computes
+            if index >= len(self):  # marks a token that another process computes, or a pair that is dropped
                 continue
             expert = cast(nn.ModuleDict, self[str(index)])
             token, position = torch.where(top_k_index == index)
@@ -84,7 +182,7 @@ class Experts(nn.ModuleDict):
         return out
 
     def fuse(self, dtype: torch.dtype) -> nn.Module:
-        """The module that `from_fused` took, with the present weights, dequantized to `dtype`."""
+        """The module that `from_fused` took, with the present weights, dequantized to `dtype`. It cannot prune."""
         experts = [cast(nn.ModuleDict, expert) for expert in self.values()]
         weights = {name: [_weight(expert[name], dtype) for expert in experts] for name in PROJECTIONS}
         gate_up = map(torch.cat, zip(weights["gate_proj"], weights["up_proj"], strict=True))

@@ -5,21 +5,28 @@ config.json holds
     "quantization_config": {
         "quant_method": "compress", "version": 1,
         "default": {"format": "int", "params": {...}},
-        "modules": {"model.layers.0.self_attn.q_proj": {}, "model.layers.0.mlp.up_proj": {"params": {...}}, ...}
+        "modules": {"model.layers.0.self_attn.q_proj": {}, "model.layers.0.mlp.up_proj": {"params": {...}}, ...},
+        "experts": {"model.layers.3.mlp.experts": {"threshold": 0.45, "protected": 151.2, "taken": 0.3}}
     }
 
-Every packed linear is listed; its entry is laid over `default`, "format", "params", "ops" and "activations" each as a
-whole. "ops", {"input": [...], "output": [...]} with names of compress/ops.py, may be absent where there are none.
-"activations", the fields of `Activations` of compress/types.py, is absent (null, to differ from `default`) where inputs
-are not quantized. What is not listed is loaded as transformers always does. A checkpoint that does not fit its list is
-an error, never random weights.
+Every packed linear is listed; its entry is laid over `default`, "format", "params", "ops", "activations" and "lowrank"
+each as a whole. "ops", {"input": [...], "output": [...]} with names of compress/ops.py, may be absent where there are
+none. "activations", the fields of `Activations` of compress/types.py, is absent (null, to differ from `default`) where
+inputs are not quantized, and "lowrank", the fields of `LowRank`, where there is no low-rank part. What is not listed is
+loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
+
+"experts", absent where there are none, names the modules of experts that a token may go without, with the fields of
+`Pruning` of compress/types.py. Their linears must be listed.
+
+"kv_cache", absent where generation keeps keys and values as they are, is described in compress/kv/stored.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -32,9 +39,10 @@ from compress import activations as inputs
 from compress import formats
 from compress import ops as operations
 from compress.errors import CheckpointError
-from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.formats import lowrank as lowrank_format
+from compress.runtime.experts import Experts, is_fused_experts, is_supported, pruning_from_dict
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.types import Activations, Ops, Stored
+from compress.types import Activations, LowRank, Ops, Pruning, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
@@ -58,6 +66,9 @@ class Packed(Protocol):
     @property
     def activations(self) -> Activations | None: ...
 
+    @property
+    def lowrank(self) -> LowRank | None: ...
+
 
 class CompressConfig(QuantizationConfigMixin):
     """`quantization_config` of config.json; `modules` maps every packed linear to what differs from `default`."""
@@ -67,6 +78,8 @@ class CompressConfig(QuantizationConfigMixin):
         version: int = VERSION,
         default: dict[str, Any] | None = None,
         modules: dict[str, dict[str, Any]] | None = None,
+        experts: dict[str, dict[str, Any]] | None = None,
+        kv_cache: dict[str, Any] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
@@ -76,14 +89,22 @@ class CompressConfig(QuantizationConfigMixin):
             )
         if unknown:
             raise CheckpointError(f"quantization_config has unknown keys {sorted(unknown)}; upgrade compress")
+        if not isinstance(experts, dict | None):
+            raise CheckpointError("quantization_config: experts is not a table")
         self.quant_method = quant_method  # type: ignore[assignment]  # the annotation lists the built-in methods
         self.version = version
         self.default = default or {}
         self.modules = modules or {}
+        self.experts = experts or {}
+        self.kv_cache = kv_cache
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json stores it; without "experts" and "kv_cache" where there are none, for older versions."""
+        return {k: value for k, value in super().to_dict().items() if value or k not in ("experts", "kv_cache")}
 
 
-def build_config(modules: Mapping[str, Packed]) -> CompressConfig:
-    """The configuration that lists these linears, with the most common scheme as default."""
+def build_config(modules: Mapping[str, Packed], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
+    """The configuration that lists these linears, with the most common scheme as default, and what prunes experts."""
     schemes = {name: _entry(module) for name, module in modules.items()}
     if not schemes:
         return CompressConfig()
@@ -96,9 +117,11 @@ def build_config(modules: Mapping[str, Packed]) -> CompressConfig:
             entries[name]["params"] = entry["params"]  # equal ones of another format are other ones
     if not any(default["ops"].values()):
         del default["ops"]
-    if default["activations"] is None:
-        del default["activations"]
-    return CompressConfig(default=default, modules=entries)
+    for key in ("activations", "lowrank"):
+        if default[key] is None:
+            del default[key]
+    pruned = {name: dataclasses.asdict(pruning) for name, pruning in (experts or {}).items()}
+    return CompressConfig(default=default, modules=entries, experts=pruned)
 
 
 def scheme(config: CompressConfig, name: str) -> Stored:
@@ -107,23 +130,26 @@ def scheme(config: CompressConfig, name: str) -> Stored:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
         raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    if set(entry) - {"ops", "activations"} != {"format", "params"} or not isinstance(entry["format"], str):
+    if set(entry) - {"ops", "activations", "lowrank"} != {"format", "params"} or not isinstance(entry["format"], str):
         raise CheckpointError(
             f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params' "
-            "('ops' and 'activations' if it has any)"
+            "('ops', 'activations' and 'lowrank' if it has any)"
         )
     where = f"quantization_config: {name}"
     ops = operations.from_dict(entry.get("ops", {}), where)
     activations = inputs.from_dict(entry.get("activations"), where)
-    return Stored(entry["format"], formats.params_from_dict(entry["format"], entry["params"]), ops, activations)
+    params = formats.params_from_dict(entry["format"], entry["params"])
+    lowrank = lowrank_format.part_from_dict(entry.get("lowrank"), where)
+    return Stored(entry["format"], params, ops, activations, lowrank)
 
 
 def swap(model: nn.Module, config: CompressConfig) -> None:
     """Replace every listed linear of the model, in place, by an uninitialized PackedLinear on the same device.
 
-    A fused-experts module with listed experts becomes `Experts`, all of whose linears must be listed.
+    A fused-experts module with listed experts becomes `Experts`, all of whose linears must be listed, and prunes as
+    the configuration says.
     """
-    listed = _names_in(model, config)
+    listed = _names_in(model, config.modules)
     opened = _open_experts(model, {name.rsplit(".", 2)[0] for name in listed})
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, listed_name in listed.items():
@@ -143,6 +169,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         for part, module in model.get_submodule(name).named_modules(prefix=name):
             if isinstance(module, nn.Linear):
                 raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
+    _set_pruning(model, config)
 
 
 def _entry(module: Packed) -> dict[str, Any]:
@@ -150,7 +177,8 @@ def _entry(module: Packed) -> dict[str, Any]:
     sides = {side: list(names) for side, names in dataclasses.asdict(module.ops).items()}
     activations = None if module.activations is None else inputs.to_dict(module.activations)
     params = dataclasses.asdict(module.params)
-    return {"format": module.format, "params": params, "ops": sides, "activations": activations}
+    lowrank = None if module.lowrank is None else dataclasses.asdict(module.lowrank)
+    return {"format": module.format, "params": params, "ops": sides, "activations": activations, "lowrank": lowrank}
 
 
 class CompressQuantizer(HfQuantizer):
@@ -162,11 +190,17 @@ class CompressQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise CheckpointError("this checkpoint is not packed; write a packed one with `compress quantize` first")
         swap(model, self.quantization_config)
+        files = kwargs.get("checkpoint_files")
+        self._directory = Path(files[0]).parent if files else None  # None: a state dict in memory
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, module in model.named_modules():
             if isinstance(module, PackedLinear):
                 _check_loaded(name, module)
+        if self.quantization_config.kv_cache is not None:
+            from compress.kv import stored
+
+            stored.use(model, self.quantization_config.kv_cache, self._directory)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
@@ -183,7 +217,7 @@ class CompressQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters beside packed linears: gradients pass through these
 
 
 def register() -> None:
@@ -192,16 +226,30 @@ def register() -> None:
     AUTO_QUANTIZER_MAPPING[METHOD] = CompressQuantizer
 
 
-def _names_in(model: nn.Module, config: CompressConfig) -> dict[str, str]:
-    """Listed linears as this model names them -> as the list does.
+def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
+    """Tell the experts modules what the configuration says of them."""
+    for name, listed_name in _names_in(model, config.experts).items():
+        where = f"quantization_config: experts: {listed_name}"
+        pruning = pruning_from_dict(config.experts[listed_name], where)
+        try:
+            module = model.get_submodule(name)
+        except AttributeError as error:
+            raise CheckpointError(f"{where}: {type(model).__name__} has no such module") from error
+        if not isinstance(module, Experts):
+            raise CheckpointError(f"{where} is a {type(module).__name__}, not a module of packed experts")
+        module.pruning = pruning
+
+
+def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
+    """Listed modules as this model names them -> as the list does.
 
     The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     bare = getattr(model, "base_model", None) is model
-    if not bare or not any(name.startswith(prefix) for name in config.modules):
-        return {name: name for name in config.modules}
-    return {name.removeprefix(prefix): name for name in config.modules if name.startswith(prefix)}
+    if not bare or not any(name.startswith(prefix) for name in listed):
+        return {name: name for name in listed}
+    return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
 
 
 def _open_experts(model: nn.Module, wanted: set[str]) -> list[str]:

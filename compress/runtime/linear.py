@@ -7,6 +7,9 @@ bytes. The cache saves time only: which path runs, and so every number, does not
 
 Where inputs are quantized (compress/activations.py), the product is one of integers if it can be (runtime/integer.py),
 otherwise that of what the inputs have become, as above.
+
+A low-rank part lies beside the stored matrix, inside of the operations around it, and is given the inputs as they come
+from these operations, never quantized.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from compress import activations as inputs
 from compress import formats
 from compress import ops as operations
+from compress.formats import lowrank as lowrank_format
 from compress.kernels import dispatch
 from compress.runtime import integer
 from compress.types import PackedWeight, Stored
@@ -97,7 +101,8 @@ class PackedLinear(nn.Module):
     """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
 
     Where `ops` (compress/ops.py) lie around the stored matrix M, W = Out M In: they are applied to the inputs of the
-    product with M, and to its outputs before the bias. With `activations`, what M is multiplied with is quantized.
+    product with M, and to its outputs before the bias. With `activations`, what M is multiplied with is quantized. With
+    `lowrank`, W = Out (M + B^T A) In.
 
     The stored tensors are parameters under their names on disk and keep their types: `to(dtype)`, `half()` and
     `float()` convert the bias only.
@@ -118,10 +123,11 @@ class PackedLinear(nn.Module):
         Raises ValueError if the operations cannot have this shape.
         """
         super().__init__()
-        format, params, ops, activations = stored
+        format, params, ops, activations, lowrank = stored
         self.format, self.params, self.ops, self.activations = format, params, ops, activations
+        self.lowrank = lowrank
         self.shape = self.out_features, self.in_features = shape
-        self.specs = formats.specs(format, params, shape, ops, activations)
+        self.specs = formats.specs(format, params, shape, ops, activations, lowrank)
         self._matrix = list(formats.specs(format, params, shape))  # names of the tensors of M alone
         self._described = dispatch.described(format, params, shape)
         self._described_inputs = "" if activations is None else json.dumps(inputs.to_dict(activations))
@@ -137,7 +143,7 @@ class PackedLinear(nn.Module):
         cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> PackedLinear:
         """A layer that shares the tensors of `weight`; `dtype` (default: as it is) is that of the bias."""
-        stored = Stored(weight.format, weight.params, weight.ops, weight.activations)
+        stored = Stored(weight.format, weight.params, weight.ops, weight.activations, weight.lowrank)
         layer = cls(stored, weight.shape, device="meta")
         for name, tensor in weight.tensors.items():
             specified = layer.specs[name]
@@ -154,7 +160,7 @@ class PackedLinear(nn.Module):
         return {name: getattr(self, name).detach() for name in self.specs}
 
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.format, self.params, self.stored, self.shape, self.ops, self.activations)
+        return PackedWeight(self.format, self.params, self.stored, self.shape, self.ops, self.activations, self.lowrank)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], decoded anew."""
@@ -178,6 +184,34 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else (y + self.bias).to(x.dtype)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features], quantized if it is to be, times the stored matrix, plus the low-rank part and bias."""
+        if self.lowrank is not None:
+            return self._corrected(x, bias, *self._factors(x.dtype))
+        return self._matrix_product(x, bias)
+
+    def _corrected(self, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if self.activations is None and not trained and not _traced():
+            tensors = {name: getattr(self, name) for name in self._matrix}
+            y = dispatch.product_with_lowrank(x, tensors, (self.format, self.params, self.shape), a, b)
+            if y is not None:
+                return y if bias is None else y + bias
+        return dispatch.with_lowrank(self._matrix_product(x, None), x, a, b, bias)
+
+    def _factors(self, dtype: torch.dtype) -> Derived:
+        """The factors of the low-rank part, A [rank, in_features] and B [rank, out_features]."""
+        assert self.lowrank is not None
+        lowrank = self.lowrank
+
+        def build() -> Derived:
+            a, b = lowrank_format.part_factors(tensors, lowrank, self.shape, dtype)
+            return a, b.contiguous() if b.is_cuda else b  # as a kernel reads it
+
+        tensors = {name: getattr(self, name) for name in self.specs if name.startswith(lowrank_format.PREFIX)}
+        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
+        return build() if trained or _traced() else CACHE.get(self, ("lowrank", dtype), build)
+
+    def _matrix_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features], quantized if it is to be, times the stored matrix, plus bias."""
         if self.activations is None:
             return self._multiply(x, bias)
@@ -219,6 +253,8 @@ class PackedLinear(nn.Module):
         around = f", {operations.describe(self.ops)}" if self.ops else ""
         if self.activations is not None:
             around += f", {inputs.describe(self.activations)}"
+        if self.lowrank is not None:
+            around += f", {lowrank_format.describe(self.lowrank)}"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}{around}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:

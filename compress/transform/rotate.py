@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from compress import hadamard, propagate
 from compress.checkpoint import read_header, write_shard
 from compress.errors import CalibrationError, UnsupportedModelError
+from compress.head import edited_by
 from compress.incoherence import derived_seed
 from compress.model import Skeleton
 from compress.structure import Attention, Block, Graph, norm_kind, trace
@@ -208,7 +209,7 @@ class Rotation:
         config = self.skeleton.config.get_text_config()
         tokens = (torch.arange(PROBE_TOKENS) * 11 + 3)[None] % config.vocab_size
         before, after = propagate.Stream(1, None), propagate.Stream(1, None)
-        with rotation_search.edited_by(self.skeleton, None):
+        with edited_by(self.skeleton, None):
             self.calls = propagate.record(self.skeleton, tokens, 1, before, device)
         propagate.record(self.skeleton, tokens, 1, after, device)
         self._compare(before.read(0, 1), after.read(0, 1), 0, "what reaches the first block")

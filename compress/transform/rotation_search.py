@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compress import activations, incoherence, ops, propagate
+from compress.head import divergence, edited_by, logits_of, token_slices
 from compress.model import Skeleton
 from compress.propagate import Workbench, run_block
 from compress.quant import grid
@@ -30,8 +30,6 @@ from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
 
 if TYPE_CHECKING:
     from compress.transform.rotate import Rotation
-
-LOGITS_NBYTES = 32 << 20  # of the float32 logits of one model at a time
 
 
 class Rounding(NamedTuple):
@@ -190,75 +188,3 @@ def _compare(rotation: Rotation, device: torch.device, stream: propagate.Stream)
                     found = divergence(original, logits(sides[number + 1][:, part]))
                     totals[number] += found.sum(dtype=torch.float64).item()
     return [total / positions for total in totals]
-
-
-def divergence(original: Tensor, other: Tensor) -> Tensor:
-    """Logits [tokens, vocabulary], both float32 -> KL(original || other) of each token, in nats."""
-    log_p, log_q = original.log_softmax(-1), other.log_softmax(-1)
-    return nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-
-def token_slices(skeleton: Skeleton, tokens: int) -> list[slice]:
-    """Positions 0 .. tokens, as many at a time as LOGITS_NBYTES allow."""
-    step = max(1, LOGITS_NBYTES // (4 * skeleton.config.get_text_config().vocab_size))
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
-
-
-@contextmanager
-def edited_by(skeleton: Skeleton, edits: Rotation | None) -> Iterator[None]:
-    """While active, what is loaded is changed by these edits alone."""
-    before, skeleton.edits = skeleton.edits, edits
-    try:
-        yield
-    finally:
-        skeleton.edits = before
-
-
-@contextmanager
-def logits_of(skeleton: Skeleton, device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
-    """All outside the blocks, as stored: hidden states [1, tokens, hidden] behind the last block -> float32 logits.
-
-    They are [tokens, vocabulary]. Frees all that is loaded at the end.
-    """
-    try:
-        with edited_by(skeleton, None):
-            skeleton.load_rest(device, with_head=True)
-        yield partial(_logits, skeleton)
-    finally:
-        skeleton.free()
-
-
-def _logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
-    """The model's own forward pass, in which every block gives `hidden`."""
-    real = list(skeleton.blocks)
-    tokens = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
-    for as_tuple in (False, True):  # what a block returns is not written anywhere
-        for i, block in enumerate(real):
-            skeleton.blocks[i] = _Stand(block, hidden, as_tuple)
-        try:
-            logits = skeleton.model(input_ids=tokens, use_cache=False).logits
-        except IndexError:  # the first of a batch was taken for the first of a tuple
-            continue
-        finally:
-            for i, block in enumerate(real):
-                skeleton.blocks[i] = block
-        if logits.shape[:2] == hidden.shape[:2]:
-            break
-    return logits[0].float()
-
-
-class _Stand(nn.Module):
-    """Takes a block's place and gives the same hidden states whatever it gets."""
-
-    def __init__(self, real: nn.Module, hidden: Tensor, as_tuple: bool) -> None:
-        super().__init__()
-        self.__dict__.update(real=real, result=(hidden,) if as_tuple else hidden)  # not registered as a child
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["result"]

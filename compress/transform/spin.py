@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compress import memory, ops, plugins, propagate
+from compress import head, memory, ops, plugins, propagate
 from compress.errors import BudgetError, RecipeError
 from compress.propagate import Call, Workbench
 from compress.structure import Attention
@@ -150,7 +150,7 @@ def need_nbytes(rotation: Rotation, tokens: int) -> int:
     return (
         sum(weights.values()) * item
         + tokens * (len(blocks) * rotation.width * item + inside * ACTIVATION_NBYTES + heads * tokens * 4)
-        + 6 * rotation_search.LOGITS_NBYTES
+        + 6 * head.LOGITS_NBYTES
         + MATRICES * 4 * rotation.width**2
     )
 
@@ -211,10 +211,10 @@ class _Model:
     def _loss(self, sample: int, hidden: Tensor, share: float | None) -> float:
         """Mean divergence over the sample's tokens; `share` of its gradient goes to `hidden`, None: no gradient."""
         original, count, total = self.stream.read(sample, 1, propagate.FULL).to(self.device), hidden.shape[1], 0.0
-        for part in rotation_search.token_slices(self.skeleton, count):
+        for part in head.token_slices(self.skeleton, count):
             with torch.no_grad():
                 wanted = self.logits(original[:, part])
-            loss = rotation_search.divergence(wanted, self.logits(hidden[:, part])).sum() / count
+            loss = head.divergence(wanted, self.logits(hidden[:, part])).sum() / count
             if share is not None:
                 (loss * share).backward()
             total += loss.item()
@@ -234,11 +234,11 @@ def _loaded(rotation: Rotation, tokens: Tensor, bench: Workbench) -> Iterator[_M
     stream = propagate.Stream(tokens.shape[0], bench.folder / "stream", 2)
     bench.say("loading the model to learn rotations")
     try:
-        with rotation_search.edited_by(skeleton, None):
+        with head.edited_by(skeleton, None):
             calls = propagate.record(skeleton, tokens, 1, stream, bench.device)
-        with rotation_search.logits_of(skeleton, bench.device) as logits:
+        with head.logits_of(skeleton, bench.device) as logits:
             rotation.use_identity()
-            with rotation_search.edited_by(skeleton, rotation):
+            with head.edited_by(skeleton, rotation):
                 for index in range(len(skeleton.blocks)):
                     skeleton.load_block(index, bench.device)
             model = _Model(rotation, stream, calls, logits)

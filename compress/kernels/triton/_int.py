@@ -181,6 +181,22 @@ def _shifted(acc, sums, scales, zeros, first, end, n, m, rows, stored_rows, BITS
 
 
 @triton.jit
+def _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK: tl.constexpr, USE_ASM: tl.constexpr):
+    """acc [n, m] and the product of hidden [rows, RANK] with factor [RANK, out_features]."""
+    for first in tl.static_range(0, RANK, 16):
+        r = first + tl.arange(0, 16)
+        mask = (n < out_features)[:, None] & (r < RANK)[None, :]
+        left = tl.load(factor + r[None, :] * out_features + n[:, None], mask=mask, other=0.0)
+        right = tl.load(
+            hidden + m[None, :] * RANK + r[:, None], mask=(m < rows)[None, :] & (r < RANK)[:, None], other=0.0
+        )
+        if not USE_ASM:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(left, right, acc)
+    return acc
+
+
+@triton.jit
 def _finish(acc, out, n, m, rows, out_features):
     """out [rows, out_features] = acc^T."""
     mask = (n < out_features)[:, None] & (m < rows)[None, :]
@@ -188,17 +204,18 @@ def _finish(acc, out, n, m, rows, out_features):
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def multiply(x, words_a, words_b, words_c, scales, zeros, sums, out, partials, counters,
+def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, out, partials, counters,
              rows, out_features, stored_rows, tiles, splits,
              A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
              TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-             SUMMED: tl.constexpr, SPLIT: tl.constexpr, BF16: tl.constexpr,
+             SUMMED: tl.constexpr, SPLIT: tl.constexpr, RANK: tl.constexpr, BF16: tl.constexpr,
              USE_ASM: tl.constexpr):  # fmt: skip
     """out [rows, out_features] = x [rows, stored columns] W^T; program (rows of W, part of the columns).
 
     x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
     programs of the same rows sums their parts in order. SUMMED: `sums` [groups, rows] float32 are the sums of x over
-    each group, for the zero points; otherwise the loop takes them, as products with ones.
+    each group, for the zero points; otherwise the loop takes them, as products with ones. RANK: hidden [rows, RANK]
+    times factor [RANK, out_features] is added, both of the type of x.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -240,8 +257,10 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, out, partials, c
     if SPLIT:
         last, acc = sum_parts(acc, partials, counters, pid, part, splits, (m < rows)[None, :] & (n >= 0)[:, None])
         if last:
+            acc = _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK, USE_ASM)
             _finish(acc, out, n, m, rows, out_features)
     else:
+        acc = _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK, USE_ASM)
         _finish(acc, out, n, m, rows, out_features)
 
 

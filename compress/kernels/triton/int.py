@@ -23,6 +23,7 @@ from compress.packing import FIELDS
 # instructions a weight, about what an H200 has time for while it reads 4 bits; the crossover to decoding, estimated
 # at 128 to 256 rows for 4 bits, is not measured.
 MOST_ROWS = 64
+MOST_RANK = 128  # of a low-rank part that is added where a product ends; the loop over it is unrolled
 
 # Rows up to which the loop itself sums the activations for the zero points; more have no registers left for that.
 LOOP_SUMS = 8
@@ -39,8 +40,17 @@ def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int
     return MOST_ROWS
 
 
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] floating, contiguous -> [rows, out] of its type. Launches kernels only: graphs can capture it."""
+def matmul(
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    params: Params,
+    shape: tuple[int, int],
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """x [rows, in] floating, contiguous -> [rows, out] of its type. Launches kernels only: graphs can capture it.
+
+    added: hidden [rows, rank] and factor [rank, out] of the type that is multiplied, whose product is added.
+    """
     out = torch.empty(x.shape[0], shape[0], dtype=x.dtype, device=x.device)
     if x.dtype not in (torch.float16, torch.bfloat16):
         x = x.half()
@@ -52,7 +62,7 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     for first in range(0, x.shape[0], most):
         part = slice(first, min(first + most, x.shape[0]))
         plan = choose(params, shape, part.stop - first, device)
-        launch(x[part], tensors, params, out[part], plan)
+        launch(x[part], tensors, params, out[part], plan, None if added is None else (added[0][part], added[1]))
     return out
 
 
@@ -96,7 +106,14 @@ def choose(params: Params, shape: tuple[int, int], rows: int, device: splits.Dev
     return Plan(config, block_m, parts)
 
 
-def launch(x: Tensor, tensors: Mapping[str, Tensor], params: Params, out: Tensor, plan: Plan) -> None:
+def launch(
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    params: Params,
+    out: Tensor,
+    plan: Plan,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """out [rows, out] = x [rows, stored columns] W^T, at most plan.rows rows; x is float16 or bfloat16."""
     from compress.kernels.triton import _int
 
@@ -104,11 +121,12 @@ def launch(x: Tensor, tensors: Mapping[str, Tensor], params: Params, out: Tensor
     config, workspace, scales = plan.config, splits.workspace(x.device), tensors["scales"]
     static = constants(params, plan)
     sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
+    hidden, factor = (x, x) if added is None else added
     _int.multiply[-(-rows // config.block_n), plan.parts](
-        x, *_planes(tensors, params), scales, tensors.get("zeros", scales), sums,
+        x, *_planes(tensors, params), scales, tensors.get("zeros", scales), sums, hidden, factor,
         out, workspace.partials, workspace.counters,
         x.shape[0], out.shape[1], rows, columns // (_fields(params) * params.tile_words), plan.parts,
-        **static, BF16=x.dtype == torch.bfloat16, USE_ASM=_int.COMPILED,
+        **static, RANK=0 if added is None else hidden.shape[1], BF16=x.dtype == torch.bfloat16, USE_ASM=_int.COMPILED,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 

@@ -1,0 +1,202 @@
+"""One step of decode attention over a coded cache: is it right, and how fast beside a bfloat16 cache?
+
+    python benchmarks/kv_attention.py [--device cuda] [--threads 1] [--tokens 32768 131072] [--bits 2 3 4 8]
+    python benchmarks/kv_attention.py show [--json FILE]
+
+One sequence, 32 query heads, 8 KV heads of 128 channels, min-max integers with groups of 32 (method kivi), and on a
+GPU rotated Lloyd-Max codes too. Each cache is first compared with attention in float64 over what it decodes to; one
+that is wrong ends the run. Then three ways are timed in turns (compress/evaluate/speed.py): path B, which reads what
+is stored; path A, which decodes and calls scaled_dot_product_attention; and that function on a bfloat16 cache
+allocated as a whole, the faster of two ways to call it: with enable_gqa, or with the query heads of a KV head as
+rows. On a GPU these are CUDA graphs that go round over copies, so that nothing is in its cache. Rows go to
+benchmarks/results/kv_attention_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+TOKENS = {"cpu": [16384], "cuda": [32768, 131072]}
+CHUNK = 8192  # tokens of keys and values that are made at a time
+TOLERANCE = 1e-2  # relative error of outputs in bfloat16, with decoded keys and values that are not rounded to it
+METHODS = {"cpu": ["kivi"], "cuda": ["kivi", "lloyd"]}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache."""
+
+    method: str
+    bits: int
+    tokens: int
+    bytes: int  # of the coded cache of a layer
+    error: float
+    path_b_s: float
+    path_a_s: float
+    bfloat16_s: float
+    gb_per_s: float  # of stored bytes, path B
+    ratio_a: float  # path A over path B
+    ratio: float  # bfloat16 over path B
+
+
+def recipe(method: str, bits: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"method": method, "bits": bits, "sink": 4, "residual_length": 128}
+    return settings | ({"keys": {"rope": "post", "centre": "none"}} if method == "lloyd" else {})
+
+
+def layer(method: str, bits: int, tokens: int, device: str, seed: int) -> Any:
+    """A CodedLayer with random keys, whose channels have means and sizes of their own, and values."""
+    import torch
+    from transformers import LlamaConfig
+
+    from compress.kv.cache import make_cache
+
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * WIDTH
+    )
+    made = make_cache(config, recipe(method, bits), path="scores")
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(count: int) -> Any:
+        return torch.randn(1, KV_HEADS, count, WIDTH, generator=generator, device=device)
+
+    size, mean = 1 + normal(1).abs(), 2 * normal(1)
+    found: Any = made.layers[0]
+    for start in range(0, tokens, CHUNK):
+        count = min(CHUNK, tokens - start)
+        found.update((normal(count) * size + mean).bfloat16(), normal(count).bfloat16())
+        found.commit()
+    return found
+
+
+def step(layer: Any, q: Any, new: Any) -> Any:
+    """Path B for one new token [B, H, 1, width], which is not stored."""
+    from compress.kv import attention, fused
+
+    if not q.is_cuda:
+        return attention._attend(layer, q, new, None, (WIDTH**-0.5, None))
+    found = fused.attend(layer, q, new, None, WIDTH**-0.5)
+    if found is None:
+        raise SystemExit("the kernel does not take this cache")
+    return found
+
+
+def decoded_step(layer: Any, q: Any, new: Any) -> Any:
+    """Path A: keys and values of all tokens, written out."""
+    import torch.nn.functional as F
+
+    keys, values = (layer.stores[kind].read(x) for kind, x in zip(("keys", "values"), new, strict=True))
+    return F.scaled_dot_product_attention(rows_of(q), keys, values)
+
+
+def rows_of(q: Any) -> Any:
+    """q [B, H, 1, width] as rows of the KV heads."""
+    return q.view(1, KV_HEADS, -1, WIDTH)
+
+
+def error(layer: Any, q: Any, new: Any) -> float:
+    """Relative error of path B; SystemExit if it is too large."""
+    stores = [layer.stores[kind] for kind in ("keys", "values")]
+    keys, values = (store.read(x).double() for store, x in zip(stores, new, strict=True))
+    query = rows_of(q.double())
+    exact = ((query @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).view(1, 1, HEADS, WIDTH)
+    found = ((step(layer, q, new).double() - exact).norm() / exact.norm()).item()
+    if not found < TOLERANCE:
+        raise SystemExit(f"wrong, relative error {found:.2e}")
+    return found
+
+
+def time_row(method: str, bits: int, tokens: int, device: str) -> Row:
+    import torch
+    import torch.nn.functional as F
+
+    from compress.evaluate import speed
+
+    generator = torch.Generator(device).manual_seed(1)
+    q, *new = (
+        torch.randn(1, heads, 1, WIDTH, generator=generator, device=device).bfloat16()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    first = layer(method, bits, tokens, device, 0)
+    wrong, stored = error(first, q, new), first.nbytes().total
+    copies = max(2, -(-speed.ROTATED_BYTES[device] // stored)) if device == "cuda" else 1
+    layers = [first, *(layer(method, bits, tokens, device, seed) for seed in range(1, copies))]
+    caches = [
+        [torch.randn(1, KV_HEADS, tokens + 1, WIDTH, device=device).bfloat16() for _ in range(2)]
+        for _ in range(max(1, min(copies, speed.ROTATED_BYTES[device] // stored)))
+    ]
+    ways: list[list[Any]] = [
+        [lambda one=one: step(one, q, new) for one in layers],
+        [lambda one=one: decoded_step(one, q, new) for one in layers[:2]],
+        [lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in caches],
+        [lambda k=k, v=v: F.scaled_dot_product_attention(rows_of(q), k, v) for k, v in caches],
+    ]
+    with torch.inference_mode():
+        b, a, *both = speed.in_turns(ways, device)
+    plain = min(both)
+    return Row(method, bits, tokens, stored, wrong, b, a, plain, stored / b / 1e9, a / b, plain / b)
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"| {row['method']} | {row['bits']} | {row['tokens']} | {row['bytes'] / 1e6:.1f} | {row['error']:.1e} | "
+        f"{row['path_b_s'] * 1e6:.0f} | {row['gb_per_s']:.1f} | {row['ratio_a']:.2f} | {row['ratio']:.2f} |"
+    )
+
+
+def show(file: Path) -> None:
+    found = json.loads(file.read_text())
+    print(f"{found['device']}, {found['threads']} threads, torch {found['torch']}\n")
+    print("| method | bits | tokens | MB | error | path B us | GB/s | x path A | x bfloat16 |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in found["rows"]:
+        print(line(row))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", nargs="?", choices=["run", "show"], default="run")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--tokens", nargs="+", type=int, help="default: 16384, on a GPU 32768 131072")
+    parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4, 8])
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/kv_attention_<device>.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.mode == "show":
+        show(args.json or ROOT / "benchmarks/results/kv_attention_cpu.json")
+        return
+    import torch
+    from measure import machine
+
+    torch.set_num_threads(args.threads)
+    rows = []
+    for tokens in args.tokens or TOKENS[args.device]:
+        for method in METHODS[args.device]:
+            for bits in args.bits:
+                rows.append(time_row(method, bits, tokens, args.device))
+                print(line(asdict(rows[-1])), flush=True)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else str(machine()["cpu"])
+    known = {"device": name, "threads": args.threads, "torch": torch.__version__, "load_average": os.getloadavg()}
+    slug = "cpu" if args.device == "cpu" else re.sub(r"\W+", "_", name).lower()
+    file = args.json or ROOT / f"benchmarks/results/kv_attention_{slug}.json"
+    file.write_text(json.dumps({**known, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Greedy on convex hulls for the multiple-choice knapsack, with a lower bound that says how good it is.
+
+Of each unit the entries that no other dominates are kept, and of those the lower convex hull of damage over bytes. All
+hulls' segments, steepest first, are what the linear relaxation buys: the prefix of them that fits is optimal for the
+bytes that it takes, and the first that does not fit gives Dantzig's bound for all choices. What is left of the budget,
+less than that segment, is then filled: segments that fit (a unit whose segment does not fit is out), any other upgrade
+by damage per byte, exchanges of one upgrade for one downgrade.
+
+A greedy filling alone may do worse with more room. Here it is tried at a fixed list of rooms between one prefix and the
+next, each time against what the room before gave, and what remains goes to the cheapest upgrades one by one; so a
+larger budget never gives more damage, and no upgrade that fits is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+ROOMS = 64  # at which the filling is tried, at most
+WORK = 4_000_000  # entries looked at in all those trials, about
+EXCHANGES = 50  # at most in one filling
+EXCHANGE_ENTRIES = 20_000  # above, the bound is so close that exchanges are not worth their sorting
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries of all units, padded: one row a unit, ascending in bytes."""
+
+    nbytes: Ints  # [units, entries]; padding: that of the last entry
+    damage: Floats  # [units, entries]; padding: inf
+    index: Ints  # [units, entries] into the unit's own entries
+
+    @cached_property
+    def rows(self) -> Ints:
+        return np.arange(len(self.nbytes))
+
+    def cost(self, at: Ints) -> int:
+        """Bytes of a choice, given as columns [units]."""
+        return int(self.nbytes[self.rows, at].sum())
+
+    def loss(self, at: Ints) -> float:
+        return float(self.damage[self.rows, at].sum())
+
+    def undominated(self) -> Table:
+        """Only entries with less damage than all that take as many bytes or fewer; damage falls strictly."""
+        before = np.full_like(self.damage, np.inf)
+        before[:, 1:] = np.minimum.accumulate(self.damage, 1)[:, :-1]
+        keep = self.damage < before
+        order = np.argsort(~keep, axis=1, kind="stable")[:, : int(keep.sum(1).max(initial=1))]
+        kept = np.take_along_axis(keep, order, 1)
+        nbytes = np.where(kept, np.take_along_axis(self.nbytes, order, 1), 0)
+        damage = np.where(kept, np.take_along_axis(self.damage, order, 1), np.inf)
+        return Table(np.maximum.accumulate(nbytes, 1), damage, np.take_along_axis(self.index, order, 1))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Steps along the hulls, steepest first; those of one unit in its order."""
+
+    unit: Ints
+    to: Ints  # column
+    nbytes: Ints  # more than before the step
+    rate: Floats  # damage taken away a byte
+
+    def __getitem__(self, part: NDArray[np.bool_] | Ints | slice) -> Segments:
+        return Segments(self.unit[part], self.to[part], self.nbytes[part], self.rate[part])
+
+
+def greedy(table: Table, budget: int) -> tuple[Ints, float]:
+    """(columns [units] within the budget, lower bound of the damage of any choice within it).
+
+    The table has no dominated entries, and its first column is within the budget.
+    """
+    segments = hulls(table)
+    room = budget - int(table.nbytes[:, 0].sum())
+    spent = np.cumsum(segments.nbytes)
+    count = int(np.searchsorted(spent, room, side="right"))
+    at = np.zeros(len(table.nbytes), np.int64)
+    at[segments.unit[:count]] = segments.to[:count]  # the last of a unit counts
+    if count == len(spent):
+        return at, table.loss(at)
+    left = room - (int(spent[count - 1]) if count else 0)
+    bound = table.loss(at) - float(segments.rate[count]) * left
+    at = _filled(table, segments[count:], at, left)
+    return at, min(bound, table.loss(at))
+
+
+def hulls(table: Table) -> Segments:
+    """The steps from each unit's smallest entry to its best along the lower convex hull."""
+    units, entries = table.nbytes.shape
+    at = np.zeros(units, np.int64)
+    before = np.full(units, np.inf)
+    found = []
+    for step in range(entries - 1):
+        more, gain = _upgrades(table, at)
+        rate = np.where(gain > 0, gain / np.maximum(more, 1), 0.0)
+        best = rate.max(1)
+        to = entries - 1 - np.argmax(rate[:, ::-1] == best[:, None], axis=1)  # of equal ones the furthest
+        best = np.minimum(best, before)  # rounding does not turn the order within a unit
+        on = np.flatnonzero(best > 0)
+        if not len(on):
+            break
+        found.append((on, to[on], more[on, to[on]], best[on], np.full(len(on), step)))
+        at[on], before[on] = to[on], best[on]
+    if not found:
+        none = np.zeros(0, np.int64)
+        return Segments(none, none, none, np.zeros(0))
+    unit, column, nbytes, rates, number = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Segments(unit, column, nbytes, rates)[np.lexsort((number, unit, -rates))]
+
+
+def _upgrades(table: Table, at: Ints) -> tuple[Ints, Floats]:
+    """Bytes more and damage less [units, entries] of every entry against the one at hand; padding gains -inf."""
+    here = table.rows, at
+    return table.nbytes - table.nbytes[here][:, None], table.damage[here][:, None] - table.damage
+
+
+def _filled(table: Table, segments: Segments, base: Ints, room: int) -> Ints:
+    """The best choice found that takes at most `room` bytes more than `base`, a prefix that is followed by `segments`.
+
+    Never worse with more room: the rooms tried depend on the base alone, and between them upgrades come in an order
+    that does not depend on the room.
+    """
+    start, state = table.cost(base), base
+    for tried in _rooms(table, base, int(segments.nbytes[0])):
+        if tried > room:
+            break
+        budget = start + int(tried)
+        state = _grown(table, state, budget)
+        other = _exchanged(table, _bought(table, segments, base, budget), budget)
+        if table.loss(other) < table.loss(state):
+            state = other
+    return _grown(table, state, start + room)
+
+
+def _rooms(table: Table, base: Ints, width: int) -> Ints:
+    """Ascending numbers of bytes below `width`: what single upgrades of the base take, and even steps."""
+    count = int(np.clip(WORK // table.damage.size, 4, ROOMS)) // 2
+    more, gain = _upgrades(table, base)
+    takes = np.unique(more[(gain > 0) & (more < width)])
+    if len(takes) > count:
+        takes = takes[np.linspace(0, len(takes) - 1, count).astype(np.int64)]
+    return np.unique(np.concatenate([takes, np.arange(1, count) * width // count]))
+
+
+def _grown(table: Table, at: Ints, budget: int) -> Ints:
+    """The cheapest upgrade of all, whatever it gains, again and again while it fits."""
+    at, room = at.copy(), budget - table.cost(at)
+
+    def following(unit: int) -> int:
+        column = at[unit] + 1
+        ends = column == table.damage.shape[1] or table.damage[unit, column] == np.inf
+        return room + 1 if ends else int(table.nbytes[unit, column] - table.nbytes[unit, at[unit]])
+
+    after = np.minimum(at + 1, table.damage.shape[1] - 1)
+    more = table.nbytes[table.rows, after] - table.nbytes[table.rows, at]  # 0 where there is none
+    queue = [(int(more[unit]), int(unit)) for unit in np.flatnonzero((more > 0) & (more <= room))]
+    heapq.heapify(queue)
+    while queue and queue[0][0] <= room:
+        takes, unit = heapq.heappop(queue)
+        room -= takes
+        at[unit] += 1
+        if (takes := following(unit)) <= room:
+            heapq.heappush(queue, (takes, unit))
+    return at
+
+
+def _bought(table: Table, segments: Segments, base: Ints, budget: int) -> Ints:
+    """Segments that fit, in their order, then whatever other upgrades fit."""
+    at = base.copy()
+    _take(at, segments, budget - table.cost(at))
+    return upgraded(table, at, budget)
+
+
+def upgraded(table: Table, at: Ints, budget: int) -> Ints:
+    """Upgrades to any entry that fits, those first that take away most damage a byte, until none fits."""
+    at = at.copy()
+    while True:
+        room = budget - table.cost(at)
+        found = offers(table, at, room)
+        if not len(found.unit):
+            return at
+        _take(at, found[np.sort(np.unique(found.unit, return_index=True)[1])], room)  # of each unit the best
+
+
+def offers(table: Table, at: Ints, room: int) -> Segments:
+    """All single upgrades that take at most `room` bytes more, those first that take away most damage a byte."""
+    more, gain = _upgrades(table, at)
+    unit, column = np.nonzero((gain > 0) & (more <= room))
+    takes = more[unit, column]
+    rate = gain[unit, column] / np.maximum(takes, 1)  # a better entry that takes no more is there only for exact.py
+    return Segments(unit, column, takes, rate)[np.lexsort((column, unit, -rate))]
+
+
+def _take(at: Ints, segments: Segments, room: int) -> None:
+    """Moves `at` along segments in order while they fit; the first of a unit that does not fit ends that unit."""
+    last = len(segments.unit)
+    while len(segments.unit):
+        place = np.arange(len(segments.unit))
+        misfits = place[segments.nbytes > room][::-1]
+        end = np.full(len(at), last)
+        end[segments.unit[misfits]] = misfits  # the first of each unit, being the last that is written
+        segments = segments[place < end[segments.unit]]
+        spent = np.cumsum(segments.nbytes)
+        count = int(np.searchsorted(spent, room, side="right"))
+        at[segments.unit[:count]] = segments.to[:count]
+        room -= int(spent[count - 1]) if count else 0
+        segments = segments[count:]
+
+
+def _exchanged(table: Table, at: Ints, budget: int) -> Ints:
+    """One unit up and another down, the pair that lowers damage most, again and again; then upgrades that fit."""
+    if table.damage.size > EXCHANGE_ENTRIES:
+        return at
+    for _ in range(EXCHANGES):
+        more, gain = _upgrades(table, at)
+        up, down = np.nonzero(gain > 0), np.nonzero((gain < 0) & (gain > -np.inf))
+        if not len(up[0]) or not len(down[0]):
+            return at
+        order = np.argsort(-more[down], kind="stable")  # by what a downgrade saves
+        down = down[0][order], down[1][order]
+        saves, loses = -more[down], -gain[down]
+        # for each upgrade: among the downgrades that save enough, the one that loses least
+        least = np.minimum.accumulate(loses[::-1])[::-1]
+        which = np.arange(len(loses))
+        cheapest = np.maximum.accumulate(np.where(loses == least, len(loses) - which, 0)[::-1])[::-1]
+        first = np.searchsorted(saves, more[up] - (budget - table.cost(at)), side="left")
+        possible = first < len(saves)
+        partner = len(loses) - cheapest[np.minimum(first, len(saves) - 1)]
+        wins = np.where(possible & (down[0][partner] != up[0]), gain[up] - loses[partner], -np.inf)
+        best = int(np.argmax(wins))
+        if not wins[best] > 1e-12 * gain[up][best]:
+            return at
+        at = at.copy()
+        at[up[0][best]], at[down[0][partner[best]]] = up[1][best], down[1][partner[best]]
+        at = upgraded(table, at, budget)
+    return at

@@ -1,0 +1,43 @@
+"""Options of a whole model by name, for allocators that speak of levels and not of damage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compress.allocate.problem import Unit
+from compress.errors import RecipeError
+
+
+def ranked(units: Sequence[Unit]) -> list[str]:
+    """All options, by the bytes that they take a weight where they are offered, ascending; ties by name."""
+    nbytes: dict[str, int] = {}
+    numel: dict[str, int] = {}
+    for unit in units:
+        for entry in unit.entries:
+            nbytes[entry.option] = nbytes.get(entry.option, 0) + entry.nbytes
+            numel[entry.option] = numel.get(entry.option, 0) + unit.numel
+    return sorted(nbytes, key=lambda option: (nbytes[option] / numel[option], option))
+
+
+def named(units: Sequence[Unit], key: str, option: str | None, default: int) -> str:
+    """The option that the setting `key` names, None: that of place `default` of the ranking. RecipeError: unknown."""
+    known = ranked(units)
+    if option is None:
+        return known[default]
+    if option not in known:
+        raise RecipeError(f"allocate: {key} {option!r} is none of the options, which are {', '.join(known)}")
+    return option
+
+
+def at(units: Sequence[Unit], option: str) -> list[int]:
+    """Of each unit the entry of this option; where it is not offered, the largest of no higher rank, else the smallest.
+
+    Entries are indices.
+    """
+    rank = {name: place for place, name in enumerate(ranked(units))}
+    chosen = []
+    for unit in units:
+        ranks = [rank[entry.option] for entry in unit.entries]
+        allowed = [place for place in ranks if place <= rank[option]] or [min(ranks)]
+        chosen.append(ranks.index(max(allowed)))
+    return chosen

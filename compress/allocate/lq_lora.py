@@ -1,0 +1,41 @@
+"""LQ-LoRA's integer program: least squared weight error within the bytes (arXiv 2311.12023).
+
+One 0/1 variable for each matrix and storage option, one option a matrix; the sum of ||W - Q_c(W)||_F^2 is minimized,
+or of ||sqrt(F) * (W - Q_c(W))||_F^2 with the diagonal F of the empirical Fisher information.
+
+Differences from the released code: HiGHS instead of Gurobi, stopped after 60 seconds as there; the options are those of
+the recipe instead of 432 settings of one codebook; costs are divided by the cost of the greedy's choice, where the code
+scales their norm to 1000, which says the same to the solver and does not depend on options that no one would take.
+
+Not done: the low-rank part that is taken off a weight before its error is measured. Plain weight errors compare badly
+between matrices: large ones dominate, whatever goes through them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.solver import Limits, damages_of, solve
+
+
+@dataclass(frozen=True)
+class Config:
+    estimator: Literal["weight", "fisher"] = "weight"
+    seconds: float = 60.0  # that the solver may take
+    gap: float = 1e-6  # relative gap at which it stops
+
+    def __post_init__(self) -> None:
+        Limits(self.seconds, self.gap)
+
+
+def needs(config: Config) -> frozenset[str]:
+    """The damage that must be in the table."""
+    return frozenset({config.estimator})
+
+
+def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+    problem.check()
+    damages = damages_of(problem, config.estimator)
+    return solve(problem, damages, "milp", limits=Limits(config.seconds, config.gap)).allocated()

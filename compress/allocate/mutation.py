@@ -1,0 +1,184 @@
+"""Changes of a choice that keep it within the budget. What an entry is does not matter: only its place and bytes do.
+
+`switched` and `traded` are the level switches of EvoPress (arXiv 2410.14649), `rounded_down` is its start; `guided` is
+ours. Each gives a new choice, or None where chance has led to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from compress.allocate.problem import Choice, Problem
+from compress.allocate.surrogate import Table
+
+MOST_FLIPS = 3  # of one mutation
+MOST_CHANGES = 10  # of one mutation between units of different sizes
+LEAST_USE = 0.8  # of the bytes that such a mutation frees, the share that it must use
+TOURNAMENTS = (1, 4, 16)  # sizes: the best of so many random changes is made; 1 is chance alone
+
+
+class Sizes:
+    """Bytes of every entry, and what a choice may do within the budget."""
+
+    def __init__(self, problem: Problem, damages: Table) -> None:
+        self.budget = problem.budget
+        self.bytes = [[entry.nbytes for entry in unit.entries] for unit in problem.units]
+        self.upgrades = [_upgrades(row, damage) for row, damage in zip(self.bytes, damages, strict=True)]
+        self.larger = [[[j for j, b in enumerate(row) if b > a] for a in row] for row in self.bytes]
+        self.smaller = [[[j for j, b in enumerate(row) if b < a] for a in row] for row in self.bytes]
+
+    def of(self, choice: Sequence[int]) -> int:
+        return sum(row[i] for row, i in zip(self.bytes, choice, strict=True))
+
+    def step(self, unit: int, old: int, new: int) -> int:
+        """Bytes that a unit takes more at entry `new`."""
+        return self.bytes[unit][new] - self.bytes[unit][old]
+
+    def higher(self, choice: Sequence[int], units: Sequence[int]) -> list[int]:
+        return [u for u in units if choice[u] + 1 < len(self.bytes[u])]
+
+    def lower(self, choice: Sequence[int], units: Sequence[int]) -> list[int]:
+        return [u for u in units if choice[u] > 0]
+
+
+def flips(rng: Random) -> int:
+    """Level switches of one mutation: few, mostly."""
+    return min(rng.randint(1, MOST_FLIPS), rng.randint(1, MOST_FLIPS))
+
+
+def groups(problem: Problem, rule: str) -> list[list[int]]:
+    """Units that may trade: of equal bytes ("size"), of one kind, or all ("none")."""
+    found: dict[object, list[int]] = {}
+    for index, unit in enumerate(problem.units):
+        key: object = tuple(entry.nbytes for entry in unit.entries) if rule == "size" else unit.kind
+        found.setdefault(None if rule == "none" else key, []).append(index)
+    return list(found.values())
+
+
+def switched(sizes: Sizes, parent: Choice, among: Sequence[Sequence[int]], rng: Random) -> Choice | None:
+    """In a random group (as likely as it is large) one unit goes a level down and another up: exactly equal bytes."""
+    choice = list(parent)
+    for _ in range(flips(rng)):
+        group = rng.choices(among, weights=[len(g) for g in among])[0]
+        down = sizes.lower(choice, group)
+        if not down:
+            continue
+        giver = rng.choice(down)
+        freed = sizes.step(giver, choice[giver] - 1, choice[giver])
+        up = [u for u in sizes.higher(choice, group) if sizes.step(u, choice[u], choice[u] + 1) == freed]
+        if not up:
+            continue
+        taker = rng.choice(up)  # may be the giver, if its levels are equally far apart: nothing is changed then
+        choice[giver] -= 1
+        choice[taker] += 1
+    return _new(choice, parent)
+
+
+def traded(sizes: Sizes, parent: Choice, rng: Random) -> Choice | None:
+    """Random units go a level up, then random ones down until the budget is met, whatever their bytes."""
+    choice, units = list(parent), range(len(parent))
+    added = freed = changes = 0
+    for _ in range(flips(rng)):
+        up = sizes.higher(choice, units)
+        if not up:
+            break
+        taker = rng.choice(up)
+        choice[taker] += 1
+        added += sizes.step(taker, choice[taker] - 1, choice[taker])
+        changes += 1
+    over = sizes.of(choice) - sizes.budget
+    while over > 0:
+        giver = rng.choice(sizes.lower(choice, units))
+        choice[giver] -= 1
+        step = sizes.step(giver, choice[giver], choice[giver] + 1)
+        over, freed, changes = over - step, freed + step, changes + 1
+        if changes > MOST_CHANGES:
+            return None
+    return None if freed and added / freed < LEAST_USE else _new(choice, parent)
+
+
+def rounded_down(sizes: Sizes, rng: Random) -> Choice:
+    """The lowest level (the same for all units) that fills the budget; random units go down until it is met."""
+    levels = max(len(row) for row in sizes.bytes)
+    level = next((n for n in range(levels) if sizes.of(_level(sizes, n)) >= sizes.budget), levels - 1)
+    choice = list(_level(sizes, level))
+    over = sizes.of(choice) - sizes.budget
+    while over > 0:
+        giver = rng.choice(sizes.lower(choice, range(len(choice))))
+        choice[giver] -= 1
+        over -= sizes.step(giver, choice[giver], choice[giver] + 1)
+    return tuple(choice)
+
+
+def guided(sizes: Sizes, parent: Choice, values: Table, rng: Random) -> Choice | None:
+    """Units go up to any entry, others down until the budget is met, then up again while there is room.
+
+    What looks best by `values` (of each unit, a value of each entry, less is better) wins tournaments of random size.
+    """
+    choice, size = list(parent), rng.choice(TOURNAMENTS)
+    room = sizes.budget - sizes.of(choice)
+    for _ in range(flips(rng)):
+        room -= _move(sizes, choice, values, (rng, size, sizes.larger))
+    for _ in range(MOST_CHANGES):
+        if room >= 0:
+            return _new(filled(sizes, choice, values), parent)
+        room -= _move(sizes, choice, values, (rng, size, sizes.smaller))
+    return None
+
+
+def _move(sizes: Sizes, choice: list[int], values: Table, how: tuple[Random, int, list[list[list[int]]]]) -> int:
+    """Move one unit to the winner of a tournament by value a byte, if there is any; returns the bytes added.
+
+    how: the source of chance, how many moves compete, and where each entry may move to.
+    """
+    rng, size, targets = how
+    best: tuple[float, int, int] | None = None
+    for _ in range(size):
+        unit = int(rng.random() * len(choice))
+        now = choice[unit]
+        if reachable := targets[unit][now]:
+            new = reachable[int(rng.random() * len(reachable))]
+            row = values[unit]
+            move = ((row[new] - row[now]) / abs(sizes.step(unit, now, new)), unit, new)
+            best = move if best is None else min(best, move)
+    if best is None:
+        return 0
+    _, unit, new = best
+    step = sizes.step(unit, choice[unit], new)
+    choice[unit] = new
+    return step
+
+
+def filled(sizes: Sizes, choice: Sequence[int], values: Table) -> Choice:
+    """The choice with upgrades until none can be afforded; what gains most by `values` comes first."""
+    found = list(choice)
+    room = sizes.budget - sizes.of(found)
+    while best := min(_affordable(sizes, found, values, room), default=None):
+        _, unit, new = best
+        room -= sizes.step(unit, found[unit], new)
+        found[unit] = new
+    return tuple(found)
+
+
+def _affordable(sizes: Sizes, choice: Sequence[int], values: Table, room: int) -> Iterator[tuple[float, int, int]]:
+    for unit, now in enumerate(choice):
+        for new in sizes.upgrades[unit][now]:
+            if sizes.step(unit, now, new) > room:
+                break
+            yield values[unit][new] - values[unit][now], unit, new
+
+
+def _upgrades(nbytes: Sequence[int], damages: Sequence[float]) -> list[list[int]]:
+    """Of every entry, those with more bytes and less damage, the smallest first."""
+    count = range(len(nbytes))
+    better = [[j for j in count if nbytes[j] > nbytes[i] and damages[j] < damages[i]] for i in count]
+    return [sorted(row, key=nbytes.__getitem__) for row in better]
+
+
+def _level(sizes: Sizes, level: int) -> Choice:
+    return tuple(min(level, len(row) - 1) for row in sizes.bytes)
+
+
+def _new(choice: Sequence[int], parent: Choice) -> Choice | None:
+    return None if tuple(choice) == parent else tuple(choice)

@@ -1,0 +1,104 @@
+"""What allocators are given and give back.
+
+A `Problem` is a table: for every unit (linears that a runtime keeps together) the ways to store it, each with its exact
+bytes and its damage by one or more estimators. A choice takes one entry of every unit within the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from compress.errors import BudgetError
+
+Choice = tuple[int, ...]  # of each unit, the index of an entry
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way to store a unit."""
+
+    option: str  # as the recipe's list of options names it
+    nbytes: int  # of all members, everything included
+    bits: float  # stored bits a weight, everything included
+    damage: Mapping[str, float] = field(default_factory=dict)  # estimator -> damage, at least 0, less is better
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that are stored alike."""
+
+    name: str  # model.layers.0.self_attn.{q_proj,k_proj,v_proj}
+    members: tuple[str, ...]  # full names
+    block: int
+    numel: int  # weights
+    entries: tuple[Entry, ...]  # ascending in bytes
+    is_expert: bool = False
+    scores: Mapping[str, float] = field(default_factory=dict)  # of the unit, whatever the entry (lim, zd, share ...)
+
+    @property
+    def kind(self) -> str:
+        """The name without numbers: units of one kind are the same part of different blocks (or experts)."""
+        return ".".join("*" if part.isdigit() else part for part in self.name.split("."))
+
+
+@dataclass(frozen=True)
+class Problem:
+    units: tuple[Unit, ...]
+    budget: int  # bytes of all units together
+
+    def nbytes(self, choice: Choice) -> int:
+        return sum(unit.entries[i].nbytes for unit, i in zip(self.units, choice, strict=True))
+
+    def damage(self, choice: Choice, estimator: str) -> float:
+        """Sum over units."""
+        return sum(unit.entries[i].damage[estimator] for unit, i in zip(self.units, choice, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest choice."""
+        return sum(min(entry.nbytes for entry in unit.entries) for unit in self.units)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest choice."""
+        return sum(max(entry.nbytes for entry in unit.entries) for unit in self.units)
+
+    def check(self) -> None:
+        """Raise BudgetError unless some choice is within the budget."""
+        if self.budget < self.least:
+            bpw = 8 / self.numel
+            raise BudgetError(
+                f"the smallest options take {self.least} bytes ({self.least * bpw:.3f} bits a weight), more than the "
+                f"budget of {self.budget} ({self.budget * bpw:.3f}); raise the target, or offer smaller options"
+            )
+
+
+class Bench(Protocol):
+    """What a search can measure with: the joint effect of a choice on the model's predictions."""
+
+    samples: int  # calibration sequences there are
+    seq_len: int  # tokens of each
+    seed: int
+    folder: Path  # for what a resumed search needs; kept until the search is done
+    say: Callable[[str], None]  # shows what is being done
+    forwards: float  # tokens that have gone through the whole model so far, shared prefixes counted once
+
+    def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
+        """KL(original || choice), nats a token, of each choice on these sequences, whatever is asked beside it."""
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """What an allocator decides."""
+
+    choice: Choice
+    notes: tuple[str, ...] = ()  # for the report, each one sentence
+    trace: tuple[Mapping[str, float], ...] = ()  # of a search: one row a step (what it names, in its own words)
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # bound, seconds, token-forwards ...

@@ -1,0 +1,236 @@
+"""From a recipe that leaves bits open to one that says what every linear gets.
+
+What is measured (compress/measure.py, compress/sensitivities.py) lies in a folder beside the output and serves every
+budget; an allocator of compress/allocate chooses; the choice becomes rules of the recipe, so that the rest of the
+program, and whoever runs the written recipe again, needs to know nothing of allocation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compress import candidates, job, measure, memory, plugins, sensitivities
+from compress.allocate.problem import Allocated, Choice, Problem
+from compress.checkpoint import read_json, write_text
+from compress.database import FIXED, Database
+from compress.errors import BudgetError, RecipeError
+from compress.job import Job
+from compress.output import writing
+from compress.progress import Progress
+from compress.recipe import fingerprint
+from compress.recipe_types import Allocation, Target
+from compress.table import Table
+
+JOINT = "joint"  # among what an allocator needs: it measures choices
+BISECTIONS = 12  # of the budget, for a bound on the divergence
+
+
+class Session:
+    """An opened folder of measurements: the table, and a bench to measure choices on."""
+
+    def __init__(self, opened: measure.Options, database: Database, measured: sensitivities.Measured) -> None:
+        self.opened, self.database, self.measured = opened, database, measured
+        self.recipe = opened.asked.recipe
+
+    def table(self, needs: frozenset[str]) -> Table:
+        """The table with these damages; what is missing is measured first."""
+        return self.measured.table(needs - {JOINT})
+
+    def bench(self, found: Table, text: str | None = None, tokens: int = 0) -> Bench:
+        """To measure choices with, on the calibration text or on the first `tokens` of another."""
+        if text is None:
+            return Bench(self, found, self.measured.judge())
+        return Bench(self, found, self.measured.other_text(text, tokens))
+
+
+class Bench:
+    """The joint effect of choices on the predictions (`allocate.problem.Bench`)."""
+
+    def __init__(self, session: Session, found: Table, judge: candidates.Candidates) -> None:
+        self.table, self.candidates = found, judge
+        self.samples, self.seq_len = judge.samples, judge.seq_len
+        self.seed, self.folder = session.opened.asked.seed, session.database.folder
+        self.fixed = {name: FIXED for name, levels in session.opened.levels.items() if FIXED in levels}
+        self.say: Callable[[str], None] = session.measured.say
+        self.max_memory = session.opened.asked.max_memory
+
+    @property
+    def tokens(self) -> int:
+        """Scored at most."""
+        return self.samples * self.seq_len
+
+    @property
+    def forwards(self) -> float:
+        return self.candidates.forwards
+
+    def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
+        """Nats a token; `samples`: numbers of calibration sequences."""
+        found = self.candidates.divergence([self.assignment(choice) for choice in choices], samples)
+        memory.check(self.max_memory)
+        return found
+
+    def assignment(self, choice: Choice) -> dict[str, Any]:
+        """Linear -> level; what is kept is left out."""
+        open_ = {name: str(number) for name, number in self.table.levels(choice).items()}
+        return {**self.fixed, **{n: level for n, level in open_.items() if not self._is_kept(level)}}
+
+    def _is_kept(self, level: str) -> bool:
+        return self.table.options[int(level)] == "keep"
+
+
+@contextmanager
+def session(asked: Job, progress: Progress) -> Iterator[Session]:
+    """Open, or make, the measurements of a recipe. Levels are complete when it is entered."""
+    opened = measure.options(asked)
+    database = Database(asked.measurements or measure.folder_of(asked))
+    with writing(database.folder):
+        calibration = job.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
+    assert calibration is not None, "measuring always has a text"
+    prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
+    opened = dataclasses.replace(opened, prepared=prepared)
+    with database.opened(measure.identity(opened, calibration)):
+        measure.levels(opened, database, calibration, progress)
+        measured = sensitivities.Measured(opened, database, calibration, progress)
+        try:
+            yield Session(opened, database, measured)
+        finally:
+            measured.close()
+
+
+def measured(asked: Job, progress: Progress) -> tuple[Path, dict[str, Any]]:
+    """Make the levels, and the damages that the recipe's allocator needs; the folder, and facts as JSON values."""
+    with session(asked, progress) as opened:
+        settings = opened.opened.allocation
+        found = opened.table(plugins.load("allocate", settings.method).needs(settings.config))
+        parameters = sum(unit.numel for unit in found.units) + found.fixed_numel
+        facts = {
+            "units": len(found.units),
+            "options": len(found.options),
+            "nbytes": opened.database.nbytes,
+            "nbytes per parameter": opened.database.nbytes / parameters,
+            "damages": sorted(found.units[0].entries[0].damage),
+            "scores": sorted(found.units[0].scores),
+            **found.facts,
+        }
+        return opened.database.folder, facts
+
+
+def decided(asked: Job, progress: Progress) -> Job:
+    """The job with its allocation made: its recipe says what every linear gets, its `allocation` how that came about.
+
+    A job without an allocation is returned as it is. Raises RecipeError without a target, BudgetError for one that
+    cannot be met.
+    """
+    allocation = asked.recipe.allocate
+    if allocation is None or not asked.pack:
+        return asked
+    if allocation.target is None:
+        raise RecipeError(f"recipe {asked.recipe.name!r} has no target; give --target 3.25bpw, 2.1GiB or --max-kl 0.05")
+    with session(asked, progress) as opened:
+        facts = decision(opened, allocation, allocation.target)
+    recipe = measure.chosen(asked.recipe, facts.pop("choices"))
+    return dataclasses.replace(asked, recipe=recipe, allocation=facts)
+
+
+def decision(opened: Session, allocation: Allocation, target: Target) -> dict[str, Any]:
+    """What is allocated, as JSON values; kept in the folder, so that a run that goes on need not search again."""
+    wanted = dataclasses.replace(opened.recipe, allocate=dataclasses.replace(allocation, target=target))
+    name = hashlib.sha256(json.dumps([fingerprint(wanted), opened.opened.asked.seed]).encode()).hexdigest()[:16]
+    path = opened.database.folder / f"choice-{name}.json"
+    if path.is_file():
+        return read_json(path)
+    started = time.monotonic()
+    found, problem, result = solve(opened, allocation, target)
+    facts = described(opened, allocation, target, found, result)
+    facts["budget"] = problem.budget
+    facts["seconds"] = round(time.monotonic() - started, 2)
+    write_text(path, json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+def solve(opened: Session, allocation: Allocation, target: Target) -> tuple[Table, Problem, Allocated]:
+    """Let the allocator choose. Raises BudgetError."""
+    module = plugins.load("allocate", allocation.method)
+    needs = module.needs(allocation.config)
+    found = opened.table(needs)
+    bound = target.value if target.unit == "kl" else None
+    if bound is not None:
+        target = _within(opened, allocation, bound)
+    problem = found.problem(target)
+    bench = opened.bench(found) if JOINT in needs else None
+    with writing(opened.database.folder):
+        result: Allocated = module.allocate(problem, allocation.config, bench)
+    if problem.nbytes(result.choice) > problem.budget:
+        raise AssertionError(f"{allocation.method} went over its budget")
+    if bound is not None:
+        judge = opened.bench(found)
+        if (kl := judge.divergence([result.choice], range(judge.samples))[0]) > bound:
+            raise BudgetError(
+                f"{allocation.method} leaves a divergence of {kl:.4g} nats a token where the knapsack stays within "
+                f"{bound:g}; use the knapsack, or give a target in bytes"
+            )
+    return found, problem, result
+
+
+def _within(opened: Session, allocation: Allocation, bound: float) -> Target:
+    """The smallest budget, to 1 / 2^BISECTIONS of the range, whose choice stays within a divergence."""
+    module, config = plugins.load("allocate", allocation.method), allocation.config
+    if JOINT in module.needs(config):  # a search from the knapsack's answer ends no worse than that
+        module = plugins.load("allocate", "knapsack")
+        config = module.Config(estimator=config.estimator)
+    found = opened.table(module.needs(config))
+    bench = opened.bench(found)
+    empty = Problem(found.units, 0)
+    everything = list(range(bench.samples))
+
+    def kl(budget: int) -> float:
+        try:
+            choice = module.allocate(Problem(found.units, budget), config, None).choice
+        except BudgetError:  # a method may need more than the least
+            return math.inf
+        return bench.divergence([choice], everything)[0]
+
+    low, high = empty.least, empty.most
+    if (best := kl(high)) > bound:
+        raise BudgetError(
+            f"the largest options leave a divergence of {best:.4g} nats a token, above the bound of {bound:g}; raise "
+            "it, or offer larger options"
+        )
+    if kl(low) <= bound:
+        high = low
+    for _ in range(BISECTIONS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if kl(middle) <= bound else (middle, high)
+    return Target(f"{high + found.fixed_nbytes + found.other_nbytes}B")
+
+
+def described(
+    opened: Session, allocation: Allocation, target: Target, found: Table, result: Allocated
+) -> dict[str, Any]:
+    """The facts of an allocation, and the choices."""
+    entries = [unit.entries[i] for unit, i in zip(found.units, result.choice, strict=True)]
+    shares = {option: 0 for option in found.options}
+    for unit, entry in zip(found.units, entries, strict=True):
+        shares[entry.option] += unit.numel
+    return {
+        "method": allocation.method,
+        "target": target.text,
+        "bpw": found.bpw(result.choice),
+        "nbytes": found.nbytes(result.choice),
+        "weights by option": {option: numel / sum(shares.values()) for option, numel in shares.items()},
+        "units": {unit.name: entry.option for unit, entry in zip(found.units, entries, strict=True)},
+        "measured on": {"tokens": found.tokens, **found.facts},
+        "database_nbytes": opened.database.nbytes,
+        "notes": list(result.notes),
+        "trace": [dict(row) for row in result.trace],
+        **{key: value for key, value in result.facts.items()},
+        "choices": found.levels(result.choice),
+    }

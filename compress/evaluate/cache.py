@@ -1,0 +1,289 @@
+"""How good, small and fast compressed caches are: the protocol of `compress kv-bench`.
+
+At each context length, for each recipe: the loss of perplexity and the divergence from the uncompressed cache through
+the cache (cache_scores.py), recall of what lies far back, the error of attention's output (cache_error.py), bytes and
+speed (cache_speed.py). Quality is measured in `dtype`, bytes and speed in the type that the checkpoint is stored in.
+
+Recipes of different size are compared at equal measured bytes, too: the smaller ones once more, each with so many more
+exact tokens that the cache of this context takes as many bytes as that of the largest recipe, or a flush less.
+
+Scores are of the tokens whose past is at least four flushes longer than what stays exact (at most half of the context
+is left out); those before are mostly untouched, whatever the recipe. `kl_all` is of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compress import recipe_kv
+from compress.calib import lm
+from compress.calib.data import source_name, token_windows
+from compress.errors import CalibrationError, RecipeError
+from compress.evaluate import scores
+from compress.evaluate.cache_error import output_errors
+from compress.evaluate.cache_scores import (
+    Candidate,
+    Recall,
+    compare,
+    exact_tokens,
+    interval,
+    policies,
+    readable,
+    recall,
+    spans,
+)
+from compress.evaluate.cache_speed import Size, Speed, sizes, speeds
+from compress.evaluate.generation import continued
+from compress.evaluate.scores import Comparison, Execution
+from compress.kv import generation, hooks
+from compress.kv.calibrate import calibrate
+from compress.kv.settings import resolve
+from compress.kv.stored import layer_count
+from compress.progress import Progress, silent
+from compress.recipe_kv import CacheRecipe
+
+CONTEXTS = (512, 2048, 8192)
+BATCH_TOKENS = 8192  # of the windows that go through a model at a time
+ERROR_WINDOWS = 8
+RECALL_TOKENS = 16384  # of the windows that needles are planted in, at most
+CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
+OWN = "own"  # the cache of the checkpoint itself
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe at one context length."""
+
+    recipe: str
+    context: int
+    extra: int  # exact tokens beyond the recipe's, to be as large as the largest recipe
+    tokens: int  # scored
+    exact_nll: float  # nats a token
+    delta_nll: float  # through the cache, above exact_nll
+    delta_interval: tuple[float, float] | None  # 95%, over windows
+    kl: float  # nats a token, mean
+    kl_all: float  # of all tokens of the windows
+    same_top1: float
+    error_p50: float  # of attention's output, mean over layers of the median over queries
+    error_p95: float
+    recalled: float | None  # share of what the needles are worth; None where there is no room for them
+    recall_gain: float | None  # nats a token that they are worth through the exact cache
+    size: Size
+    speed: Speed | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    text: str
+    dtype: str  # of the scores
+    stored_dtype: str  # of bytes and speed
+    device: str
+    threads: int
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure."""
+
+    recipes: dict[str, CacheRecipe]  # by name; none: the checkpoint's own cache
+    text: str | Path
+    calib: str | None = None  # text for recipes that are calibrated
+    contexts: tuple[int, ...] = ()  # none: three that the model can take
+    max_tokens: int = 16384  # of the text, for each context
+    equal_bytes: bool = True
+    speed: bool = True
+
+
+def bench(directory: Path, asked: Asked, execution: Execution, progress: Progress = silent) -> Bench:
+    """Measure. Raises CalibrationError for contexts or texts that do not fit, RecipeError for caches that do not."""
+    limit = lm.max_positions(lm.load_config(directory))
+    contexts = asked.contexts or default_contexts(limit)
+    texts = {n: scores._windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
+    for length, windows in texts.items():
+        if len(windows) < 2:
+            raise CalibrationError(f"a context of {length} tokens needs two windows of text or more; give more text")
+    model = loaded(directory, execution)
+    found = candidates(model, directory, asked, progress)
+    stored = loaded(directory, Execution("auto", execution.device)) if execution.dtype != "auto" else model
+    rows = []
+    for length, windows in texts.items():
+        progress(f"measuring bytes at {length} tokens", 0, 0)
+        own = list(found)
+        measured = sizes(stored, windows[:1], own, lambda done: None)
+        if asked.equal_bytes:
+            longer = _equalized(stored, own, measured, length)
+            slopes = {
+                candidate.name: (s.slope, s.bits_per_element) for candidate, s in zip(found, measured, strict=True)
+            }
+            for candidate, size in zip(longer, sizes(stored, windows[:1], longer, lambda done: None), strict=True):
+                slope, bits = slopes[candidate.name]  # half of the context may lie within so many exact tokens
+                measured.append(replace(size, slope=slope, bits_per_element=bits))
+            own += longer
+        timed: list[Speed | None] = [None] * len(own)
+        if asked.speed:
+            progress(f"timing at {length} tokens", 0, 0)
+            timed[: len(found)] = speeds(stored, windows[:1], found, lambda done: None)
+        rows += _context(model, windows, own, (measured, timed), progress)
+    scored, kept = (str(each.dtype).removeprefix("torch.") for each in (model, stored))
+    return Bench(source_name(asked.text), scored, kept, execution.device, torch.get_num_threads(), rows)
+
+
+def default_contexts(limit: int | None) -> tuple[int, ...]:
+    """Three lengths within the model's limit."""
+    fitting = tuple(n for n in CONTEXTS if limit is None or n <= limit)
+    if len(fitting) == len(CONTEXTS) or limit is None:
+        return fitting
+    return limit // 4, limit // 2, limit
+
+
+def loaded(directory: Path, execution: Execution) -> PreTrainedModel:
+    """A model with the hooks that caches need."""
+    model = lm.load_model(directory, execution.dtype, execution.device)
+    hooks.attach(model)
+    if generation.can_read_scores(model):
+        generation.switch(model)
+    return model
+
+
+def candidates(model: Any, directory: Path, asked: Asked, progress: Progress) -> list[Candidate]:
+    """The recipes, calibrated where they need it; or the checkpoint's own."""
+    own = getattr(model, "kv_cache", None)
+    if not asked.recipes:
+        if own is None:
+            raise RecipeError(f"{directory} stores no cache of its own; name a recipe")
+        return [readable(model, Candidate(OWN, own.recipe, own.static))]
+    found = []
+    for name, recipe in asked.recipes.items():
+        table = recipe_kv.table(recipe)
+        static: dict[str, Tensor] = {}
+        if recipe_kv.needs(recipe):
+            progress(f"calibrating {name}", 0, 0)
+            tokens = _calibration_tokens(model, directory, name, asked.calib)
+            static, _ = calibrate(model, resolve(table, layer_count(model.config)), tokens)
+        found.append(readable(model, Candidate(name, table, static)))
+    return found
+
+
+def evaluate(
+    directories: Sequence[Path], asked: Asked, seq_len: int, execution: Execution, progress: Progress = silent
+) -> Comparison:
+    """Scores of the first checkpoint through one cache, beside the last one (or itself) through the exact cache."""
+    windows = scores._windows(list(directories), asked.text, seq_len, asked.max_tokens)
+    models = [loaded(directory, execution) for directory in directories]
+    found = candidates(models[0], directories[0], asked, progress)
+    say = _counter(progress, "scoring", len(windows))
+    positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
+    summary = scores._summary(positions[0], source_name(asked.text), seq_len)
+    assert isinstance(summary, Comparison)
+    return summary
+
+
+def generate(
+    directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, device: str, asked: Asked
+) -> str:
+    """What the model writes with one cache (compress/evaluate/generation.py says the rest)."""
+
+    def load() -> PreTrainedModel:
+        model = lm.load_model(directory, "auto", device)
+        (found,) = candidates(model, directory, asked, silent)
+        generation.attach(model, found.recipe, found.static)
+        return model
+
+    return continued(directory, load, prompt, max_new_tokens, temperature, seed)
+
+
+def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[Size], length: int) -> list[Candidate]:
+    """The smaller ones, with as many more exact tokens as bring them to the bytes of the largest."""
+    target = max(size.bytes_per_token for size in measured)
+    longer = []
+    for candidate, size in zip(found, measured, strict=True):
+        flush = max(policy.flush for policy in policies(candidate.cache(model.config).settings))
+        tokens = (target - size.bytes_per_token) * length / max(size.exact_per_token - size.slope, 1e-9)
+        if (extra := int(tokens) // flush * flush) > 0:
+            longer.append(replace(candidate, extra=extra))
+    return longer
+
+
+def _context(
+    model: Any,
+    windows: Tensor,
+    found: Sequence[Candidate],
+    measured: tuple[Sequence[Size], Sequence[Speed | None]],
+    progress: Progress,
+) -> list[Row]:
+    """All rows of one context length."""
+    count, length = windows.shape
+    batch = _batch(model, found, length)
+    say = _counter(progress, f"scoring at {length} tokens", count)
+    positions = compare(model, windows, found, batch, say)
+    makes = [lambda c=candidate: c.cache(model.config) for candidate in found]
+    errors = output_errors(model, windows[:ERROR_WINDOWS], makes)
+    planted = windows[: 2 * max(1, min(count // 2, RECALL_TOKENS // length))]
+    recalled = recall(model, planted, found, batch, lambda done: None) or Recall(0.0, [0.0] * len(found), 0, 0)
+    base = [candidate for candidate in found if not candidate.extra]
+    start = min(length // 2, max(exact_tokens(c.cache(model.config).settings) for c in base))
+    rows = []
+    for i, candidate in enumerate(found):
+        nll, exact_nll, kl, top1 = positions[i][:, :, start:]
+        difference = (nll - exact_nll).mean(1)
+        rows.append(
+            Row(
+                candidate.name,
+                length,
+                candidate.extra,
+                nll.numel(),
+                float(exact_nll.mean()),
+                float(difference.mean()),
+                interval(difference),
+                float(kl.mean()),
+                float(positions[i][2].mean()),
+                float(top1.mean()),
+                float(errors[i].p50.mean()),
+                float(errors[i].p95.mean()),
+                recalled.kept[i] if recalled.samples else None,
+                recalled.gain if recalled.samples else None,
+                measured[0][i],
+                measured[1][i],
+            )
+        )
+    return rows
+
+
+def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | None) -> Tensor:
+    if calib is None:
+        raise CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
+    count, length = CALIBRATION
+    length = min(length, lm.max_positions(model.config.get_text_config()) or length)
+    tokenizer = lm.load_tokenizer(directory)
+    vocabulary = model.config.get_text_config().vocab_size
+    windows, _ = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)
+    if not len(windows):
+        raise CalibrationError(f"{calib} has no window of {length} tokens; give more text to calibrate on")
+    return windows[:count]
+
+
+def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
+    """Windows at a time, so that the logits of a chunk through all caches fit in LOGITS_NBYTES."""
+    chunks = spans([candidate.cache(model.config).settings for candidate in found], length)
+    longest = max(stop - start for start, stop in chunks)
+    vocabulary = model.config.get_text_config().vocab_size
+    window = longest * vocabulary * model.dtype.itemsize * (1 + len(found))
+    return max(1, min(BATCH_TOKENS // length, scores.LOGITS_NBYTES // window))
+
+
+def _counter(progress: Progress, text: str, total: int) -> Any:
+    done = [0]
+
+    def say(count: int) -> None:
+        done[0] += count
+        progress(text, done[0], total)
+
+    return say

@@ -1,0 +1,195 @@
+"""What a compressed cache does to predictions: teacher forcing through the cache, and recall of what lies far back.
+
+Windows are fed in chunks: the past is read as it is stored, the chunk itself exactly, then it is stored. With chunks
+that divide `flush` and `residual_length`, the first of them as long as nothing is coded, this is what token-by-token
+decoding reads (tests compare them), so `exact_prefill` plays no part. The uncompressed cache of transformers goes
+through the same chunks beside it.
+
+Recall. A passage (the needle) is put into other text at several depths, all outside of what stays exact, and comes
+again at the end. How much less surprising it is there is what the cache has kept: kept = (nll without the needles - nll
+through the cache) / (nll without - nll through the exact cache), on the passage after its first tokens, which are the
+cue. It needs a model that makes use of the repetition; `gain`, the denominator, says how much it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from compress.errors import NumericalError, RecipeError
+from compress.evaluate.scores import _score
+from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.settings import EXACT, Coding, Settings
+from compress.kv.store import Policy
+
+NEEDLE = 32  # tokens
+CUE = 8  # of them, not scored
+COPIES = 4  # a model of a few million weights does little with one
+RESAMPLED = 2000  # times, for the confidence interval
+
+Say = Callable[[int], None]  # is told how many windows more are done
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cache to be measured."""
+
+    name: str
+    recipe: Mapping[str, Any]  # the table of compress/kv/settings.py
+    static: Mapping[str, Tensor]
+    path: Path = "materialise"
+    extra: int = 0  # tokens that stay exact beyond the recipe's residual_length
+
+    def cache(self, config: Any) -> KVCache:
+        made = make_cache(config, self.recipe, self.static, self.path)
+        made.settings = replace(made.settings, exact_prefill=True)
+        if self.extra:
+            layers = [{kind: self._longer(coding) for kind, coding in each.items()} for each in made.settings.layers]
+            made.settings = replace(made.settings, layers=tuple(layers))
+        return made
+
+    def _longer(self, coding: Coding) -> Coding:
+        policy = replace(coding.policy, residual_length=coding.policy.residual_length + self.extra)
+        return coding if coding.method == EXACT else replace(coding, policy=policy)
+
+
+def readable(model: Any, candidate: Candidate) -> Candidate:
+    """With path B if its codecs can be read in no other way; RecipeError if they do not fit the model."""
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    for path in ("materialise", "scores"):
+        tried = replace(candidate, path=path)
+        try:
+            with torch.no_grad():
+                model(input_ids=tokens, past_key_values=tried.cache(model.config), use_cache=True)
+            return tried
+        except RecipeError:
+            if path == "scores":
+                raise
+    raise AssertionError
+
+
+def policies(settings: Settings) -> list[Policy]:
+    """Of everything that is coded, or of everything if nothing is."""
+    codings = [coding for layer in settings.layers for coding in layer.values()]
+    return [c.policy for c in codings if c.method != EXACT] or [c.policy for c in codings]
+
+
+def spans(settings: Sequence[Settings], tokens: int) -> list[tuple[int, int]]:
+    """Chunks through which all of these caches read what they would read token by token."""
+    found = [policy for each in settings for policy in policies(each)]
+    sinks = [policy.sink for policy in found]
+    step = math.gcd(*(p.flush for p in found), *(p.residual_length for p in found), *(s - sinks[0] for s in sinks))
+    if min(policy.residual_length for policy in found) < step:
+        step = 1
+    first = min(policy.sink + policy.residual_length for policy in found) or step
+    ends = [*range(min(first, tokens), tokens, step), tokens]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def exact_tokens(settings: Settings) -> int:
+    """Tokens of past from which on at least four flushes are coded everywhere."""
+    return max(p.sink + p.residual_length + 4 * p.flush for p in policies(settings))
+
+
+@torch.no_grad()
+def through(model: Any, tokens: Tensor, cache: Any, chunks: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """Logits [B, n, vocab] of each chunk of tokens [B, seq_len], read through the cache."""
+    for start, stop in chunks:
+        yield model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True).logits
+
+
+def compare(
+    model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: int, say: Say, base: Any = None
+) -> Tensor:
+    """windows int64 [windows, seq_len] -> float64 [candidates, 4, windows, seq_len - 1].
+
+    The four: nll of the next token through the cache and through the exact one of `base` (None: of the same model),
+    KL(exact || cache), same likeliest token.
+    """
+    base = base or model
+    length = windows.shape[1]
+    chunks = spans([c.cache(model.config).settings for c in candidates], length)
+    found = []
+    for tokens in windows.split(batch):
+        tokens = tokens.to(model.device)
+        exact = through(base, tokens, DynamicCache(config=base.config), chunks)
+        others = [through(model, tokens, c.cache(model.config), chunks) for c in candidates]
+        parts = []
+        for (start, stop), plain, *logits in zip(chunks, exact, *others, strict=True):
+            end = min(stop, length - 1)
+            target = tokens[:, start + 1 : end + 1].flatten()
+            if end > start:
+                plain = plain[:, : end - start].flatten(0, 1)
+                rows = [_score([x[:, : end - start].flatten(0, 1), plain], target) for x in logits]
+                parts.append(torch.stack(rows).unflatten(-1, (len(tokens), -1)))
+        found.append(torch.cat(parts, -1))
+        say(len(tokens))
+    result = torch.cat(found, 2)
+    if not torch.isfinite(result).all():
+        raise NumericalError("the model gives logits that are not finite through a cache; its weights are damaged")
+    return result
+
+
+def interval(differences: Tensor) -> tuple[float, float] | None:
+    """95% bootstrap interval of the mean of differences [windows]; None for a single one."""
+    count = len(differences)
+    if count < 2:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    means = differences[torch.randint(count, (RESAMPLED, count), generator=generator)].mean(1)
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
+    return low, high
+
+
+@dataclass(frozen=True)
+class Recall:
+    gain: float  # nats a token that the needles are worth through the exact cache
+    kept: list[float]  # of it, for each candidate; 1 is all
+    samples: int
+    tokens: int  # scored
+
+
+def recall(model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: int, say: Say) -> Recall | None:
+    """windows int64 [2 n, seq_len]: n samples, the second half of the windows lends the needles.
+
+    None where a window has no room outside of what stays exact.
+    """
+    settings = [c.cache(model.config).settings for c in candidates]
+    length, count = windows.shape[1], len(windows) // 2
+    first = max(policy.sink for each in settings for policy in policies(each))
+    room = length - NEEDLE - max(map(exact_tokens, settings)) - first
+    if room < COPIES * NEEDLE or not count:
+        return None
+    chunks = spans(settings, length)
+    plain = windows[:count].clone()
+    plain[:, -NEEDLE:] = windows[count : 2 * count, -NEEDLE:]
+    planted = plain.clone()
+    for copy in range(COPIES):
+        at = first + copy * (room - NEEDLE) // (COPIES - 1)
+        planted[:, at : at + NEEDLE] = planted[:, -NEEDLE:]
+    runs: list[tuple[Tensor, Candidate | None]] = [(plain, None), (planted, None), *((planted, c) for c in candidates)]
+    nll = []
+    for rows, candidate in runs:
+        parts = [_needle_nll(model, tokens.to(model.device), candidate, chunks) for tokens in rows.split(batch)]
+        nll.append(float(torch.cat(parts).mean()))
+        say(count)
+    gain = nll[0] - nll[1]
+    kept = [(nll[0] - value) / gain if gain > 0 else math.nan for value in nll[2:]]
+    return Recall(gain, kept, count, count * (NEEDLE - CUE))
+
+
+def _needle_nll(model: Any, tokens: Tensor, candidate: Candidate | None, chunks: Sequence[tuple[int, int]]) -> Tensor:
+    """nll of the last NEEDLE - CUE tokens, [B, NEEDLE - CUE]."""
+    cache = DynamicCache(config=model.config) if candidate is None else candidate.cache(model.config)
+    count, kept = NEEDLE - CUE, []
+    for (_, stop), logits in zip(chunks, through(model, tokens, cache, chunks), strict=True):
+        if stop > tokens.shape[1] - count - 1:
+            kept.append(logits)
+    last = torch.cat(kept, 1)[:, -count - 1 : -1].float()
+    return -last.log_softmax(-1).gather(-1, tokens[:, -count:, None])[..., 0].double().cpu()

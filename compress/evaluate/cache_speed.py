@@ -1,0 +1,200 @@
+"""What a compressed cache takes and how fast it is, in the type that the model runs in.
+
+Bytes are those of the tensors that the cache holds after a prompt, and their slope between half of it and all of it,
+which leaves out windows that stay exact. Times are medians of steps taken in turn by all kinds of caches, so that a
+busy machine slows all of them alike: end to end (a decode step of the whole model, path A and B, beside transformers'
+growing cache and one of fixed size), and apart the codec's own work over all layers: encoding, reading everything back
+(path A), and scores and sums from what is stored (path B).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from compress.errors import RecipeError
+from compress.evaluate.cache_scores import Candidate, Say
+from compress.kv import generation
+from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.settings import KINDS
+from compress.kv.store import Store
+
+STEPS = 8  # decode steps of each kind that are timed
+REPEATS = 3  # of each part of the codec
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of one sequence."""
+
+    bytes_per_token: float  # of everything but static, at the context's length
+    slope: float  # bytes that a token more takes; too large where half of the context is all exact
+    exact_per_token: float  # of the uncompressed cache
+    bits_per_element: float  # of the slope: the coded part, from the exact cache's slope and type
+    parts: dict[str, int]  # Bytes of compress/kv/store.py
+    static: int  # calibrated tensors, once for a model
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one sequence; None for a path that the codecs do not have."""
+
+    encode_us: float  # a token, all layers
+    read_ms: float | None  # path A: all layers decoded once
+    attend_ms: float | None  # path B: scores and sums of all layers for one query token
+    exact_attend_ms: float  # the same products with uncompressed tensors
+    decode_a: float | None  # tokens a second, the whole model
+    decode_b: float | None
+    decode_dynamic: float  # transformers' growing cache
+    decode_static: float | None  # transformers' cache of fixed size, None where the model has none
+
+
+@torch.no_grad()
+def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[Size]:
+    """tokens int64 [1, seq_len], of even length."""
+    half = tokens.shape[1] // 2
+    parts = (tokens[:, :half].to(model.device), tokens[:, half : 2 * half].to(model.device))
+    exact = DynamicCache(config=model.config)
+    whole = [_fed(model, part, exact) for part in parts][-1]
+    found = []
+    for candidate in candidates:
+        cache = candidate.cache(model.config)
+        before, after = (_fed(model, part, cache) for part in parts)
+        held = cache.nbytes()
+        slope, exact_slope = (after - before) / half, whole / (2 * half)
+        bits = 8 * model.dtype.itemsize * slope / exact_slope
+        numbers = {key: value for key, value in held._asdict().items() if value}
+        found.append(Size(after / (2 * half), slope, exact_slope, bits, numbers, held.static))
+        say(1)
+    return found
+
+
+@torch.no_grad()
+def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[Speed]:
+    """tokens int64 [1, seq_len]: the prompt."""
+    tokens = tokens.to(model.device)
+    found = []
+    for candidate in candidates:
+        made: dict[str, Any] = {
+            path: _filled(model, tokens, replace(candidate, path=path)) for path in ("materialise", "scores")
+        }
+        made |= {"dynamic": DynamicCache(config=model.config), "static": _static(model, tokens.shape[1] + STEPS + 2)}
+        caches = {name: cache for name, cache in made.items() if cache is not None}
+        for name in ("dynamic", "static"):
+            if name in caches:
+                model(input_ids=tokens, past_key_values=caches[name], use_cache=True)
+        steps = _steps(model, tokens[:, -1:], caches)
+        coded = caches.get("materialise") or caches["scores"]
+        parts = _parts(model, coded, "materialise" in caches)
+        rate = {name: 1 / seconds for name, seconds in steps.items()}
+        found.append(
+            Speed(
+                parts["encode"] * 1e6 / tokens.shape[1],
+                parts["read"] * 1e3 if "read" in parts else None,
+                parts["attend"] * 1e3 if "scores" in caches else None,
+                parts["exact"] * 1e3,
+                rate.get("materialise"),
+                rate.get("scores"),
+                rate["dynamic"],
+                rate.get("static"),
+            )
+        )
+        say(1)
+    return found
+
+
+def _fed(model: Any, tokens: Tensor, cache: Any) -> int:
+    """Bytes in use after these tokens."""
+    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    if isinstance(cache, KVCache):
+        return cache.nbytes().total
+    tensors = [t for layer in cache.layers for t in (getattr(layer, kind, None) for kind in KINDS) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _filled(model: Any, tokens: Tensor, candidate: Candidate) -> KVCache | None:
+    """None where the codecs or the model do not have this path."""
+    if candidate.path == "scores" and not generation.can_read_scores(model):
+        return None
+    cache = candidate.cache(model.config)
+    try:
+        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    except (RecipeError, AttributeError, TypeError):
+        return None
+    return cache
+
+
+def _static(model: Any, tokens: int) -> StaticCache | None:
+    return (
+        StaticCache(config=model.config, max_cache_len=tokens)
+        if getattr(model, "_can_compile_fullgraph", False)
+        else None
+    )
+
+
+def _steps(model: Any, token: Tensor, caches: dict[str, Any]) -> dict[str, float]:
+    """Median seconds of a decode step with each cache, in turns; the first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for _ in range(STEPS + 1):
+        for name, cache in caches.items():
+            step = partial(model, input_ids=token, past_key_values=cache, use_cache=True)
+            times[name].append(_timed(model.device, step))
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def _parts(model: Any, cache: KVCache, reconstructs: bool) -> dict[str, float]:
+    """Seconds of the codecs' own work over all coded layers."""
+    stores = [layer.stores for layer in cache.layers if isinstance(layer, CodedLayer)]
+    generator = torch.Generator().manual_seed(0)
+    totals = dict.fromkeys(("encode", "attend", "exact", *(["read"] if reconstructs else [])), 0.0)
+    for kinds in stores:
+        keys, values = kinds["keys"], kinds["values"]
+        spec = keys.codec.spec
+        q = torch.randn(1, spec.heads, spec.queries, spec.width, generator=generator).to(model.device)
+        dense = [
+            torch.randn(1, s.codec.spec.heads, len(s), s.codec.spec.width, generator=generator).to(
+                model.device, spec.dtype
+            )
+            for s in (keys, values)
+        ]
+        calls: dict[str, Callable[[], object]] = {
+            "encode": lambda: [_encoded(store, x, q) for store, x in zip((keys, values), dense, strict=True)],  # noqa: B023
+            "attend": lambda: _attended(keys, values, q),  # noqa: B023
+            "exact": lambda: (q.to(spec.dtype) @ dense[0].mT).float().softmax(-1).to(spec.dtype) @ dense[1],  # noqa: B023
+            "read": lambda: (keys.read(), values.read()),  # noqa: B023
+        }
+        for name in totals:
+            calls[name]()  # compiles
+            totals[name] += statistics.median(_timed(model.device, calls[name]) for _ in range(REPEATS))
+    return totals
+
+
+def _encoded(store: Store, x: Tensor, q: Tensor) -> Store:
+    queries = q.flatten(1, 2)[:, :, None].expand(-1, -1, x.shape[2], -1) if store.codec.needs_queries else None
+    fresh = Store(store.codec, store.policy, store.rope)
+    fresh.append(x, queries=queries)
+    return fresh
+
+
+def _attended(keys: Store, values: Store, q: Tensor) -> Tensor:
+    scores = q.new_empty(*q.shape[:3], len(keys))
+    keys.scores(q, scores)
+    return values.mix(scores.softmax(-1))
+
+
+def _timed(device: torch.device, call: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,86 @@
+"""measure, allocate, --target and --max-kl on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pico import save_pico
+from runs import TEXT, cli, one_line
+
+RECIPE = """
+calibration: {num_samples: 4, seq_len: 24}
+quantize: {method: gptq, bits: 4, group_size: 32}
+allocate: {method: knapsack, samples: 2, options: [{bits: 2}, {bits: 4}, {bits: 6}]}
+"""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model, a recipe, and a folder in which it has been measured."""
+    folder = tmp_path_factory.mktemp("cli")
+    model, path = save_pico("llama", folder / "llama"), folder / "mine.yaml"
+    path.write_text(RECIPE)
+    common = [str(model), "--recipe", str(path), "--calib", str(TEXT)]
+    result = cli("measure", *common, "--out", str(folder / "measured"), "--json")
+    assert result.code == 0, result.err
+    facts = json.loads(result.out)
+    assert facts["units"] == 8 and facts["options"] == 3 and "swap" in facts["damages"]
+    assert (folder / "measured" / "sensitivity.json").is_file()
+    return [*common, "--measurements", str(folder / "measured")]
+
+
+def test_the_frontier_as_a_table_a_plot_and_a_page(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "plots"
+    result = cli("allocate", *words, "--points", "3", "--target", "6bpw", "--out", str(out))
+    assert result.code == 0, result.err
+    assert "bits=4" in result.out and "knapsack, 6bpw" in result.out and "mlp.down_proj: bits=" in result.out
+    assert {path.name for path in out.iterdir()} == {"frontier.png", "report.html"}
+
+
+def test_a_text_that_was_not_calibrated_on(words: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "held.txt"
+    text.write_text("Another text to score. " * 40)
+    result = cli("allocate", *words, "--points", "2", "--text", str(text), "--json", "--out", str(tmp_path))
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["text"] == str(text) and found["tokens"] > 100 and len(found["allocated"]) == 2
+
+
+def test_quantize_to_a_target(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    planned = cli("plan", *words, "--target", "6bpw", "--json")
+    assert planned.code == 0, planned.err
+    result = cli("quantize", *words, "--target", "6bpw", "--out", str(out), "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert report["bpw"] <= 6 and report["bpw"] == json.loads(planned.out)["bpw"]
+    assert report["allocation"]["target"] == "6bpw" and len(report["allocation"]["units"]) == 8
+    assert "allocate" not in (out / "recipe.yaml").read_text()
+
+
+def test_quantize_within_a_divergence(words: list[str], tmp_path: Path) -> None:
+    result = cli("quantize", *words, "--max-kl", "0.001", "--out", str(tmp_path / "out"), "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["allocation"]["target"] == "0.001kl"
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--target", "2bpw"], 1, "below the least"),
+        (["--target", "99bpw"], 1, "lower it"),
+        (["--target", "many"], 1, "neither bits a weight"),
+        (["--max-kl", "0.0000001"], 1, "above the bound"),
+        (["--target", "5bpw", "--max-kl", "1"], 2, "not both"),
+        ([], 1, "no target"),
+        (["--set", "allocate.high=none", "--target", "5bpw"], 1, "unknown key 'high'"),
+    ],
+)
+def test_what_cannot_be(more: list[str], code: int, message: str, words: list[str], tmp_path: Path) -> None:
+    result = cli("quantize", *words, *more, "--out", str(tmp_path / "out"))
+    assert result.code == code and message in result.err
+    assert code == 2 or one_line(result)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,205 @@
+"""Principal components: bases and bits against plain algebra, errors where energy is uneven, bytes, both readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from compress.errors import RecipeError
+from compress.kv import attention, hooks, lloyd, pca
+from compress.kv.cache import make_cache
+from compress.kv.calibrate import calibrate
+from compress.kv.codec import Codec, Spec, rotate
+from compress.kv.rope import Rope
+from compress.kv.settings import resolve
+from compress.kv.store import Policy, Store
+from pico import build
+
+HEADS, WIDTH, QUERIES = 2, 32, 2
+
+
+def spec(kind: Any, heads: int = HEADS) -> Spec:
+    return Spec(kind, 0, 1, heads, WIDTH, QUERIES)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(tokens: int, heads: int = HEADS, seed: int = 0, fall: float = 0.7) -> Tensor:
+    """[tokens, heads, WIDTH] of a mean and components whose deviations fall by this factor."""
+    basis = torch.linalg.qr(normal(heads, WIDTH, WIDTH, seed=7))[0]
+    x = normal(tokens, heads, WIDTH, seed=seed) * fall ** torch.arange(WIDTH)
+    return (x[:, :, None] @ basis.mT)[:, :, 0] + 3 * normal(heads, WIDTH, seed=8)
+
+
+def samples(heads: int = HEADS) -> dict[str, Tensor]:
+    x = uneven(3000, heads)
+    queries = normal(3000, heads * QUERIES, WIDTH, seed=1) * torch.logspace(0, 1, WIDTH)
+    return {"keys_pre": x, "values": x, "queries_pre": queries}
+
+
+def codec(kind: str, heads: int = HEADS, **settings: Any) -> Codec:
+    config = pca.Config(**settings)
+    return pca.build(config, spec(kind, heads), pca.calibrate(config, spec(kind, heads), samples(heads)))
+
+
+def rows(x: Tensor) -> Tensor:
+    """[tokens, heads, WIDTH] -> [1, heads, tokens, WIDTH]."""
+    return x.transpose(0, 1)[None]
+
+
+def test_errors_are_those_of_levels() -> None:
+    for bits, expected in enumerate(pca.ERRORS):
+        table, x = lloyd.levels(bits).double(), torch.linspace(-9, 9, 20_001, dtype=torch.float64)
+        weight = (-x.square() / 2).exp()
+        error = ((table[lloyd.nearest(x, table)] - x).square() * weight).sum() / weight.sum()
+        assert float(error) == pytest.approx(expected, rel=0.006)
+
+
+def test_bits_go_where_they_lower_the_error_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        variances = torch.rand(2, 4, generator=generator).exp().pow(3).sort(descending=True)[0]
+        found = pca.allocate(variances, 14, 1)
+        assert int(found.sum()) == 14
+
+        def error(bits: Tensor, variances: Tensor = variances) -> float:
+            return float((variances * torch.tensor(pca.ERRORS)[bits.long()]).sum())
+
+        for start in range(8):  # no bit is better elsewhere
+            for stop in range(8):
+                moved = found.flatten().int()
+                moved[start] -= 1
+                moved[stop] += 1
+                if moved.min() >= 0 and moved.max() <= pca.MOST:
+                    assert error(moved.view(2, 4)) >= error(found) - 1e-6
+    assert pca.allocate(torch.ones(2, 12), 23, 8).sum() in (20, 16)  # runs of 8 and of 4
+    assert pca.allocate(torch.zeros(1, 8), 100, 8).tolist() == [[7] * 8]
+
+
+def test_components_of_keys_are_those_of_the_scores() -> None:
+    x, q = (
+        uneven(2000, fall=0.95).double(),
+        normal(2000, HEADS, WIDTH, seed=3).double() * torch.logspace(0, 1, WIDTH).double(),
+    )
+    moment = torch.einsum("nhi,nhj->hij", q, q) / 2000
+    mean, back, variances = pca.components(x, moment)
+    for head in range(HEADS):
+        z = torch.linalg.solve(back[head], (x[:, head] - mean[head]).T)
+        torch.testing.assert_close(z @ z.T / 2000, torch.eye(WIDTH).double(), atol=1e-3, rtol=0)
+        felt = back[head].T @ moment[head] @ back[head]  # of an error of z, squared and summed over queries
+        torch.testing.assert_close(felt, variances[head].diag(), atol=2e-3 * float(variances[head, 0]), rtol=0)
+    again = pca.components(x[torch.randperm(2000, generator=torch.Generator().manual_seed(1))], moment)
+    torch.testing.assert_close(again[2], variances)
+
+
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_the_error_is_far_below_that_of_a_rotation(kind: str) -> None:
+    x = uneven(512, seed=5)
+    made = codec(kind, bits=2.0)
+    found = made.decode(made.encode(rows(x), {}))
+    error = (found - rows(x)).square()
+    if kind == "keys":
+        error = error * torch.logspace(0, 1, WIDTH).square()
+        scale = (rows(x) - rows(x).mean(2, keepdim=True)).square() * torch.logspace(0, 1, WIDTH).square()
+    else:
+        scale = (rows(x) - rows(x).mean(2, keepdim=True)).square()
+    assert float(error.sum() / scale.sum()) < 0.1175 / 4
+    finer = codec(kind, bits=4.0)
+    assert (finer.decode(finer.encode(rows(x), {})) - rows(x)).square().sum() < 0.3 * (found - rows(x)).square().sum()
+
+
+@pytest.mark.parametrize(("kind", "heads", "bits"), [("keys", 2, 2.0), ("values", 3, 2.5), ("values", 1, 1.25)])
+def test_against_a_plain_coder(kind: str, heads: int, bits: float) -> None:
+    config = pca.Config(bits=bits)
+    static = pca.calibrate(config, spec(kind, heads), samples(heads))
+    assert int(static["bits"].sum()) <= bits * heads * WIDTH
+    made = pca.build(config, spec(kind, heads), static)
+    x = rows(uneven(40, heads, seed=9))
+    block = made.encode(x, {})
+    norms = 2.0 ** ((block["norms"].double() - 128) / pca.STEPS)
+    back = static["back"].double()
+    expected = torch.empty_like(x, dtype=torch.float64)
+    for head in range(heads):
+        y = torch.linalg.solve(back[head], (x[0, head].double() - static["mean"][head].double()).T).T
+        y /= norms[0, head]
+        for c in range(WIDTH):
+            table = lloyd.levels(int(static["bits"][head, c])).double()
+            y[:, c] = table[(y[:, c, None] - table).abs().argmin(-1)]
+        expected[0, head] = (y * norms[0, head]) @ back[head].T + static["mean"][head].double()
+    difference = (made.decode(block) - expected).abs() > 1e-3
+    assert difference.double().mean() < 2e-3  # ties
+
+
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_the_same_however_the_text_is_cut(kind: str) -> None:
+    x = rows(uneven(200))
+    angle = torch.arange(200)[:, None] * 10000.0 ** (-torch.arange(16) / 16)
+    cos, sin = torch.cat((angle, angle), -1).cos()[None], torch.cat((angle, angle), -1).sin()[None]
+    found = []
+    for cut in ([200], [50, 1, 1, 148]):
+        turns = Rope()
+        turns.append(cos, sin)
+        store = Store(codec(kind, bits=2.5), Policy(4, 20, 8), turns)
+        for part in (rotate(x, cos, sin) if kind == "keys" else x).split(cut, 2):
+            store.append(part)
+        found.append(store.read())
+        held = store.nbytes()
+        words = held.codes / (176 * HEADS * WIDTH) * 8
+        assert 2.25 <= words <= 2.5 + 3 * 15 / (HEADS * WIDTH)  # a run short of bits, or words that are not full
+        assert held.scales == 176 * HEADS
+    assert torch.equal(*found)
+
+
+def test_reading_values_without_decoding() -> None:
+    x, p = rows(uneven(60)), normal(1, HEADS, 3, 60, seed=1).softmax(-1) * 0.5
+    made = codec("values")
+    block = made.encode(x, {})
+    found = made.output(made.mix(p, block), p.sum(-1, keepdim=True), {})
+    torch.testing.assert_close(found, p @ made.decode(block), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2.0, 7.0])
+def test_calibrated_on_a_model(bits: float) -> None:
+    """Both paths give the same logits for a padded batch; seven bits stay near those of the exact cache."""
+    model = build("llama", {"max_position_embeddings": 2048})
+    ids = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1))
+    recipe = {"method": "pca", "bits": bits, "residual_length": 4, "flush": 4}
+    static, facts = calibrate(model, resolve(recipe, 2), ids.repeat(4, 1))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    hooks.attach(model)
+    attention.register()
+    found = []
+    for path in ("materialise", "scores", None):
+        model.set_attn_implementation("sdpa" if path != "scores" else attention.NAME)
+        cache = DynamicCache(config=model.config) if path is None else make_cache(model.config, recipe, static, path)
+        with torch.no_grad():
+            model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
+            found.append(model(ids[:, 50:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    if bits == 7:
+        assert float((found[0] - found[2]).norm() / found[2].norm()) < 0.02
+    assert facts["nbytes"] > 0
+
+
+def test_extremes() -> None:
+    made = codec("values", bits=0.25)
+    x = rows(uneven(20))
+    for scale in (0.0, 1e-6, 1e4):
+        assert torch.isfinite(made.decode(made.encode(x * scale, {}))).all()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RecipeError, match="layer 0, keys: pca has no calibrated back; calibrate"):
+        pca.build(pca.Config(), spec("keys"), {})
+    with pytest.raises(RecipeError, match=r"calibrated for \(2, 32\) heads and channels, not \(3, 32\)"):
+        pca.build(pca.Config(), spec("values", 3), pca.calibrate(pca.Config(), spec("values"), samples()))
+    for settings, match in (({"bits": 0.0}, "bits 0.0"), ({"unit": 0}, "unit 0")):
+        with pytest.raises(ValueError, match=match):
+            pca.Config(**settings)

@@ -1,0 +1,148 @@
+"""Training of low-rank parts: it lowers what it is to lower, keeps what is better, and touches nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import compress
+from compress import pipeline, verify
+from compress.calib import lm
+from compress.errors import NumericalError, RecipeError
+from compress.lowrank import train
+from compress.recipe import load
+from compress.types import Correction
+from pico import save_pico
+from runs import GPTQ, contents, job, report_of, stored_tensors
+
+TOKENS = torch.randint(256, (6, 32), generator=torch.Generator().manual_seed(1))
+PART = ("bits=2", "calibration.num_samples=6", "calibration.seq_len=32")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a packed one with low-rank parts."""
+    folder = tmp_path_factory.mktemp("made")
+    model = save_pico("llama", folder / "model")
+    pipeline.quantize(job(model, GPTQ.set(*PART, "lowrank={rank: 4}"), folder / "packed"))
+    return model, folder / "packed"
+
+
+def names(directory: Path) -> frozenset[str]:
+    return frozenset(row["name"] for row in report_of(directory)["layers"])
+
+
+def copied(directory: Path, out: Path) -> Path:
+    out.mkdir()
+    for file in directory.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    return out
+
+
+def kl(model: Path, packed: Path, tokens: Tensor) -> float:
+    original, other = (lm.load_model(path, "float32")(input_ids=tokens).logits.double() for path in (model, packed))
+    p, q = original.log_softmax(-1), other.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def test_the_whole_model_comes_nearer_to_the_original(made: tuple[Path, Path], tmp_path: Path) -> None:
+    model, packed = made
+    out = copied(packed, tmp_path / "out")
+    said: list[str] = []
+    asked = train.Asked(40, 3e-3, names(packed))
+    result = train.whole(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
+    assert (
+        result.improved
+        and result.after < 0.8 * result.before
+        and result.parameters
+        == sum(tensor.numel() for name, tensor in stored_tensors(packed).items() if "lowrank_" in name)
+    )
+    assert result.before == pytest.approx(kl(model, packed, TOKENS[-1:]), rel=1e-4)
+    assert result.after == pytest.approx(kl(model, out, TOKENS[-1:]), rel=1e-4)
+    assert len(said) == 40 and said[-1] == "training low-rank parts, step 40 of 40"
+    before, after = stored_tensors(packed), stored_tensors(out)
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {name for name in before if "lowrank_" in name}
+    assert all(after[name].dtype == before[name].dtype for name in before)
+
+
+def test_only_the_asked_parts_and_only_if_it_is_better(made: tuple[Path, Path], tmp_path: Path) -> None:
+    model, packed = made
+    one = frozenset({"model.layers.1.mlp.down_proj"})
+    out = copied(packed, tmp_path / "out")
+    assert train.whole(out, model, TOKENS.repeat(2, 1), train.Asked(20, 3e-3, one), "cpu", lambda _: None).improved
+    before, after = stored_tensors(packed), stored_tensors(out)
+    changed = {name.rsplit(".", 1)[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == one
+    worse = copied(packed, tmp_path / "worse")
+    result = train.whole(worse, model, TOKENS, train.Asked(8, 3.0, names(packed)), "cpu", lambda _: None)
+    assert not result.improved and "no better, so the parts stay as they were" in result.note
+    assert contents(worse) == contents(packed)
+
+
+def test_the_same_again(made: tuple[Path, Path], tmp_path: Path) -> None:
+    model, packed = made
+    asked = train.Asked(5, 1e-3, names(packed))
+    outs = [copied(packed, tmp_path / name) for name in "ab"]
+    for out in outs:
+        train.whole(out, model, TOKENS, asked, "cpu", lambda _: None)
+    assert contents(outs[0]) == contents(outs[1])
+
+
+def test_a_run_trains_and_says_so(made: tuple[Path, Path], tmp_path: Path) -> None:
+    model, packed = made
+    out = tmp_path / "out"
+    settings = "{rank: 4, train: 30, train_blocks: 40, train_rate: 3e-3}"
+    pipeline.quantize(job(model, GPTQ.set(*PART, "calibration.num_samples=12", f"lowrank={settings}"), out))
+    notes = report_of(out)["notes"]
+    text = str(notes)
+    assert "low-rank parts (" in text and "trained for 30 steps" in text and text.count("error of the block") == 2
+    verify.verify(out)
+    compress.load(out)
+    held = TOKENS % 128
+    assert kl(model, out, held) < kl(model, packed, held)
+
+
+def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
+    model, packed = made
+    original, other = (lm.load_model(path, "float32") for path in (model, packed))
+    caught: list[train.Batch] = []
+
+    def catch(_: object, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
+        caught.append((args[0].detach(), args[1:], kwargs))
+
+    hook = original.model.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
+    original(input_ids=TOKENS, use_cache=False)
+    hook.remove()
+    block, student = original.model.layers[0], other.model.layers[0]
+    kept = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    layers = {name: m.packed() for name, m in student.named_modules() if hasattr(m, "packed")}
+    settings = dict.fromkeys(layers, Correction(4, train_blocks=60, train_rate=3e-3))
+    trained, note = train.blocks(block, layers, settings, lambda: caught)
+    assert note is not None and "no better" not in note
+    before, after = (float(word) for word in note.split("block ")[1].split(" -> "))
+    assert after < 0.8 * before
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in block.state_dict().items())
+    for name, weight in trained.items():
+        changed = {key for key, tensor in weight.tensors.items() if not torch.equal(tensor, layers[name].tensors[key])}
+        assert changed == {"lowrank_a", "lowrank_b"}
+    same, nothing = train.blocks(block, layers, dict.fromkeys(layers, Correction(4)), lambda: caught)
+    assert nothing is None and same == layers
+
+
+def test_settings() -> None:
+    assert train.asked({"a": None, "b": Correction(4)}) is None
+    settings = {"a": Correction(4, train=3), "b": Correction(4), "c": Correction(4, train=7, train_rate=0.1)}
+    assert train.asked(settings) == train.Asked(7, 0.1, frozenset("ac"))
+    with pytest.raises(RecipeError, match="bits 8 of a low-rank factor cannot be trained; set bits: 16"):
+        load("int4", ["lowrank={rank: 4, bits: 8, train: 10}"])
+    with pytest.raises(RecipeError, match="train -1"):
+        load("int4", ["lowrank={rank: 4, train: -1}"])
+
+
+def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
+    with pytest.raises(NumericalError, match=r"is nan at step 1; lower lowrank.train_rate"):
+        train._descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
