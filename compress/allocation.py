@@ -17,16 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress import candidates, job, measure, memory, plugins, sensitivities
+from compress import cache_allocation, candidates, job, measure, memory, plugins, sensitivities
 from compress.allocate.problem import Allocated, Choice, Problem
 from compress.checkpoint import read_json, write_text
 from compress.database import FIXED, Database
 from compress.errors import BudgetError, RecipeError
 from compress.job import Job
+from compress.kv import budget
 from compress.output import writing
 from compress.progress import Progress
 from compress.recipe import fingerprint
-from compress.recipe_types import Allocation, Target
+from compress.recipe_types import KEEP, Allocation, Recipe, Target
 from compress.table import Table
 
 JOINT = "joint"  # among what an allocator needs: it measures choices
@@ -83,7 +84,7 @@ class Bench:
         return {**self.fixed, **{n: level for n, level in open_.items() if not self._is_kept(level)}}
 
     def _is_kept(self, level: str) -> bool:
-        return self.table.options[int(level)] == "keep"
+        return self.table.options[int(level)] == KEEP
 
 
 @contextmanager
@@ -130,14 +131,48 @@ def decided(asked: Job, progress: Progress) -> Job:
     cannot be met.
     """
     allocation = asked.recipe.allocate
-    if allocation is None or not asked.pack:
+    if allocation is None or not (asked.pack or not asked.recipe.packs):
         return asked
     if allocation.target is None:
         raise RecipeError(f"recipe {asked.recipe.name!r} has no target; give --target 3.25bpw, 2.1GiB or --max-kl 0.05")
+    if not asked.recipe.packs:
+        return _cache_only(asked, allocation, progress)
     with session(asked, progress) as opened:
         facts = decision(opened, allocation, allocation.target)
     recipe = measure.chosen(asked.recipe, facts.pop("choices"))
+    if "cache" in facts:
+        recipe = _with_cache(recipe, allocation, facts["cache"])
     return dataclasses.replace(asked, recipe=recipe, allocation=facts)
+
+
+def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
+    """The same for a recipe that leaves the weights as they are: all that is left of the target is the cache's."""
+    assert allocation.target is not None, "the caller has checked"
+    prepared = job.prepare_all(asked, [asked.recipe], every=True)[0]
+    folder = asked.measurements or measure.folder_of(asked)
+    with writing(folder):
+        calibration = job.calibration(asked, prepared, progress, folder / "calibration")
+        assert calibration is not None, "measuring always has a text"
+        offer = cache_allocation.offer(asked, allocation, calibration.tokens, folder, progress)
+    room = memory.parse_size(allocation.target.text) - prepared.plan.nbytes
+    nbytes, choice = cache_allocation.divided(offer, (), room)
+    cache = cache_allocation.described(offer, choice)
+    facts = {
+        "method": allocation.method,
+        "target": allocation.target.text,
+        "nbytes": prepared.plan.nbytes + nbytes,
+        "cache": cache,
+        "notes": [],
+    }
+    recipe = dataclasses.replace(asked.recipe, allocate=None)
+    return dataclasses.replace(asked, recipe=_with_cache(recipe, allocation, cache), allocation=facts)
+
+
+def _with_cache(recipe: Recipe, allocation: Allocation, facts: dict[str, Any]) -> Recipe:
+    """The recipe with the bits of its cache as rules."""
+    assert recipe.kv_cache is not None, "the recipe was checked"
+    offered = cache_allocation.options(recipe.kv_cache, allocation.cache_bits)
+    return dataclasses.replace(recipe, kv_cache=cache_allocation.applied(recipe.kv_cache, facts, offered))
 
 
 def decision(opened: Session, allocation: Allocation, target: Target) -> dict[str, Any]:
@@ -148,12 +183,31 @@ def decision(opened: Session, allocation: Allocation, target: Target) -> dict[st
     if path.is_file():
         return read_json(path)
     started = time.monotonic()
-    found, problem, result = solve(opened, allocation, target)
+    cache = None
+    weights = target
+    if allocation.context is not None:
+        cache, weights = beside_cache(opened, allocation, target)
+    found, problem, result = solve(opened, allocation, weights)
     facts = described(opened, allocation, target, found, result)
+    if cache is not None:
+        facts |= {"cache": cache, "nbytes": facts["nbytes"] + cache["nbytes"]}
     facts["budget"] = problem.budget
     facts["seconds"] = round(time.monotonic() - started, 2)
     write_text(path, json.dumps(facts, indent=1) + "\n")
     return facts
+
+
+def beside_cache(opened: Session, allocation: Allocation, target: Target) -> tuple[dict[str, Any], Target]:
+    """What the cache gets of a target for both, and what is left for the weights. Raises BudgetError."""
+    asked = dataclasses.replace(opened.opened.asked, recipe=opened.recipe)
+    calibration, progress = opened.measured.calibration, opened.measured.progress
+    offer = cache_allocation.offer(asked, allocation, calibration.tokens, opened.database.folder, progress)
+    found = opened.table(frozenset({budget.SWAP}))
+    size = memory.parse_size(target.text)
+    room = size - found.other_nbytes - found.fixed_nbytes
+    nbytes, choice = cache_allocation.divided(offer, found.units, room)
+    most = Problem(found.units, 0).most + found.other_nbytes + found.fixed_nbytes  # there may be more than enough
+    return cache_allocation.described(offer, choice), Target(f"{min(size - nbytes, most)}B")
 
 
 def solve(opened: Session, allocation: Allocation, target: Target) -> tuple[Table, Problem, Allocated]:

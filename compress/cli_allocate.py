@@ -13,6 +13,7 @@ from compress.options import (
     DEFAULT_RECIPE,
     AsJson,
     Calib,
+    Context,
     Device,
     Goal,
     MaxKl,
@@ -55,7 +56,7 @@ def measure(
     with errors("; run the same command again to go on after the last finished block"):
         wanted = aimed(set_, None, None)
         job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=out)
+        job = dataclasses.replace(job, processes=processes, measurements=out or job.measurements)
         with display.progress_bar() as progress:
             folder, facts = allocation.measured(job, progress)
         if as_json:
@@ -80,6 +81,7 @@ def allocate(
     device: Device = "auto",
     seed: Seed = 0,
     target: Goal = None,
+    context: Context = None,
     max_kl: MaxKl = None,
     measurements: Measurements = None,
     text: TextFile = None,
@@ -97,9 +99,9 @@ def allocate(
     from compress import display, frontier
 
     with errors("; run the same command again to go on"):
-        wanted = aimed(set_, target, max_kl)
+        wanted = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=measurements)
+        job = dataclasses.replace(job, processes=processes, measurements=measurements or job.measurements)
         with display.progress_bar() as progress:
             found = frontier.measure(job, text, points, progress)
         files = frontier.write(found, out or Path(found["folder"]))

@@ -14,6 +14,7 @@ from compress.options import (
     DEFAULT_RECIPE,
     AsJson,
     Calib,
+    Context,
     Device,
     Goal,
     MaxKl,
@@ -46,6 +47,7 @@ def quantize(
     device: Device = "auto",
     seed: Seed = 0,
     target: Goal = None,
+    context: Context = None,
     max_kl: MaxKl = None,
     measurements: Measurements = None,
     processes: Processes = 1,
@@ -58,9 +60,9 @@ def quantize(
     import dataclasses
 
     with errors("; run the same command again to go on after the last finished block"):
-        asked = aimed(set_, target, max_kl)
+        asked = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, overwrite, restart)
-        job = dataclasses.replace(job, measurements=measurements, processes=processes)
+        job = dataclasses.replace(job, measurements=measurements or job.measurements, processes=processes)
         if dry_run:
             _plan(job, as_json)
             return
@@ -78,6 +80,7 @@ def plan(
     device: Device = "auto",
     seed: Seed = 0,
     target: Goal = None,
+    context: Context = None,
     max_kl: MaxKl = None,
     measurements: Measurements = None,
     processes: Processes = 1,
@@ -90,8 +93,9 @@ def plan(
     import dataclasses
 
     with errors():
-        job = job_of(model, recipe, out, calib, aimed(set_, target, max_kl), max_memory, device, seed, False, False)
-        _plan(dataclasses.replace(job, measurements=measurements, processes=processes), as_json)
+        asked = aimed(set_, target, max_kl, context)
+        job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, False, False)
+        _plan(dataclasses.replace(job, measurements=measurements or job.measurements, processes=processes), as_json)
 
 
 @app.command(epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated")
@@ -160,11 +164,13 @@ def job_of(
         limit = None if max_memory is None else parse_size(max_memory)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-memory") from error
-    written = f"{Path(model.rstrip('/')).name or 'model'}-{loaded.name}{'' if pack else '-transformed'}"
+    name = re.sub(r"[^\w.-]+", "-", f"{Path(model.rstrip('/')).name or 'model'}-{loaded.name}")
+    beside = Path("models_out")
     return Job(
         model=model,
         recipe=loaded,
-        out=out or Path("models_out") / re.sub(r"[^\w.-]+", "-", written),
+        out=out or beside / (name if pack else f"{name}-transformed"),
+        measurements=beside / f"{name}.measured",  # whatever --out is: it serves every target
         calib=calib,
         max_memory=limit,
         device=device_named(device),
@@ -198,11 +204,16 @@ def _plan(job: Job, as_json: bool) -> None:
         "predicted_seconds": round(predicted, 1),
         "kept": layers.kept,
     }
+    cache = (job.allocation or {}).get("cache")
+    if cache is not None:
+        result["cache"] = cache
     if as_json:
         print(json.dumps(result))
         return
     display.out.print(display.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     peak = display.size(prepared.arrangement.peak_nbytes)
     print(f"predicted peak memory {peak}, time {display.seconds(predicted)}")
+    if cache is not None:
+        print(display.cache_line(cache))
     for name, reason in list(layers.kept.items())[:10]:
         print(f"kept as it is: {name} ({reason})")

@@ -129,7 +129,8 @@ def plan_line(prepared: Prepared) -> str:
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     """The end of a run: what came out, and predictions beside measurements."""
     used, took = report["memory"], report["seconds"]
-    what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else "transformed, in full precision"
+    plain = "weights as they are, with a kv_cache" if report.get("kv_cache") else "transformed, in full precision"
+    what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else plain
     lines = [
         f"{directory}: {what}, {size(report['nbytes']['total'])} of "
         f"{size(report['source_nbytes'])}, self-check {report['self_check']}",
@@ -150,9 +151,17 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"experts pruned in {len(pruned)} of {len(experts)} blocks that have any: {share:.1%} of what calibration "
             "tokens were routed to is left out"
         )
+    if cache := (report.get("allocation") or {}).get("cache"):
+        lines += [cache_line(cache)]
     if report["fallbacks"]:
         lines.append(f"{len(report['fallbacks'])} layers used a fallback; see report.json, or `compress inspect`")
     return lines
+
+
+def cache_line(found: dict[str, Any]) -> str:
+    """What a budget gave the cache."""
+    bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
+    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])}; bits an element: {bits}"
 
 
 def verify_line(counts: dict[str, int], directory: str) -> str:
@@ -244,5 +253,11 @@ def allocation_lines(found: dict[str, Any]) -> list[str]:
         shares = ", ".join(f"{option}: {100 * share:.0f}%" for option, share in chosen["weights by option"].items())
         lines.append(f"{chosen['method']} at {chosen['target']}: {shares} of the weights")
         lines += [f"  {name}: {option}" for name, option in chosen["units"].items()]
+        if cache := chosen.get("cache"):
+            lines.append(cache_line(cache))
+            lines += [
+                f"  layer {layer}: " + ", ".join(f"{k} {o}" for k, o in kinds.items())
+                for layer, kinds in cache["layers"].items()
+            ]
         lines += chosen["notes"]
     return lines

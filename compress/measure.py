@@ -96,8 +96,10 @@ def identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
 
 def recipe_fingerprint(opened: Options) -> str:
     """Of a recipe as far as it is measured; the settings of its allocator and the target are left out."""
-    bare = dataclasses.replace(opened.allocation, method="", config=_Nothing(), target=None, samples=0)
-    return fingerprint(dataclasses.replace(opened.asked.recipe, allocate=bare, experts=None))
+    bare = dataclasses.replace(
+        opened.allocation, method="", config=_Nothing(), target=None, samples=0, context=None, cache_bits=()
+    )
+    return fingerprint(dataclasses.replace(opened.asked.recipe, allocate=bare, experts=None, kv_cache=None))
 
 
 @dataclasses.dataclass(frozen=True)

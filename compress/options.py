@@ -52,6 +52,10 @@ Goal = Annotated[
     str | None,
     typer.Option("--target", metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model)."),
 ]
+Context = Annotated[
+    int | None,
+    typer.Option("--context", min=1, metavar="TOKENS", help="Count the cache of so many tokens in --target, too."),
+]
 MaxKl = Annotated[
     float | None,
     typer.Option("--max-kl", metavar="NATS", help="The smallest model within this KL, on the calibration text."),
@@ -59,7 +63,7 @@ MaxKl = Annotated[
 Measurements = Annotated[
     Path | None,
     typer.Option(
-        "--measurements", metavar="DIR", help="Made or reused. Default: beside the output, as <out>.measured."
+        "--measurements", metavar="DIR", help="Made or reused. Default: models_out/<model>-<recipe>.measured."
     ),
 ]
 Processes = Annotated[int, typer.Option(min=1, help="Processes that measure choices side by side.")]
@@ -90,12 +94,17 @@ def device_named(name: str) -> str:
     return name
 
 
-def aimed(overrides: list[str] | None, target: str | None, max_kl: float | None) -> list[str]:
-    """The overrides, with those that --target and --max-kl stand for."""
+def aimed(
+    overrides: list[str] | None, target: str | None, max_kl: float | None, context: int | None = None
+) -> list[str]:
+    """The overrides, with those that --target, --max-kl and --context stand for."""
     if target is not None and max_kl is not None:
         raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
+    if context is not None and max_kl is not None:
+        raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
     goal = target if max_kl is None else f"{max_kl:.12f}".rstrip("0").rstrip(".") + "kl"
-    return [*(overrides or []), *([f"allocate.target={goal}"] if goal is not None else [])]
+    said = {"allocate.target": goal, "allocate.context": context}
+    return [*(overrides or []), *(f"{key}={wanted}" for key, wanted in said.items() if wanted is not None)]
 
 
 def missing(option: str, advice: str) -> str:

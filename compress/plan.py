@@ -13,6 +13,7 @@ from compress.formats import dense
 from compress.formats import lowrank as lowrank_format
 from compress.model import Skeleton
 from compress.recipe import Recipe
+from compress.recipe_types import KEEP
 from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
 
 
@@ -109,7 +110,7 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) ->
 
 def _dense(spec: LinearSpec) -> LayerPlan:
     params = dense.Params(str(spec.dtype).removeprefix("torch."))
-    return LayerPlan(spec, Scheme("keep", None), "dense", params, formats.nbytes("dense", params, spec.shape))
+    return LayerPlan(spec, Scheme(KEEP, None), "dense", params, formats.nbytes("dense", params, spec.shape))
 
 
 def _owner(spec: LinearSpec) -> str:

@@ -23,6 +23,8 @@
       target: 3.25bpw          # or 2.1GiB of all tensors, or 0.05kl: the smallest model within that divergence
       options: [{bits: 2}, {bits: 3}, {method: trellis, bits: 4}, {keep: true}]  # like rules; default: bits 2 to 8
       units: fused             # what gets one option together: fused, linear, expert, block
+      context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
+      cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
     kv_cache:                  # how generation stores keys and values (compress/recipe_kv.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
@@ -144,6 +146,8 @@ def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
         "options": [_kept_or(option) for option in allocation.options],
         "units": allocation.units,
         "samples": allocation.samples,
+        "context": allocation.context,
+        "cache_bits": list(allocation.cache_bits),
         **dataclasses.asdict(allocation.config),
     }
 
@@ -194,6 +198,8 @@ def _quantize(entries: Entries, root: Node) -> Scheme:
     if "kv_cache" not in entries:
         raise error_at(root, f"quantize is missing; it needs a method, one of {', '.join(plugins.names('quant'))}")
     for key in ("rules", "allocate", "experts"):
+        if key == "allocate" and key in entries and "context" in mapping(entries[key][1], key):
+            continue  # bits of the cache alone
         if key in entries and (key != "rules" or sequence(entries, key)):
             raise error_at(entries[key][0], f"{key} needs quantize, which this recipe does not have")
     return Scheme(KEEP, None)
@@ -218,8 +224,13 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
     else:
         module, name = plugins.load("allocate", ALLOCATOR), ALLOCATOR
     listed = sequence(block, "options")
-    options = tuple(_option(option, quantize) for option in listed) if listed else _all_bits(quantize, at)
-    if len(set(options)) < max(2, len(options)):
+    context = _context(block, entries)
+    if quantize.method == KEEP and listed:
+        raise error_at(block["options"][0], "allocate: options are for weights and need quantize; offer cache_bits")
+    options: tuple[Scheme | None, ...] = tuple(_option(option, quantize) for option in listed)
+    if quantize.method != KEEP and not listed:
+        options = _all_bits(quantize, at)
+    if quantize.method != KEEP and len(set(options)) < max(2, len(options)):
         raise error_at(block["options"][0] if listed else at, "allocate needs two or more options, all different")
     target = value(block, "target", str | None)
     units = value(block, "units", Units, "fused")
@@ -230,10 +241,25 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
         raise error_at(block["samples"][0], f"allocate: samples {samples} is not positive")
     if units != "expert" and module.needs(config) & OF_EXPERTS:
         raise error_at(at, f"allocate: {name} chooses for whole experts; set allocate.units to expert, not {units}")
+    bits = value(block, "cache_bits", tuple[float, ...], ())
     try:
-        return Allocation(name, config, options, Target(target) if target is not None else None, units, samples)
+        wanted = Target(target) if target is not None else None
+        if wanted is not None and context is not None and wanted.unit in ("bpw", "kl"):
+            raise ValueError(f"a target with a context is a size (24GiB), not {target}")
     except ValueError as error:
         raise error_at(block["target"][0], f"allocate: {error}") from error
+    return Allocation(name, config, options, wanted, units, samples, context, bits)
+
+
+def _context(block: Entries, entries: Entries) -> int | None:
+    """Tokens whose cache is within the target."""
+    context = value(block, "context", int | None)
+    if context is not None and context < 1:
+        raise error_at(block["context"][0], f"allocate: context {context} is not positive")
+    asked = {"context": context, "cache_bits": value(block, "cache_bits", tuple[float, ...], ())}
+    for key in [key for key, given in asked.items() if given and "kv_cache" not in entries]:
+        raise error_at(block[key][0], f"allocate: {key} needs kv_cache; use a recipe that has it, such as w4kv4")
+    return context
 
 
 def _option(node: Node, above: Scheme) -> Scheme | None:

@@ -22,17 +22,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from yaml import Node, SequenceNode
 
 from compress import plugins
-from compress.errors import RecipeError
-from compress.strict_yaml import Entries, check_keys, error_at, mapping, sequence, value
+from compress.recipe_blocks import built, fields
+from compress.recipe_blocks import method as method_of
+from compress.strict_yaml import Entries, error_at, mapping, sequence, value
 
 if TYPE_CHECKING:
     from compress.kv.store import Policy
@@ -85,17 +84,20 @@ class _Drawn:
 
     def over(self, entries: Entries, where: str, beside: tuple[str, ...]) -> _Drawn:
         """With the settings of a block, which may hold `beside`, too."""
+        if not entries:
+            return self
         method, config = self.method, self.config
+        first, _ = next(iter(entries.values()))
         if "method" in entries and value(entries, "method", str) != method:
-            method, config = value(entries, "method", str), _codec(entries).Config()
+            method, config = value(entries, "method", str), method_of(entries, "kv").Config()
         own = {key: entry for key, entry in entries.items() if key not in ("method", *beside)}
-        exact = {key: own.pop(key) for key in _names(self.policy) if key in own}
+        exact = {key: own.pop(key) for key in fields(self.policy) if key in own}
         if config is None and own:
             key, (at, _) = next(iter(own.items()))
             raise error_at(at, f"{where}: {key} needs a method, one of {', '.join(plugins.names('kv'))}")
         if config is not None:
-            config = _built(own, f"{where} ({method})", config, (*_names(self.policy), "method", *beside))
-        return _Drawn(method, config, _built(exact, where, self.policy))
+            config = built(own, first, f"{where} ({method})", config, (*fields(self.policy), "method", *beside))
+        return _Drawn(method, config, built(exact, first, where, self.policy))
 
     def side(self, kind: str, at: Node) -> Side:
         if self.method is None:
@@ -106,7 +108,7 @@ class _Drawn:
 
 def read(at: Node, node: Node) -> CacheRecipe:
     """The section whose key stands `at`; RecipeError says what is wrong and in which line."""
-    own = tuple(f.name for f in dataclasses.fields(CacheRecipe))
+    own = tuple(fields(CacheRecipe))
     entries = mapping(node, "kv_cache")
     drawn, fitting = _Drawn(), {}
     if "method" in entries:
@@ -201,27 +203,3 @@ def _check(keys: Side, values: Side, rules: tuple[LayerRule, ...], at: Node) -> 
             if match in seen:
                 raise error_at(at, f"kv_cache.layers matches {match} in two entries; write one")
             seen.add(match)
-
-
-def _codec(entries: Entries) -> ModuleType:
-    try:
-        return plugins.load("kv", value(entries, "method", str))
-    except RecipeError as error:
-        raise error_at(entries["method"][0], str(error)) from error
-
-
-def _built(entries: Entries, where: str, base: Any, beside: tuple[str, ...] = ()) -> Any:
-    """The dataclass instance `base` with the values of `entries`; `beside`: what else the block may hold."""
-    hints = typing.get_type_hints(type(base))
-    check_keys(entries, [*_names(base), *beside], where)
-    values = {key: value(entries, key, hints[key]) for key in entries}
-    try:
-        return dataclasses.replace(base, **values)
-    except ValueError as error:
-        key = str(error).partition(" ")[0]
-        at = entries[key if key in entries else next(iter(entries))][0]
-        raise error_at(at, f"{where}: {error}") from error
-
-
-def _names(config: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(config))

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from compress.recipe_kv import CacheRecipe
     from compress.types import ExpertPruning, Scheme
 
-KEEP = "keep"  # the method of `quantize` in a recipe that has none
+KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 OTHER_KEYS = ("allocate", "experts", "kv_cache")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *OTHER_KEYS)
-ALLOCATE_KEYS = ("method", "target", "options", "units", "samples")  # beside the method's settings
+ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", "context", "cache_bits")  # beside its settings
 OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what is measured of whole experts only
 
 Importance = Literal[
@@ -114,6 +114,8 @@ class Allocation:
     units: Units = "fused"  # what is stored alike: q, k, v and gate, up (all experts of a block); one linear; one
     # expert; a block
     samples: int = 32  # calibration sequences that measured choices are scored on
+    context: int | None = None  # tokens whose cache is within the target, too; its bits are chosen with the weights'
+    cache_bits: tuple[float, ...] = ()  # offered to the keys and values of each layer; none: those the method takes
 
 
 def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
@@ -122,7 +124,7 @@ def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
     names = []
     for option in options:
         if option is None:
-            names.append("keep")
+            names.append(KEEP)
             continue
         plain = settings(option)
         kin = [settings(other) for other in options if other is not None and other.method == option.method]

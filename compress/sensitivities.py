@@ -29,11 +29,11 @@ from compress.database import FIXED, Database
 from compress.errors import CalibrationError, RecipeError
 from compress.model import Skeleton
 from compress.progress import Progress
+from compress.recipe_types import KEEP
 from compress.table import Table
 from compress.types import LinearSpec, Plan
 
 WITH_LEVELS = ("weight", "relative", "hessian", "output")  # measured as the levels are made
-KEEP = "keep"
 
 
 class Measured:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import DynamicCache
 
-from compress.errors import BudgetError
-from compress.evaluate import cache_error, cache_options
+from compress import recipe_kv
+from compress.errors import BudgetError, CalibrationError
+from compress.evaluate import cache_error, cache_options, cache_scores
 from compress.evaluate.cache_scores import Candidate
 from compress.kv import budget, hooks
 from compress.kv.budget import Measured
 from compress.kv.settings import KINDS, resolve
+from compress.recipe_kv import CacheRecipe
+from compress.strict_yaml import compose, mapping
 from pico import build
 
 OFFERED = budget.options((2, 3, 4, 8))
@@ -28,7 +34,7 @@ def units(layers: int = 3, seed: int = 0) -> list[Measured]:
         scale = float(torch.rand(1, generator=generator)) + 0.05
         noise = (torch.rand(4, generator=generator) * 0.4 + 0.8).tolist()
         errors = tuple(scale * n * 4.0**-option.bits for n, option in zip(noise, OFFERED, strict=True))
-        found.append(Measured(layer, kind, 1000, tuple(int(125 * (o.bits + 1)) for o in OFFERED), errors))
+        found.append(Measured(layer, kind, 1000, tuple(int(125 * (o.bits + 1)) for o in OFFERED), errors, errors))
     return found
 
 
@@ -46,8 +52,8 @@ def test_no_choice_within_the_budget_has_less_damage(seed: int) -> None:
 
 
 def test_the_published_greedy() -> None:
-    measured = [Measured(0, "keys", 10, (30, 40, 50, 90), (1.0, 0.0, 0.0, 0.0)), *units(1)[1:]]
-    measured[1] = Measured(0, "values", 10, (30, 40, 50, 90), (0.3, 0.0, 0.0, 0.0))
+    measured = [Measured(0, "keys", 10, (30, 40, 50, 90), (1.0, 0.0, 0.0, 0.0), (0.0,) * 4), *units(1)[1:]]
+    measured[1] = Measured(0, "values", 10, (30, 40, 50, 90), (0.3, 0.0, 0.0, 0.0), (0.0,) * 4)
     damages = [{2: 1.0, 3: 0.25, 4: 0.0625, 8: 4.0**-6}, {2: 0.3, 3: 0.075, 4: 0.01875, 8: 0.3 * 4.0**-6}]
     for room in range(0, 130, 10):
         at, left = [2, 2], room
@@ -73,34 +79,81 @@ def test_a_budget_below_the_fewest_bits() -> None:
 
 
 def test_what_is_chosen_is_what_the_cache_gets() -> None:
-    asked = budget.problem(units(2), OFFERED, 0)
-    choice = (0, 3, 2, 1)
-    recipe = budget.laid_out({**RECIPE, "layers": {"1": {"keys": {"residual_length": 64}}}}, asked, choice, OFFERED)
-    settings = resolve(recipe, 2)
-    assert [[layer[kind].config.bits for kind in KINDS] for layer in settings.layers] == [[2, 8], [4, 3]]
-    assert settings.layers[1]["keys"].policy.residual_length == 64
-    with pytest.raises(ValueError, match="named one by one"):
-        budget.laid_out({**RECIPE, "layers": {"0-1": {}}}, asked, choice, OFFERED)
+    text = "kv_cache: {method: kivi, bits: 3, layers: [LAYERS]}"
+    for said in ("{match: 1, keys: {residual_length: 64}}", "{match: 0-1, keys: {residual_length: 64}}"):
+        recipe = _recipe(text.replace("LAYERS", said))
+        chosen = budget.chosen(budget.units(units(2), OFFERED), (0, 3, 2, 1))
+        assert chosen == {0: {"keys": "bits=2", "values": "bits=8"}, 1: {"keys": "bits=4", "values": "bits=3"}}
+        found = budget.laid_out(recipe, chosen, OFFERED)
+        settings = resolve(recipe_kv.table(found), 2)
+        assert [[layer[kind].config.bits for kind in KINDS] for layer in settings.layers] == [[2, 8], [4, 3]]
+        assert settings.layers[1]["keys"].policy.residual_length == 64
+        assert settings.layers[1]["values"].policy.residual_length == 128
+        assert _recipe(yaml.safe_dump({"kv_cache": recipe_kv.plain(found)})) == found
+    alike = budget.laid_out(recipe, {layer: {"keys": "bits=2", "values": "bits=4"} for layer in range(4)}, OFFERED)
+    assert [rule.match for rule in alike.layers] == [("0-1",), (0, 1, 2, 3)]
 
 
-def test_measured_bytes_and_errors() -> None:
+def _recipe(text: str) -> CacheRecipe:
+    entries = mapping(compose(text, "test"), "a recipe")
+    return recipe_kv.read(*entries["kv_cache"])
+
+
+CODECS: dict[str, dict[str, Any]] = {
+    "kivi": {},
+    "lloyd": {"rope": "pre"},
+    "pca": {"unit": 4},
+    "gear": {"rank": 1, "block_tokens": 16, "group_size": 16},
+}
+
+
+@pytest.mark.parametrize("method", CODECS)
+def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
+    model = build("llama")
+    hooks.attach(model)
+    tokens = torch.randint(0, 250, (8, 200), generator=torch.Generator().manual_seed(0))
+    recipe = {**RECIPE, **CODECS[method], "method": method, "skip_layers": [0]}
+    if method in ("lloyd", "pca"):
+        del recipe["group_size"]
+    candidates = cache_options.offered(model, recipe, OFFERED[:2], tokens[:, :120])
+    for context in (100, 150, 199):
+        sizes = cache_options.sized(model, tokens[:1, :120], candidates, context)
+        for size, candidate in zip(sizes, candidates, strict=True):
+            cache = candidate.cache(model.config)
+            for start in range(0, context, 16):
+                model(tokens[:1, start : min(start + 16, context)], past_key_values=cache, use_cache=True)
+            held = cache.nbytes()
+            assert size.total == held.total + held.static
+            for (layer, kind), nbytes in size.units.items():
+                own = cache.layers[layer].stores[kind].nbytes()
+                assert layer == 1 and nbytes == own.total + own.static
+                assert size.elements[layer, kind] == 2 * 16 * context
+    with pytest.raises(CalibrationError, match="30 tokens are too few"):
+        cache_options.sized(model, tokens[:1, :30], candidates, 100)
+
+
+def test_measured_errors_and_divergences() -> None:
     model = build("llama")
     hooks.attach(model)
     windows = torch.randint(0, 250, (2, 160), generator=torch.Generator().manual_seed(0))
-    found = cache_options.measure(model, windows, RECIPE, OFFERED[:2], 1000)
-    assert [(unit.layer, unit.kind) for unit in found] == [(0, "keys"), (0, "values"), (1, "keys"), (1, "values")]
-    for unit in found:
-        assert unit.errors[0] > 2 * unit.errors[1] > 0
-        assert unit.numel == 2 * 16 * 1000
-        tail = 16 + (160 - 2 - 16) % 16  # exact tokens at the end of the window
-        coded = 160 - 2 - tail
-        for option, nbytes in zip(OFFERED, unit.nbytes, strict=False):
-            at_160 = 32 * ((2 + tail) * 4 + coded * (option.bits + 2) / 8)
-            assert nbytes == at_160 + 840 * 32 * (option.bits + 2) / 8
+    candidates = cache_options.offered(model, RECIPE, OFFERED[:2], windows)
+    sizes = cache_options.sized(model, windows[:1], candidates, 1000)
+    costs = cache_options.measure(model, windows, candidates, sizes, lambda done: None)
+    assert [(unit.layer, unit.kind) for unit in costs.units] == list(product(range(2), KINDS))
+    start = min(80, 2 + 16 + 4 * 16)
+    assert costs.fixed_nbytes == 0 and costs.tokens == 2 * (159 - start)
+    for unit in costs.units:
+        assert unit.errors[0] > 2 * unit.errors[1] > 0 and unit.kls[0] > unit.kls[1] > 0
     for layer, kind in ((0, "keys"), (1, "values")):
         expected = _alone(model, windows, layer, kind)
-        unit = next(unit for unit in found if (unit.layer, unit.kind) == (layer, kind))
+        unit = next(unit for unit in costs.units if (unit.layer, unit.kind) == (layer, kind))
         assert unit.errors[0] == pytest.approx(expected, rel=1e-3)
+    for kind in KINDS:  # the shares are of what the kind as a whole costs
+        alone = [replace(candidates[0], only=kind)]
+        positions = cache_scores.compare(model, windows, alone, 2, lambda done: None)
+        own = [unit for unit in costs.units if unit.kind == kind]
+        assert sum(u.kls[0] for u in own) == pytest.approx(float(positions[0, 2, :, start:].mean()), rel=1e-6)
+        assert own[0].kls[0] / own[1].kls[0] == pytest.approx(own[0].errors[0] / own[1].errors[0], rel=1e-6)
 
 
 def _alone(model: torch.nn.Module, windows: Tensor, layer: int, kind: str) -> float:

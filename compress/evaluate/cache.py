@@ -179,7 +179,7 @@ def evaluate(
     windows = scores._windows(list(directories), asked.text, seq_len, asked.max_tokens)
     models = [loaded(directory, execution) for directory in directories]
     found = candidates(models[0], directories[0], asked, progress)
-    say = _counter(progress, "scoring", len(windows))
+    say = counter(progress, "scoring", len(windows))
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
     summary = scores._summary(positions[0], source_name(asked.text), seq_len)
     assert isinstance(summary, Comparison)
@@ -222,7 +222,7 @@ def _context(
     """All rows of one context length."""
     count, length = windows.shape
     batch = _batch(model, found, length)
-    say = _counter(progress, f"scoring at {length} tokens", count)
+    say = counter(progress, f"scoring at {length} tokens", count)
     positions = compare(model, windows, found, batch, say)
     makes = [lambda c=candidate: c.cache(model.config) for candidate in found]
     errors = output_errors(model, windows[:ERROR_WINDOWS], makes)
@@ -279,7 +279,7 @@ def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
     return max(1, min(BATCH_TOKENS // length, scores.LOGITS_NBYTES // window))
 
 
-def _counter(progress: Progress, text: str, total: int) -> Any:
+def counter(progress: Progress, text: str, total: int) -> Any:
     done = [0]
 
     def say(count: int) -> None:

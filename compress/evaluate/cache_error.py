@@ -10,20 +10,16 @@ perplexity decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from compress import plugins
 from compress.errors import UnsupportedModelError
-from compress.evaluate.cache_scores import Candidate
 from compress.kv import attention
 from compress.kv.cache import KVCache
-from compress.kv.settings import EXACT, KINDS, Coding
-from compress.kv.store import Policy
 
 QUERIES = 32  # of each window, at its end
 
@@ -37,20 +33,6 @@ class OutputError:
     mean: Tensor
     p50: Tensor
     p95: Tensor
-
-
-def kind_only(config: Any, candidate: Candidate, kind: str) -> KVCache:
-    """A cache of the candidate that codes only keys, or only values."""
-    made = candidate.cache(config)
-    other = next(each for each in KINDS if each != kind)
-    layers = []
-    for layer in made.settings.layers:
-        exact = Coding(
-            EXACT, plugins.load("kv", EXACT).Config(), Policy(sink=layer[kind].policy.sink, residual_length=0, flush=1)
-        )
-        layers.append({**layer, other: exact})
-    made.settings = replace(made.settings, layers=tuple(layers))
-    return made
 
 
 def output_errors(model: Any, windows: Tensor, makes: Sequence[Make], batch: int = 4) -> list[OutputError]:

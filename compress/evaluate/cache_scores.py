@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from compress import plugins
 from compress.errors import NumericalError, RecipeError
 from compress.evaluate.scores import _score
 from compress.kv.cache import KVCache, Path, make_cache
@@ -45,18 +46,23 @@ class Candidate:
     static: Mapping[str, Tensor]
     path: Path = "materialise"
     extra: int = 0  # tokens that stay exact beyond the recipe's residual_length
+    only: str | None = None  # "keys" or "values": the other kind stays exact
 
     def cache(self, config: Any) -> KVCache:
         made = make_cache(config, self.recipe, self.static, self.path)
         made.settings = replace(made.settings, exact_prefill=True)
-        if self.extra:
-            layers = [{kind: self._longer(coding) for kind, coding in each.items()} for each in made.settings.layers]
+        if self.extra or self.only:
+            layers = [{k: self._changed(k, coding) for k, coding in each.items()} for each in made.settings.layers]
             made.settings = replace(made.settings, layers=tuple(layers))
         return made
 
-    def _longer(self, coding: Coding) -> Coding:
+    def _changed(self, kind: str, coding: Coding) -> Coding:
+        if coding.method == EXACT:
+            return coding
+        if self.only not in (None, kind):
+            return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(coding.policy.sink, 0, flush=1))
         policy = replace(coding.policy, residual_length=coding.policy.residual_length + self.extra)
-        return coding if coding.method == EXACT else replace(coding, policy=policy)
+        return replace(coding, policy=policy)
 
 
 def readable(model: Any, candidate: Candidate) -> Candidate:

@@ -1,8 +1,10 @@
 """Bits where they count: how the keys and the values of each layer are stored, within a budget of bytes.
 
 Each tensor kind of each layer is a unit of an allocation (compress/allocate/problem.py) with an entry for each option:
-its exact bytes at a context length, and its damage. Two estimates of that:
+its bytes at a context length, and its damage. Three estimates of that:
 
+    swap           nats a token, as those of weights are: KL(exact || cache) with this kind coded by this option in all
+                   layers, shared out among the layers by their output errors; units of weights may stand beside them
     output_error   measured: the error of the layer's attention output with this unit alone coded by this option
     rule           KV-AdaQuant (arXiv 2502.15075): c 2^(-2 bits), so that one measurement, with the fewest bits, does
 
@@ -11,25 +13,30 @@ channels; keys grouped along tokens can turn it round, so c is the measured erro
 allocation with the solver of the weights' bits (within a bound of the optimum); `raised` is the published greedy: all
 units at their fewest bits, then again and again the raise of largest gain a bit that still fits.
 
-    units = compress.evaluate.cache_options.measure(model, windows, recipe, options(recipe, (2, 3, 4, 8)), 65536)
-    solution = choose(problem(units, budget))
-    recipe = laid_out(recipe, solution.choice, options)      # a table of compress/kv/settings.py
+    costs = compress.evaluate.cache_options.measure(model, windows, table, options((2, 3, 4, 8)), 65536)
+    asked = problem(costs.units, options, budget)
+    recipe = laid_out(recipe, chosen(asked.units, choose(asked).choice), options)
 
-Errors of layers and kinds are taken to add up; damage to what later layers see of earlier ones' errors is left out.
+Errors of layers and kinds are taken to add up; damage to what later layers see of earlier ones' errors is in `swap`
+only. compress/cache_allocation.py puts this beside the weights: one budget for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from compress import recipe_kv
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.solver import Solution, damages_of, solve
 from compress.errors import BudgetError
-from compress.kv.settings import KINDS
 
-MEASURED, RULE = "output_error", "rule"
+if TYPE_CHECKING:
+    from compress.recipe_kv import CacheRecipe
+
+SWAP, MEASURED, RULE = "swap", "output_error", "rule"
+PREFIX = "kv_cache.layers."  # of the units' names: kv_cache.layers.3.keys
 
 
 @dataclass(frozen=True)
@@ -50,27 +57,33 @@ class Measured:
     numel: int  # elements of the context
     nbytes: tuple[int, ...]
     errors: tuple[float, ...]  # of the attention's output, relative squared
+    kls: tuple[float, ...]  # this unit's share of the divergence, nats a token
 
 
-def options(bits: Sequence[int]) -> tuple[Option, ...]:
+def options(bits: Sequence[float]) -> tuple[Option, ...]:
     """The recipe's method with these bits."""
-    return tuple(Option(f"bits={b}", b, {"bits": b}) for b in bits)
+    return tuple(Option(f"bits={b:g}", b, {"bits": b}) for b in bits)
 
 
-def problem(units: Sequence[Measured], offered: Sequence[Option], budget: int) -> Problem:
-    """The allocation of `budget` bytes for the whole cache at the measured context."""
+def units(measured: Sequence[Measured], offered: Sequence[Option]) -> tuple[Unit, ...]:
+    """What an allocation chooses for."""
     found = []
-    for unit in units:
+    for unit in measured:
         least = min(range(len(offered)), key=lambda i: offered[i].bits)
         constant = unit.errors[least] * 4 ** offered[least].bits
         entries = [
-            Entry(option.name, nbytes, option.bits, {MEASURED: error, RULE: constant * 4**-option.bits})
-            for option, nbytes, error in zip(offered, unit.nbytes, unit.errors, strict=True)
+            Entry(option.name, nbytes, option.bits, {SWAP: kl, MEASURED: error, RULE: constant * 4**-option.bits})
+            for option, nbytes, error, kl in zip(offered, unit.nbytes, unit.errors, unit.kls, strict=True)
         ]
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
-        name = f"layers.{unit.layer}.{unit.kind}"
+        name = f"{PREFIX}{unit.layer}.{unit.kind}"
         found.append(Unit(name, (name,), unit.layer, unit.numel, tuple(order)))
-    return Problem(tuple(found), budget)
+    return tuple(found)
+
+
+def problem(measured: Sequence[Measured], offered: Sequence[Option], budget: int) -> Problem:
+    """The allocation of `budget` bytes for what is coded of the cache at the measured context."""
+    return Problem(units(measured, offered), budget)
 
 
 def choose(asked: Problem, estimator: str = MEASURED) -> Solution:
@@ -106,16 +119,30 @@ def check(asked: Problem) -> None:
         )
 
 
-def laid_out(recipe: Mapping[str, Any], asked: Problem, choice: Choice, offered: Sequence[Option]) -> dict[str, Any]:
-    """The recipe (a table of compress/kv/settings.py) with what was chosen for each layer."""
+def chosen(asked: Sequence[Unit], choice: Choice) -> dict[int, dict[str, str]]:
+    """Layer -> kind -> name of an option."""
+    found: dict[int, dict[str, str]] = {}
+    for unit, index in zip(asked, choice, strict=True):
+        layer, kind = unit.name.removeprefix(PREFIX).split(".")
+        found.setdefault(int(layer), {})[kind] = unit.entries[index].option
+    return found
+
+
+def laid_out(
+    recipe: CacheRecipe, options_by_layer: Mapping[int, Mapping[str, str]], offered: Sequence[Option]
+) -> CacheRecipe:
+    """The recipe with what was chosen for each layer as rules, layers that got the same in one of them."""
     named = {option.name: option for option in offered}
-    layers: dict[str, dict[str, Any]] = {key: dict(value) for key, value in recipe.get("layers", {}).items()}
-    spans = {key for key in layers if not key.isdigit()}
-    if spans:
-        raise ValueError(f"layers are named one by one where bits are allocated, found {sorted(spans)}")
-    for unit, index in zip(asked.units, choice, strict=True):
-        _, layer, kind = unit.name.split(".")
-        assert kind in KINDS
-        own = layers.setdefault(layer, {})
-        own[kind] = {**own.get(kind, {}), **named[unit.entries[index].option].settings}
-    return {**recipe, "layers": layers}
+    own = {match: rule.settings for rule in recipe.layers for match in rule.match if match in options_by_layer}
+    kept = [replace(rule, match=tuple(m for m in rule.match if m not in own)) for rule in recipe.layers]
+    rules = [rule for rule in kept if rule.match]
+    alike: list[tuple[dict[str, Any], list[int]]] = []
+    for layer, kinds in options_by_layer.items():
+        said = own.get(layer, {})
+        settings = {**said, **{k: {**said.get(k, {}), **named[o].settings} for k, o in kinds.items()}}
+        same = [layers for other, layers in alike if other == settings]
+        if same:
+            same[0].append(layer)
+        else:
+            alike.append((settings, [layer]))
+    return replace(recipe, layers=(*rules, *(recipe_kv.LayerRule(tuple(layers), s) for s, layers in alike)))
