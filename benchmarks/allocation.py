@@ -18,11 +18,12 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import low_bit
-from measure import ROOT, in_fresh_process, machine
+import result_file
+from measure import ROOT, in_fresh_process
 from quantize import Setting, absolute, key_value, run_ours, score, show
 from rich.table import Table
 
@@ -66,18 +67,10 @@ def measure(args: argparse.Namespace, work: Path) -> None:
     for entry in args.entries:
         keys = ("num_samples", "seq_len", "max_tokens")
         identity = {"entry": entry, "options": {key: getattr(args, key) for key in keys}}
-        rows = low_bit.read(args.json)
-        if not args.again and any(low_bit.is_of(row, identity) for row in rows):
-            continue
-        before = machine()
-        try:
-            found = measured(args, entry, work / "out")
-        except SystemExit as error:  # what one entry cannot do must not stop the others
-            print(f"{entry}: failed, {str(error).splitlines()[-1]}", file=sys.stderr)
-            continue
-        row = {**identity, **found, "machine": before, "load_average_after": machine()["load_average"]}
-        low_bit.write(args.json, [*(r for r in rows if not low_bit.is_of(r, identity)), row])
-        print(f"{entry}: {found['bpw']:.3f} bpw, KL {found['kl_mean']:.5f}, {found['wall_s']:.0f} s", file=sys.stderr)
+        row = result_file.add(args.json, identity, args.again, entry, partial(measured, args, entry, work / "out"))
+        if row is not None:
+            kl, wall = row["kl_mean"], row["wall_s"]
+            print(f"{entry}: {row['bpw']:.3f} bpw, KL {kl:.5f}, {wall:.0f} s", file=sys.stderr)
 
 
 def between(rows: Sequence[Row], bpw: float) -> float | None:
@@ -130,7 +123,7 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     with tempfile.TemporaryDirectory() as temporary:
         measure(args, Path(temporary))
-    present(low_bit.read(args.json))
+    present(result_file.read(args.json))
 
 
 if __name__ == "__main__":

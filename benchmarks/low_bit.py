@@ -22,10 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, in_fresh_process, machine
+import result_file
+from measure import ROOT, in_fresh_process
 from quantize import Setting, absolute, count_sizes, key_value, run_ours, score, show
 from rich.table import Table
 
@@ -220,39 +222,17 @@ def measure(args: argparse.Namespace, work: Path) -> None:
         names = {key: getattr(args, key).name for key in ("model", "calib", "text")}
         jobs = [(entry, {**names, **{key: getattr(args, key) for key in keys}}) for entry in wanted(args)]
     for entry, options in jobs:
-        rows = read(args.json)
         identity = {"table": args.mode, "entry": entry, "options": options}
-        if not args.again and any(is_of(row, identity) for row in rows):
-            continue
-        before = machine()
-        try:
-            found = (
-                layer_row(entry, tuple(options["shape"]), work)
-                if args.mode == "layers"
-                else model_row(entry, args, work)
-            )
-        except SystemExit as error:  # what one recipe cannot do must not stop the others
-            print(f"{entry} {options.get('shape', '')}: failed, {str(error).splitlines()[-1]}", file=sys.stderr)
-            continue
-        row = {**identity, **found, "machine": before, "load_average_after": machine()["load_average"]}
-        write(args.json, [*(row for row in rows if not is_of(row, identity)), row])
-        print(f"{entry} {options.get('shape', '')}: {found['bpw']:.3f} bits, {found['wall_s']:.1f} s", file=sys.stderr)
+        name = f"{entry} {options.get('shape', '')}"
+        row = result_file.add(args.json, identity, args.again, name, partial(one, entry, options, args, work))
+        if row is not None:
+            print(f"{name}: {row['bpw']:.3f} bits, {row['wall_s']:.1f} s", file=sys.stderr)
 
 
-def is_of(row: Row, identity: Row) -> bool:
-    return all(row[key] == value for key, value in identity.items())
-
-
-def read(file: Path) -> list[Row]:
-    return json.loads(file.read_text())["rows"] if file.exists() else []
-
-
-def write(file: Path, rows: list[Row]) -> None:
-    """Beside, then in place: an interrupted run loses no row."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
-    temporary.replace(file)
+def one(entry: str, options: Row, args: argparse.Namespace, work: Path) -> Row:
+    if args.mode == "layers":
+        return layer_row(entry, tuple(options["shape"]), work)
+    return model_row(entry, args, work)
 
 
 # tables
@@ -360,7 +340,7 @@ def main() -> None:
             measure(args, work)
     for mode in ("models", "layers"):
         if args.mode in (mode, "show"):
-            present(read(args.json), mode)
+            present(result_file.read(args.json), mode)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import low_bit
-from measure import ROOT, in_fresh_process, machine
+import result_file
+from measure import ROOT, in_fresh_process
 from quantize import Setting, absolute, key_value, run_ours, score, show
 from rich.table import Table
 
@@ -99,18 +101,11 @@ def measure(args: argparse.Namespace, work: Path) -> None:
             for seed in range(args.seeds):
                 options = {"seed": seed, **{key: getattr(args, key) for key in keys}}
                 identity = {"table": mode, "entry": entry, "options": options}
-                rows = low_bit.read(args.json)
-                if not args.again and any(low_bit.is_of(row, identity) for row in rows):
-                    continue
-                before = machine()
-                try:
-                    found = measured(args, entry, models[mode], seed, work / "out")
-                except SystemExit as error:  # what one recipe cannot do must not stop the others
-                    print(f"{mode} {entry}: failed, {str(error).splitlines()[-1]}", file=sys.stderr)
-                    continue
-                row = {**identity, **found, "machine": before, "load_average_after": machine()["load_average"]}
-                low_bit.write(args.json, [*(r for r in rows if not low_bit.is_of(r, identity)), row])
-                print(f"{mode} {entry} {seed}: KL {found['kl_mean']:.5f}, {found['wall_s']:.0f} s", file=sys.stderr)
+                work_of = partial(measured, args, entry, models[mode], seed, work / "out")
+                row = result_file.add(args.json, identity, args.again, f"{mode} {entry}", work_of)
+                if row is not None:
+                    kl, wall = row["kl_mean"], row["wall_s"]
+                    print(f"{mode} {entry} {seed}: KL {kl:.5f}, {wall:.0f} s", file=sys.stderr)
 
 
 def present(rows: Sequence[Row]) -> None:
@@ -165,7 +160,7 @@ def main(argv: list[str]) -> None:
     if "show" not in args.what:
         with tempfile.TemporaryDirectory() as temporary:
             measure(args, Path(temporary))
-    present(low_bit.read(args.json))
+    present(result_file.read(args.json))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import low_bit
-from measure import ROOT, in_fresh_process, machine
+import result_file
+from measure import ROOT, in_fresh_process
 from quantize import absolute, show
 from rich.table import Table
 
@@ -185,11 +186,8 @@ def measure(args: argparse.Namespace) -> None:
                 mine = {"options": {} if args.synthetic else options, "target": target, "seed": seed}
                 mine["options"]["generations"] = args.generations
                 identity = {"table": table, "entry": name, "settings": settings, **mine}
-                rows = low_bit.read(args.json)
-                if not args.again and any(low_bit.is_of(row, identity) for row in rows):
-                    continue
-                row = {**identity, **in_fresh_process(searched, args, settings, target, seed), "machine": machine()}
-                low_bit.write(args.json, [*(r for r in rows if not low_bit.is_of(r, identity)), row])
+                work = partial(in_fresh_process, searched, args, settings, target, seed)
+                result_file.add(args.json, identity, args.again, f"{name} {target} {seed}", work)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -219,7 +217,7 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     if "show" not in args.what:
         measure(args)
-    present(low_bit.read(args.json))
+    present(result_file.read(args.json))
 
 
 if __name__ == "__main__":

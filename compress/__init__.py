@@ -24,11 +24,16 @@ The files:
     model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks
     checkpoint  reading safetensors lazily, writing shards; output: the directory that is renamed into place last
     calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; sensitivity.py: gradients, scores,
-                answers to noise; routing.py: where tokens go among experts; lm.py: whole models
+                answers to noise; fisher.py: gradients of single weights; routing.py: where tokens go among experts; lm.py:
+                whole models
     incoherence random signs and Hadamard transforms around what a method sees; asymmetric: targets that make up for the
                 errors of earlier blocks; ops: the operations at run time; hadamard: transforms of any order
     quant/      methods, one a file: which codes? feedback: the column loop that they share; sweeps: its clean-up;
                 linalg: factors and precision rules
+    lowrank/    two thin matrices that make up for what rounding loses: found, stored in few bits, trained; adapter: the
+                same in the form of PEFT
+    kv/         codecs of the key-value cache, one a file; its store, what transformers sees, both ways to read it, its
+                calibration; recipe_kv: its section of a recipe; cache_allocation: one budget for it and the weights
     formats/    one a file: how are the codes stored and decoded? packing: n-bit fields <-> words
     kernels/    how does a product run on them? cpu/, triton/: a file a format; dispatch: which of them;
                 jit: functions compiled for the CPU at hand

@@ -83,7 +83,13 @@ class Database:
         path = self.folder / "arrangement.json"
         if not path.is_file():
             write_text(path, json.dumps(dict(arrangement)))
-        return read_json(path)
+        try:
+            found = read_json(path)
+        except CheckpointError as error:
+            raise OutputError(f"{path} is damaged; remove {self.folder} to measure anew") from error
+        if found.keys() != dict(arrangement).keys():
+            raise OutputError(f"{path} is not of this version; remove {self.folder} to measure anew")
+        return found
 
     def finished(self) -> int:
         """Blocks that are done, from the first on."""

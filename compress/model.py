@@ -53,7 +53,7 @@ class Skeleton:
         self.model.tie_weights()
         if packed := checkpoint.config.get("quantization_config"):
             hf.swap(self.model, hf.CompressConfig(**packed))
-        self.blocks_name, self.blocks = _find_blocks(self.model)
+        self.blocks_name, self.blocks = find_blocks(self.model)
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
@@ -346,7 +346,7 @@ def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> tor
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [(name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)]
     if not outer:

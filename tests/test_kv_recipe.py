@@ -146,10 +146,15 @@ def test_overrides(make: Make, tmp_path: Path) -> None:
 
 def test_built_in_recipes_with_a_cache() -> None:
     found = {name: recipe.load(name) for name in recipe.names() if recipe.load(name).kv_cache is not None}
-    assert {"kv8", "kv4", "kv3", "kv2", "w4kv4", "w4kv2"} <= found.keys()
-    for name, bits, packs in [("kv8", 8, False), ("kv2", 2, False), ("w4kv4", 4, True), ("w4kv2", 2, True)]:
+    wanted = {"kv8": ("kivi", 8), "kv4": ("pca", 4.125), "kv3": ("pca", 3.125), "kv2": ("pca", 2.125)}
+    wanted |= {"w4kv4": ("pca", 4.125), "w4kv2": ("pca", 2.125), "kivi4": ("kivi", 4), "kivi2": ("kivi", 2)}
+    wanted |= {"kvquant3": ("kvquant", 3), "gear4": ("gear", 4), "squat2": ("squat", 2), "rotatekv2": ("rotatekv", 2)}
+    wanted["zipkv"] = ("zipvl", None)
+    assert wanted.keys() <= found.keys()
+    for name, (method, bits) in wanted.items():
         cache = found[name].kv_cache
-        assert cache is not None and found[name].packs == packs
+        assert cache is not None and found[name].packs == name.startswith("w4")
         settings = resolve(recipe_kv.table(cache), 4)
+        assert {c.method for layer in settings.layers for c in layer.values()} == {method}
         assert {getattr(c.config, "bits", None) for layer in settings.layers for c in layer.values()} == {bits}
         assert dataclasses.asdict(settings.layers[0]["keys"].policy)["residual_length"] == 128

@@ -47,7 +47,7 @@ class Loaded:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.blocks_name, self.blocks = models._find_blocks(model)
+        self.blocks_name, self.blocks = models.find_blocks(model)
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
         pass
