@@ -24,7 +24,7 @@ The files:
     model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks
     checkpoint  reading safetensors lazily, writing shards; output: the directory that is renamed into place last
     calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; sensitivity.py: gradients, scores,
-                answers to noise; fisher.py: gradients of single weights; routing.py: where tokens go among experts; lm.py:
+                answers to noise; fisher.py: gradients of weights; routing.py: where tokens go among experts; lm.py:
                 whole models
     incoherence random signs and Hadamard transforms around what a method sees; asymmetric: targets that make up for the
                 errors of earlier blocks; ops: the operations at run time; hadamard: transforms of any order

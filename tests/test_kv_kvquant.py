@@ -75,6 +75,16 @@ def test_gaussian_data(bits: int) -> None:
     assert float(error.mean()) == pytest.approx(LLOYD[bits], rel=0.1)  # ranges that reach to the last sample differ
 
 
+@pytest.mark.parametrize("bits", LLOYD)
+def test_gaussian_data_of_one_range(bits: int) -> None:
+    """Two tokens that the loss does not feel give all channels the range of -5 to 5, so that levels are Lloyd-Max's."""
+    x, slopes = normal(4000, HEADS, 32), torch.ones(4000, HEADS, 32)
+    x[0], x[1], slopes[:2] = -5.0, 5.0, 0.0
+    made = codec("keys", x, slopes, bits=bits, outliers=0.0, q_norm=False)
+    error = (made.decode(made.encode(rows(x[2:]), {})) - rows(x[2:])).square().mean()
+    assert float(error) == pytest.approx(LLOYD[bits], rel=0.03)
+
+
 def test_levels_go_where_the_loss_is_sensitive() -> None:
     x, slopes = normal(1500, HEADS, WIDTH), 0.02 * torch.ones(1500, HEADS, WIDTH)
     slopes[x > 1] = 1.0

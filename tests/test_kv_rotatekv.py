@@ -61,6 +61,17 @@ def test_rotation_and_order_help_where_channels_stand_out() -> None:
     assert error(unordered, x) < 0.6 * error(plain, x)
 
 
+@pytest.mark.parametrize(("bits", "expected"), [(2, 0.72), (4, 0.030)])
+def test_one_head_with_channels_that_stand_out(bits: int, expected: float) -> None:
+    """A rotation alone, no order: the error over the variance of the noise."""
+    x = normal(1, 1, 4096, 128)
+    for channel, shift in {5: 12.0, 17: 15.0, 69: -9.0, 81: 8.0}.items():
+        x[..., channel] += shift
+    config = rotatekv.Config(bits=bits, group_size=128, clip=1.0)
+    made = rotatekv.build(config, Spec("keys", 0, 1, 1, 128, 1), {"order": torch.arange(128)})
+    assert error(made, x) == pytest.approx(expected, rel=0.03)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
 def test_against_a_plain_coder(heads: int) -> None:
     x = key_like(40, heads)

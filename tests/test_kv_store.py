@@ -85,6 +85,8 @@ def test_buffer_as_a_window_stays_small() -> None:
     buffer.crop(5)
     buffer.take(torch.tensor([0, 0]))
     assert buffer.view().shape == (2, 1, 35, 1)
+    with pytest.raises(CompressError, match="tokens of 1 sequences after those of 2; use a fresh cache"):
+        buffer.append(data[:, :, :1])
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -299,7 +301,10 @@ def test_settings() -> None:
         ({"method": "kivi", "sink": -1}, "0 or more"),
         ({"method": "kivi", "keys": {"sink": 1}}, "sink must be the same"),
         ({"method": "kivi", "layers": {"5": {}}}, "no layer 5"),
+        ({"method": "kivi", "layers": {"2-1": {}}}, "'2-1' names no layer; give the first one first"),
         ({"method": "kivi", "skip_layers": ["x"]}, "not a layer number"),
+        ({"method": "kivi", "skip_layers": [1.5]}, "1.5 is not a layer number"),
+        ({"method": "kivi", "skip_layers": 1}, "must be a list of layer numbers, found 1"),
         ({"method": "kivi", "values": 3}, "must be keys with values"),
         ({"method": "kivi", "other_layers": "keep"}, "other_layers"),
         ({"method": "kivi", "exact_prefill": 1}, "true or false"),

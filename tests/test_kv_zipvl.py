@@ -47,6 +47,17 @@ def test_the_tiers_have_their_errors(important: float) -> None:
     assert float(error[~is_high].mean()) == pytest.approx(0.112, rel=0.08)
 
 
+def test_the_tiers_have_the_errors_of_gaussian_levels_where_heads_are_wide() -> None:
+    x = normal(1, 2, 256, 512)
+    x *= torch.rand(1, 2, 256, 1, generator=torch.Generator().manual_seed(1))
+    made = zipvl.build(zipvl.Config(), Spec("values", 0, 1, 2, 512, 2), {})
+    error = (made.decode(made.encode(x, {})) - x).square().sum(-1) / x.square().sum(-1)
+    length = x.norm(dim=-1).unflatten(-1, (-1, zipvl.SPAN))
+    is_high = (length >= length.sort(-1, descending=True)[0][..., 15, None]).flatten(-2)
+    assert float(error[is_high].mean()) == pytest.approx(0.0095, rel=0.03)
+    assert float(error[~is_high].mean()) == pytest.approx(0.1175, rel=0.03)
+
+
 def test_probes_choose_the_keys_that_they_look_at() -> None:
     x, (cos, sin) = normal(1, 2, 128, WIDTH) * 0.1, turns(128)
     queries = normal(1, 4, 40, WIDTH, seed=1)

@@ -42,6 +42,7 @@ from compress.evaluate.cache_scores import (
 from compress.evaluate.cache_speed import Size, Speed, sizes, speeds
 from compress.evaluate.generation import continued
 from compress.evaluate.scores import Comparison, Execution
+from compress.kv import checkpoint as kv_checkpoint
 from compress.kv import generation, hooks
 from compress.kv.calibrate import calibrate
 from compress.kv.settings import resolve
@@ -167,7 +168,9 @@ def candidates(model: Any, directory: Path, asked: Asked, progress: Progress) ->
         if recipe_kv.needs(recipe):
             progress(f"calibrating {name}", 0, 0)
             tokens = _calibration_tokens(model, directory, name, asked.calib)
-            static, _ = calibrate(model, resolve(table, layer_count(model.config)), tokens)
+            static, _ = calibrate(
+                model, kv_checkpoint.coded(model.config, resolve(table, layer_count(model.config))), tokens
+            )
         found.append(readable(model, Candidate(name, table, static)))
     return found
 

@@ -26,6 +26,7 @@ from compress.evaluate.cache_scores import Candidate, Say, compare, exact_tokens
 from compress.kv.budget import Measured, Option
 from compress.kv.cache import CodedLayer, KVCache
 from compress.kv.calibrate import calibrate
+from compress.kv.checkpoint import coded
 from compress.kv.settings import EXACT, KINDS, resolve
 from compress.kv.stored import layer_count
 
@@ -56,7 +57,7 @@ def offered(model: Any, recipe: Mapping[str, Any], options: Sequence[Option], sa
     found = []
     for option in options:
         table = _over(recipe, option)
-        settings = resolve(table, layer_count(model.config))
+        settings = coded(model.config, resolve(table, layer_count(model.config)))
         methods = {coding.method for layer in settings.layers for coding in layer.values()}
         needs = any(plugins.load("kv", method).NEEDS for method in methods)
         static = calibrate(model, settings, samples)[0] if needs else {}

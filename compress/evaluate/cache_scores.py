@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from compress import plugins
 from compress.errors import NumericalError, RecipeError
 from compress.evaluate.scores import _score
 from compress.kv.cache import KVCache, Path, make_cache
-from compress.kv.settings import EXACT, Coding, Settings
+from compress.kv.settings import EXACT, Coding, Settings, exact
 from compress.kv.store import Policy
 
 NEEDLE = 32  # tokens
@@ -60,7 +59,7 @@ class Candidate:
         if coding.method == EXACT:
             return coding
         if self.only not in (None, kind):
-            return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(coding.policy.sink, 0, flush=1))
+            return exact(coding.policy.sink)
         policy = replace(coding.policy, residual_length=coding.policy.residual_length + self.extra)
         return replace(coding, policy=policy)
 
@@ -156,7 +155,7 @@ def interval(differences: Tensor) -> tuple[float, float] | None:
 @dataclass(frozen=True)
 class Recall:
     gain: float  # nats a token that the needles are worth through the exact cache
-    kept: list[float]  # of it, for each candidate; 1 is all
+    kept: Sequence[float | None]  # of it, for each candidate; 1 is all; None where there is no gain
     samples: int
     tokens: int  # scored
 
@@ -186,7 +185,7 @@ def recall(model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: 
         nll.append(float(torch.cat(parts).mean()))
         say(count)
     gain = nll[0] - nll[1]
-    kept = [(nll[0] - value) / gain if gain > 0 else math.nan for value in nll[2:]]
+    kept = [(nll[0] - value) / gain if gain > 0 else None for value in nll[2:]]
     return Recall(gain, kept, count, count * (NEEDLE - CUE))
 
 

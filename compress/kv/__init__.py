@@ -17,7 +17,8 @@ A codec is one file `compress/kv/<name>.py`; the name is the recipe's `method`. 
 
     Config    frozen dataclass: the recipe's settings for keys or for values; ValueError for impossible ones
     NEEDS     frozenset of the samples that calibration must bring, empty if it needs none: "keys", "keys_pre" (before
-              RoPE), "values", "queries", "queries_pre" and "gradients" (of the loss, by what the codec is of: keys_pre or values)
+              RoPE), "values", "queries", "queries_pre" and "gradients" (of the loss, by what the codec is of:
+              keys_pre or values)
     build(config, spec, static) -> Codec     for the keys or the values of one layer; RecipeError if they do not fit
     calibrate(config, spec, samples) -> dict[str, Tensor]     only if NEEDS is not empty: the static tensors; samples
               name -> [tokens, h, width] float32 (queries [tokens, H, width]), sinks and padding left out. Training

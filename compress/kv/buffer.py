@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from compress.errors import CompressError
+
 ROWS = 16  # least number of rows that memory grows by
 
 
@@ -22,11 +24,15 @@ class Buffer:
         return self._data[:, :, self._start + start : self._start + last]
 
     def append(self, rows: Tensor) -> None:
-        """Copies the rows: no memory of the caller is kept alive."""
+        """Copies the rows: no memory of the caller is kept alive. CompressError if they are of another batch."""
         count = rows.shape[2]
         if self._data is None:
             self._allocate(rows, count)
         assert self._data is not None
+        if rows.shape[0] != self._data.shape[0]:
+            raise CompressError(
+                f"kv_cache: tokens of {rows.shape[0]} sequences after those of {self._data.shape[0]}; use a fresh cache"
+            )
         end = self._start + self.length
         if end + count > self._data.shape[2]:
             self._make_room(count)

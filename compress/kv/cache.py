@@ -216,10 +216,17 @@ class KVCache(Cache):
             if isinstance(layer, CodedLayer):
                 total += layer.nbytes()
             else:
-                tensors = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+                tensors = _held(layer)
                 held = sum(x.untyped_storage().nbytes() for x in tensors)
                 total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=held)
         return total
+
+
+def _held(layer: Any) -> list[Tensor]:
+    """Tensors of a layer of transformers: keys and values, states of convolutions and recurrences."""
+    states = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
+    found = [*(getattr(layer, kind, None) for kind in KINDS), *(x for each in states for x in each.values())]
+    return [x for x in found if x is not None]
 
 
 def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

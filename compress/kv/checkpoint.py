@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,11 @@ from torch import Tensor
 from compress import plugins, recipe_kv
 from compress.checkpoint import open_checkpoint
 from compress.kv import stored
+from compress.kv.cache import CODED, make_cache
 from compress.kv.cache import build as build_codec
-from compress.kv.cache import make_cache
 from compress.kv.calibrate import calibrate
 from compress.kv.codec import Spec
-from compress.kv.settings import KINDS, Settings, resolve
+from compress.kv.settings import KINDS, Settings, exact, resolve
 from compress.model import Skeleton
 
 if TYPE_CHECKING:
@@ -37,12 +38,20 @@ def check(config: Any, recipe: CacheRecipe) -> Settings:
     heads = getattr(decoder, "num_key_value_heads", None) or queries
     if getattr(decoder, "kv_lora_rank", None) is not None:  # caches of another shape
         return settings
-    for index, layer in enumerate(settings.layers):
+    for index, layer in enumerate(coded(config, settings).layers):
         for kind in KINDS:
             if not plugins.load("kv", layer[kind].method).NEEDS:
                 spec = Spec(kind, index, len(settings.layers), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
                 build_codec(layer[kind], spec, {})
     return settings
+
+
+def coded(config: Any, settings: Settings) -> Settings:
+    """The settings, exact for layers that a cache leaves to transformers: these have no codec and need no samples."""
+    plain = dict.fromkeys(KINDS, exact())
+    types = stored.layer_types(config)
+    layers = [layer if kind == CODED else plain for kind, layer in zip(types, settings.layers, strict=True)]
+    return replace(settings, layers=tuple(layers))
 
 
 def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -62,7 +71,8 @@ def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, 
     found = None
     if recipe_kv.needs(recipe):
         assert facts.calibration is not None
-        static, found = calibrate(skeleton, settings, facts.calibration.tokens, asked.device)
+        wanted = coded(skeleton.config, settings)
+        static, found = calibrate(skeleton, wanted, facts.calibration.tokens, asked.device)
     section = stored.write(directory, settings, static)
     stored.table(section, len(settings.layers))  # reads it back
     return section, {"calibration": found, **section}

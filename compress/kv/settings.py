@@ -56,7 +56,10 @@ def resolve(recipe: Mapping[str, Any], layers: int) -> Settings:
     if not isinstance(recipe.get("method"), str):
         known = ", ".join(plugins.names("kv"))
         raise RecipeError(f"kv_cache needs a method, one of {known}")
-    skipped = {_layer(index, layers, "skip_layers") for index in recipe.get("skip_layers") or ()}
+    listed = recipe.get("skip_layers") or ()
+    if not isinstance(listed, list | tuple):
+        raise RecipeError(f"kv_cache.skip_layers must be a list of layer numbers, found {listed!r}")
+    skipped = {_layer(index, layers, "skip_layers") for index in listed}
     overrides = [
         (_span(key, layers), _table(value, f"kv_cache.layers.{key}"))
         for key, value in _table(recipe.get("layers") or {}, "kv_cache.layers").items()
@@ -70,10 +73,10 @@ def resolve(recipe: Mapping[str, Any], layers: int) -> Settings:
     other = recipe.get("other_layers", "error")
     if other not in OTHER_LAYERS:
         raise RecipeError(f"kv_cache.other_layers: {plugins.unknown('value', str(other), OTHER_LAYERS)}")
-    exact = recipe.get("exact_prefill", True)
-    if not isinstance(exact, bool):
-        raise RecipeError(f"kv_cache.exact_prefill must be true or false, found {exact!r}")
-    return Settings(tuple(found), exact, other, dict(recipe))
+    exact_prefill = recipe.get("exact_prefill", True)
+    if not isinstance(exact_prefill, bool):
+        raise RecipeError(f"kv_cache.exact_prefill must be true or false, found {exact_prefill!r}")
+    return Settings(tuple(found), exact_prefill, other, dict(recipe))
 
 
 def _coding(kind: str, sources: list[Mapping[str, Any]], skipped: bool) -> Coding:
@@ -91,9 +94,14 @@ def _coding(kind: str, sources: list[Mapping[str, Any]], skipped: bool) -> Codin
     method = str(keys.pop("method"))
     policy = {name: keys.pop(name) for name in _names(Policy) if name in keys}
     if skipped:
-        return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(sink=0, residual_length=0, flush=1))
+        return exact()
     config = make(plugins.load("kv", method).Config, keys, f"kv_cache.{kind} ({method})", _names(Policy))
     return Coding(method, config, make(Policy, policy, "kv_cache"))
+
+
+def exact(sink: int = 0) -> Coding:
+    """Of what is not coded."""
+    return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(sink=sink, residual_length=0, flush=1))
 
 
 def make(cls: Any, keys: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
@@ -128,15 +136,18 @@ def _span(key: Any, layers: int) -> range:
     text = str(key)
     first, dash, last = text.rpartition("-")
     if dash and first:
-        return range(_layer(first, layers, "layers"), _layer(last, layers, "layers") + 1)
+        found = range(_layer(first, layers, "layers"), _layer(last, layers, "layers") + 1)
+        if not found:
+            raise RecipeError(f"kv_cache.layers: {text!r} names no layer; give the first one first")
+        return found
     index = _layer(text, layers, "layers")
     return range(index, index + 1)
 
 
 def _layer(index: Any, layers: int, where: str) -> int:
     try:
-        number = int(index)
-    except (TypeError, ValueError):
+        number = int(str(index))  # 2 and "2", not 2.5
+    except ValueError:
         raise RecipeError(f"kv_cache.{where}: {index!r} is not a layer number") from None
     if not -layers <= number < layers:
         raise RecipeError(f"kv_cache.{where}: there is no layer {number}, the model has {layers}")

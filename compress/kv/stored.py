@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -32,11 +33,16 @@ from compress.kv.settings import KINDS, Settings, resolve
 
 FILE = "kv_cache.safetensors"
 VERSION = 1  # of the layout described above
+SNAPSHOTS = "snapshots"  # folder of the hub's cache that holds the files of commits
+
+
+def layer_types(config: Any) -> list[str]:
+    """Of the decoder's layers, as caches count them."""
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
 
 
 def layer_count(config: Any) -> int:
-    """Layers of the decoder, as caches count them."""
-    return len(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
+    return len(layer_types(config))
 
 
 def resolved(settings: Settings) -> dict[str, Any]:
@@ -104,29 +110,39 @@ def use(model: Any, section: Mapping[str, Any], directory: Path | None) -> None:
     recipe = table(section, layers)
     where = directory or Path(model.name_or_path)
     if section.get("static") is not None and not (where / FILE).is_file():
-        where = _fetched(model) or where
+        where = _fetched(model, where) or where
     static = read_static(section, where, layers)
     generation.attach(model, recipe, static)
     if static:
-        model.save_pretrained = MethodType(_save, model)
+        model.save_pretrained = MethodType(partial(_save, static), model)
 
 
-def _fetched(model: Any) -> Path | None:
-    """The folder of the file in the hub's cache, which from_pretrained fetches only weights into."""
+def _fetched(model: Any, directory: Path) -> Path | None:
+    """The folder of the file in the hub's cache, into which from_pretrained fetches nothing but weights.
+
+    directory: where these are, <cache>/<repository>/snapshots/<commit>/<folder>, so that the file comes from the same
+    cache, commit and folder; without such, from the default cache and the commit of the configuration.
+    """
+    given: dict[str, Any] = {"revision": getattr(model.config, "_commit_hash", None)}
+    parts = directory.parts
+    if SNAPSHOTS in parts[2:-1]:
+        at = max(i for i, part in enumerate(parts[:-1]) if part == SNAPSHOTS)
+        folder = "/".join(parts[at + 2 :])
+        given = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
     path = cached_file(
         model.name_or_path,
         FILE,
-        revision=getattr(model.config, "_commit_hash", None),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        **given,
     )
     return None if path is None else Path(path).parent
 
 
-def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the class's save_pretrained: with the calibrated tensors."""
+def _save(static: Mapping[str, Tensor], model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of the class's save_pretrained: with the calibrated tensors that the configuration speaks of."""
     saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-    write_shard(Path(save_directory) / FILE, model.kv_cache.static)
+    write_shard(Path(save_directory) / FILE, static)
     return saved
 
 

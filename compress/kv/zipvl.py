@@ -3,8 +3,9 @@
 Of each SPAN tokens of a head the `important` share is coded with `high` bits, the rest with `low`, each by the rotated
 Lloyd-Max levels of compress/kv/lloyd.py. A key is important if the probes look at it: the last PROBES queries of the
 first tokens that attention shows (the prompt), for each of which the span's tokens compete in a softmax; the mass is
-summed over probes and the query heads of the KV head. Bits per element: important high + (1 - important) low +
-(norm_bits + 1) / width; the last bit marks the tier.
+summed over probes and the query heads of the KV head. Keys are coded as they were before the rotary embedding, less
+the mean of the first tokens, as there. Bits per element: important high + (1 - important) low + (norm_bits + 1) /
+width; the last bit marks the tier.
 
 Differences from the paper: a fixed share of each span instead of the smallest set that holds a share tau of the mass
 (rows of a cache must not vary in size, and a choice within a span does not depend on how the prompt was cut); tiers for

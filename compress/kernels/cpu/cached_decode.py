@@ -21,13 +21,15 @@ from compress.kernels.cpu.rows import LANES
 from compress.packing import FIELDS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LEAST = 4  # words of a plane and token
 
 
 def supports(sizes: Sizes, by_token: bool) -> bool:
-    lanes = min(LANES, sizes.width)
-    if sizes.bits not in FIELDS or sizes.width % (FIELDS[sizes.bits] * 8) or not jit.available():
+    """Whether `decode` can read such codes here: whole vectors of LEAST words or more of a token, of one scale each."""
+    if sizes.bits not in FIELDS or sizes.width % (FIELDS[sizes.bits] * LEAST) or not jit.available():
         return False
-    return min(lanes, sizes.words) in (8, 16) and (not by_token or sizes.group % min(lanes, sizes.words) == 0)
+    lanes = min(LANES, sizes.words)
+    return LANES % lanes == 0 and sizes.words % lanes == 0 and (not by_token or sizes.group % lanes == 0)
 
 
 def decode(planes: Sequence[Tensor], scales: Tensor, minima: Tensor, sizes: Sizes, by_token: bool, out: Tensor) -> None:

@@ -1,0 +1,119 @@
+"""Every codec of compress/kv with small settings, calibrated on random samples; and the bits that its docstring states.
+
+    for case in CASES: cache = case.cache("scores")      # of one layer, 4 query heads and 2 KV heads of 16 channels
+
+Codecs that look at queries are there twice. `kind_bits` is written from the formulas in the docstrings, and by hand, so
+that what is stored can be compared with what is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from compress import plugins
+from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.codec import Spec
+from compress.kv.settings import KINDS, resolve
+
+QUERIES, HEADS, WIDTH = 4, 2, 16
+POLICY = {"sink": 4, "residual_length": 32, "flush": 32}
+SAMPLES = 600  # tokens of calibration
+BOTH: tuple[Path, ...] = ("materialise", "scores")
+
+Bits = Callable[[str, Mapping[str, Tensor]], float]  # kind, its calibrated tensors -> bits of an element
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    method: str
+    settings: Mapping[str, Any]
+    bits: Bits
+    paths: tuple[Path, ...] = BOTH
+    is_before_rope: bool = False  # its keys
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        return {"method": self.method, **self.settings, **POLICY}
+
+    def __str__(self) -> str:
+        return "-".join([self.method, *(str(v) for v in self.settings.values() if isinstance(v, str))])
+
+    def static(self, layers: int = 1) -> dict[str, Tensor]:
+        return calibrated(self.recipe, layers)
+
+    def cache(self, path: Path) -> KVCache:
+        config = LlamaConfig(
+            num_hidden_layers=1, num_attention_heads=QUERIES, num_key_value_heads=HEADS, hidden_size=QUERIES * WIDTH
+        )
+        return make_cache(config, self.recipe, self.static(), path)
+
+    def kind_bits(self, kind: str) -> float:
+        prefix = f"layers.0.{kind}."
+        own = {name.removeprefix(prefix): t for name, t in self.static().items() if name.startswith(prefix)}
+        return self.bits(kind, own)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
+    """As compress/kv/calibrate.py gives it, from samples with a mean and channels of falling size."""
+    fall, mean = torch.logspace(0, -1, WIDTH), normal(HEADS, WIDTH, seed=9)
+    kinds = ("keys", "keys_pre", "values", "gradients")
+    samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
+    samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(("queries", "queries_pre"))}
+    found = {}
+    for index, layer in enumerate(resolve(recipe, layers).layers):
+        for kind in KINDS:
+            plugin, config = plugins.load("kv", layer[kind].method), layer[kind].config
+            if plugin.NEEDS:
+                spec = Spec(kind, index, layers, HEADS, WIDTH, QUERIES // HEADS)  # type: ignore[arg-type]
+                own = plugin.calibrate(config, spec, samples)
+                found |= {f"layers.{index}.{kind}.{name}": tensor for name, tensor in own.items()}
+    return found
+
+
+def _kvquant(kind: str, static: Mapping[str, Tensor]) -> float:
+    slot = (16 + 8) / (HEADS * WIDTH)  # one outlier of a token: 0.01 of 32 channels is less than one
+    return 3 + slot + (32 / (HEADS * WIDTH) if kind == "values" else 0)
+
+
+def _gear(kind: str, static: Mapping[str, Tensor]) -> float:
+    return 2 + 32 / 16 + 16 * 1 * (1 / WIDTH + 1 / 32) + 2 / 32 * (16 + 8)  # of 32 entries one at each end
+
+
+def _pca(kind: str, static: Mapping[str, Tensor]) -> float:
+    """Planes of 4, 2 and 1 bits, each filled up to whole words of 16 bits."""
+    bits = static["bits"].flatten().int()
+    assert int(bits.sum()) <= 2 * HEADS * WIDTH
+    words = sum(-(-int((bits & plane).ne(0).sum()) * plane // 16) for plane in (4, 2, 1))
+    return 16 * words / (HEADS * WIDTH) + 8 / WIDTH
+
+
+def _fixed(bits: float) -> Bits:
+    return lambda kind, static: bits
+
+
+TIERS = 0.25 * 4 + 0.75 * 2 + (16 + 1) / WIDTH
+CASES = (
+    Case("identity", {}, _fixed(32)),
+    Case("fp8", {}, _fixed(8 + 16 / WIDTH)),
+    Case("kivi", {"bits": 3, "group_size": 16}, _fixed(3 + 32 / 16)),
+    Case("kvquant", {"bits": 3}, _kvquant, is_before_rope=True),
+    Case("gear", {"bits": 2, "group_size": 16, "rank": 1, "block_tokens": 32}, _gear),
+    Case("squat", {"bits": 2, "group_size": 16}, _fixed(2 + 32 / 16)),
+    Case("squat", {"bits": 2, "group_size": 16, "subspace": "prompt"}, _fixed(2 + 32 / 16), ("scores",)),
+    Case("rotatekv", {"bits": 2, "group_size": 32}, _fixed(2 + 32 / 32), is_before_rope=True),
+    Case("lloyd", {"bits": 3}, _fixed(3 + 16 / WIDTH), is_before_rope=True),
+    Case("lloyd", {"bits": 2, "rope": "post"}, _fixed(2 + 16 / WIDTH)),
+    Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
+    Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("scores",), is_before_rope=True),
+    Case("pca", {"bits": 2.0}, _pca, is_before_rope=True),
+)
