@@ -141,6 +141,11 @@ def test_layers_of_another_type(tmp_path: Path) -> None:
     assert message in refused(out)
     with pytest.raises(RecipeError, match=message):
         load(out)
+    only = save_pico("mistral", tmp_path / "only")
+    line = one_line(
+        cli("quantize", str(only), *words[:-1], str(tmp_path / "no"), "--set", "kv_cache.other_layers=exact")
+    )
+    assert "no layer of this model has the full attention" in line
 
 
 @pytest.mark.parametrize("path", ["materialise", "scores"])

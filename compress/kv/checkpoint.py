@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress import plugins, recipe_kv
 from compress.checkpoint import open_checkpoint
+from compress.errors import RecipeError
 from compress.kv import stored
 from compress.kv.cache import CODED, make_cache
 from compress.kv.cache import build as build_codec
@@ -32,6 +33,8 @@ def check(config: Any, recipe: CacheRecipe) -> Settings:
     table = recipe_kv.table(recipe)
     make_cache(config, table)
     settings = resolve(table, stored.layer_count(config))
+    if CODED not in stored.layer_types(config):
+        raise RecipeError("kv_cache: no layer of this model has the full attention that is coded; remove kv_cache")
     decoder = config.get_text_config(decoder=True)
     queries = decoder.num_attention_heads
     width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
