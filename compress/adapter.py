@@ -13,6 +13,8 @@ the same function. PEFT trains it on the base that `from_pretrained` loads, if i
     config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
     model = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)
 
+(new adapters likewise: the same call on a LoraConfig, then get_peft_model; PEFT 0.21 warns of a layer type that it does
+not know, which does no harm). It cannot merge an adapter into a packed linear, which holds no plain weight.
 Without PEFT `load`, `parameters` and `save` do what is needed for a training loop of one's own. Where operations lie
 around the stored matrix (compress/ops.py) the factors are turned out of their basis, and so are larger by nothing.
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from compress import asymmetric, incoherence, plugins
 from compress.errors import BudgetError
 from compress.lowrank import correct as lowrank
+from compress.lowrank import train
 from compress.model import Skeleton
 from compress.types import LayerPlan, LinearSpec, Plan
 
@@ -33,6 +34,7 @@ TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration tex
 SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
 EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
+KEPT = 128 << 20  # bytes that a process has come to hold when training starts: compiled functions, a tokenizer
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
@@ -235,12 +237,26 @@ class _Needs:
             for layer in other.layers:
                 self.packed[layer.spec.block] += layer.nbytes
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
+        self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
+        self.training = self._training(plan, skeleton)
+        self.gradients = [_gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if (
             paired
         ):  # inputs of the full-precision stream that wait for the other's; both and their difference in float32
             self.token = [t + item * _paired_columns(x) for t, x in zip(self.token, self.by_block, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
+
+    def _training(self, plan: Plan, skeleton: Skeleton) -> int:
+        """Of low-rank parts against the whole model, 0 if none are."""
+        if not (trained := _trained(plan.layers, "train")):
+            return 0
+        linears, parameters = sum(x.spec.numel for x in plan.layers), (self.rest + sum(self.weights)) // self.item
+        vocabulary = skeleton.config.get_text_config().vocab_size
+        sizes = train.Sizes(
+            parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
+        )
+        return KEPT + train.whole_workspace(sizes, self.seq_len)
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Beside the program and the resident stream."""
@@ -254,7 +270,13 @@ class _Needs:
             forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
         loading = self.expert_weights[index]
         quantizing = held + self.work[index] + self.packed[index]
-        return self.weights[index] + max(loading, held + forward, quantizing)
+        training = differentiating = 0
+        if trained := self.trained[index]:
+            states = batch * self.seq_len * self.token[index]
+            training = KEPT + train.block_workspace(self.weights[index], self.packed[index], trained, states)
+        if gradients := self.gradients[index]:
+            differentiating = gradients + train.STATES * self.seq_len * self.token[index]
+        return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
         totals = [sum(sizes.values()) for sizes in self.sizes]
@@ -265,7 +287,10 @@ class _Needs:
         total = (
             self.base
             + SLACK
-            + max(TOKENIZING if self.samples else 0, int(MARGIN * (stream + max(blocks, first) + self.editing)))
+            + max(
+                TOKENIZING if self.samples else 0,
+                int(MARGIN * max(stream + max(blocks, first) + self.editing, self.training)),
+            )
         )
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total)
@@ -286,6 +311,18 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
     dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
     expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
     return (dense + 3 * expert) * item
+
+
+def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
+    """Parameters of low-rank parts for which the recipe asks for such steps of training."""
+    asked = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
+    return sum(layer.lowrank.rank * sum(layer.spec.shape) for layer in asked if layer.lowrank is not None)
+
+
+def _gradients(layers: Sequence[LayerPlan], item: int) -> int:
+    """Bytes of the gradients of a block's linears, their sums and squares; 0 if nobody asks for them."""
+    wanted = any(needs_gradients(layer) for layer in layers)
+    return sum((8 + item) * layer.spec.numel for layer in layers) if wanted else 0
 
 
 def _paired_columns(layers: Sequence[LayerPlan]) -> int:

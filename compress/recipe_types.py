@@ -131,9 +131,21 @@ def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
         differing = [key for key in plain if key != "method" and any(other[key] != plain[key] for other in kin)]
         if "bits" in differing and len({other["bits"] for other in kin}) == len(kin):
             differing = ["bits"]
-        parts = [f"{key}={plain[key]}" for key in differing]
+        parts = [_said(key, plain[key], [other[key] for other in kin]) for key in differing]
+        parts = sorted(filter(None, parts), key=lambda part: part.startswith("+"))
         names.append(" ".join([*([option.method] if len(methods) > 1 or not parts else []), *parts]))
     return names
+
+
+def _said(key: str, value: Any, all_of_kin: list[Any]) -> str:
+    """One setting of an option in a few words; of a part, what differs between those that have it; "" without one."""
+    if not any(isinstance(other, dict) for other in all_of_kin):
+        return f"{key}={value}"
+    if value is None:
+        return ""
+    parts = [other for other in all_of_kin if other is not None]
+    differing = [name for name in value if any(other[name] != value[name] for other in parts)]
+    return f"+ {key}" + "".join(f" {name}={value[name]}" for name in differing)
 
 
 def settings(scheme: Scheme) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +259,41 @@ def test_the_factors_of_a_packed_linear_can_be_trained_in_place(dtype: torch.dty
     with torch.no_grad():
         layer.get_parameter("lowrank_b").mul_(2)
         assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.filterwarnings("ignore")  # of another package
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral"])
+def test_peft_itself_trains_saves_and_loads(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    rule = "rules=[{match: '*.1.*', bits: 4, lowrank: {rank: 6}}]"
+    whole = packed(tmp_path, name, *WITH_PART, "incoherence=true", rule)
+    base, saved = tmp_path / "base", tmp_path / "adapter"
+    adapter.export(whole, base, saved)
+
+    def loaded(directory: Path) -> Any:
+        config = peft.PeftConfig.from_pretrained(directory)
+        config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
+        return peft.PeftModel.from_pretrained(compress.load(base), directory, config=config, is_trainable=True)
+
+    model = loaded(saved)
+    torch.testing.assert_close(logits(model.eval()), logits(compress.load(whole)), rtol=1e-4, atol=1e-4)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stored = load_file(saved / adapter.WEIGHTS_FILE)
+    assert sum(p.numel() for p in trained) == sum(tensor.numel() for tensor in stored.values())
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    model.save_pretrained(tmp_path / "trained")
+    ours = compress.load(base)
+    assert adapter.load(ours, tmp_path / "trained") == len(stored) // 2
+    after = logits(model)
+    torch.testing.assert_close(logits(ours), after, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded(tmp_path / "trained").eval()), after, rtol=1e-4, atol=1e-4)
+    adapter.save(ours, tmp_path / "again", str(base))
+    torch.testing.assert_close(logits(loaded(tmp_path / "again").eval()), after, rtol=1e-4, atol=1e-4)

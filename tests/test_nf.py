@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats, pipeline
+from compress import formats, pipeline, plan
+from compress.checkpoint import open_checkpoint
 from compress.errors import RecipeError
 from compress.formats import nf as nf_format
+from compress.model import Skeleton
 from compress.quant import nf
 from compress.recipe import load
 from compress.types import PackedWeight
@@ -102,3 +105,14 @@ def test_a_run(tmp_path: Path) -> None:
     report = report_of(tmp_path / "out")
     assert {row["format"] for row in report["layers"]} == {"nf"}
     assert all(row["weight_error"] < 0.03 for row in report["layers"])
+
+
+@pytest.mark.parametrize(
+    ("name", "few"),
+    [("llama", {"q_proj", "k_proj", "gate_proj"}), ("opt", {"q_proj", "k_proj"}), ("phi3", {"qkv_proj"}),
+     ("gpt_neox", {"query_key_value"})],
+)  # fmt: skip
+def test_lq_lora_has_two_bits_where_attention_looks(name: str, few: set[str], pico_dir: Callable[..., Path]) -> None:
+    made = plan.make(load("lq-lora2.75"), Skeleton(open_checkpoint(pico_dir(name))))
+    bits = {layer.spec.name.rpartition(".")[2]: layer.params.bits for layer in made.layers}
+    assert {end for end, count in bits.items() if count == 2} == few and set(bits.values()) == {2, 3}

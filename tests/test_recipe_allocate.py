@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from compress import recipe
 from compress.errors import RecipeError
 from compress.recipe_types import Target, option_names
+from compress.types import Correction
 
 HEAD = "quantize: {method: gptq, bits: 3}\n"
 
@@ -102,3 +104,11 @@ def test_a_rule_may_list_names_and_patterns(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     again.write_text(recipe.dump(loaded))
     assert recipe.load(str(again)) == loaded
+
+
+def test_options_with_parts_have_short_names() -> None:
+    plain = recipe.load("int2").quantize
+    ranked = [dataclasses.replace(plain, lowrank=Correction(rank=rank, bits=4)) for rank in (8, 16)]
+    more = dataclasses.replace(plain, config=dataclasses.replace(plain.config, bits=3))
+    assert option_names((plain, ranked[0], more)) == ["bits=2", "bits=2 + lowrank", "bits=3"]
+    assert option_names((plain, *ranked)) == ["gptq", "+ lowrank rank=8", "+ lowrank rank=16"]

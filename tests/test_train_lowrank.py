@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import compress
-from compress import pipeline, verify
+from compress import memory, pipeline, plan, verify
 from compress.calib import lm
+from compress.checkpoint import open_checkpoint
 from compress.errors import NumericalError, RecipeError
 from compress.lowrank import train
+from compress.model import Skeleton
 from compress.recipe import load
 from compress.types import Correction
 from pico import save_pico
@@ -145,4 +147,28 @@ def test_settings() -> None:
 
 def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
     with pytest.raises(NumericalError, match=r"is nan at step 1; lower lowrank.train_rate"):
-        train._descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
+        train.descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
+
+
+def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "resident", lambda: 0)
+    monkeypatch.setattr(memory, "TOKENIZING", 0)
+    skeleton = Skeleton(open_checkpoint(made[0]))
+
+    def peak(lowrank: str, samples: int = 6) -> int:
+        planned = plan.make(GPTQ.set(*PART, f"lowrank={lowrank}").load(), skeleton)
+        return memory.arrange(planned, skeleton, samples, 32, 1 << 40).peak_nbytes
+
+    alone, blocks, whole = (peak(f"{{rank: 4{more}}}") for more in ("", ", train_blocks: 5", ", train: 5"))
+    assert alone + memory.KEPT < blocks < alone + 1.2 * memory.KEPT  # all else is small here
+    planned = plan.make(GPTQ.set(*PART, "lowrank={rank: 4}").load(), skeleton)
+    linears = sum(layer.spec.numel for layer in planned.layers)
+    parameters = linears + sum(nbytes for name, nbytes in planned.kept_nbytes.items()) // 4
+    trained = 4 * sum(sum(layer.spec.shape) for layer in planned.layers)
+    states = sum(sum(layer.spec.shape) for layer in planned.layers) + 2 * 12 * 64
+    sizes = train.Sizes(parameters, linears, planned.quantized_nbytes, trained, 264, states)
+    assert sizes.trained == sum(t.numel() for name, t in stored_tensors(made[1]).items() if "lowrank_" in name)
+    assert whole == memory.SLACK + int(memory.MARGIN * (memory.KEPT + train.whole_workspace(sizes, 32)))
+    models = 4 * (2 * parameters - linears) + sizes.packed + 4 * linears
+    assert train.whole_workspace(sizes, 32) == models + 1024 * 4 * (states + 8 * 264) + 16 * trained
+    assert peak("{rank: 4, metric: fisher}") >= alone

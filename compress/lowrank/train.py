@@ -38,6 +38,9 @@ from compress.runtime.linear import PackedLinear
 from compress.types import Correction, PackedWeight
 
 BATCH_TOKENS = 1024  # of a step
+LOGITS = 8  # float32 numbers for each logit that are alive at a time: both models' own, logarithms, gradients
+MASTERS = 16  # bytes of a trained parameter: itself, its gradient, two moments
+STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
 LOGITS_NBYTES = 64 << 20  # of the float32 logits of one model at a time
 HELD_OUT = 10  # one sample in this many is not trained on
 LAST = 0.05  # of the rate, at the end
@@ -86,6 +89,32 @@ def asked(settings: Mapping[str, Correction | None]) -> Asked | None:
     return Asked(most.train, most.train_rate, frozenset(trained))
 
 
+class Sizes(NamedTuple):
+    """What the memory of a training run depends on; numbers of elements."""
+
+    parameters: int  # of the original model
+    linears: int  # of these, those that are packed
+    packed: int  # bytes of them
+    trained: int  # in low-rank parts
+    vocabulary: int
+    states: int  # of one token in all blocks: what linears read and write, and the residual stream
+
+
+def whole_workspace(sizes: Sizes, seq_len: int) -> int:
+    """Bytes that `whole` takes on a CPU: two models in float32, decoded weights kept for gradients, and one step."""
+    models = 4 * (2 * sizes.parameters - sizes.linears) + sizes.packed + 4 * sizes.linears
+    step = max(1, BATCH_TOKENS // seq_len) * seq_len * 4 * (sizes.states + LOGITS * sizes.vocabulary)
+    return models + step + MASTERS * sizes.trained
+
+
+def block_workspace(weights: int, packed: int, trained: int, states: int) -> int:
+    """Bytes that `blocks` takes beside the block: its packed copy, decoded for gradients, and one batch.
+
+    weights, packed: bytes of the block's; trained: parameters; states: bytes of a forward pass of a batch.
+    """
+    return weights + packed + STATES * states + MASTERS * trained
+
+
 def whole(
     directory: Path, original: Path, tokens: Tensor, wanted: Asked, device: str, say: Callable[[str], None]
 ) -> Result:
@@ -108,7 +137,7 @@ def whole(
         rows = used[(torch.arange(batch) + step * batch) % len(used)].to(device)
         return _backward(teacher, student, rows)
 
-    _descend(masters, wanted.steps, wanted.rate, loss)
+    descend(masters, wanted.steps, wanted.rate, loss)
     for layer in layers.values():
         _close(layer)
     after = _divergence(teacher, student, unseen.to(device))
@@ -137,7 +166,7 @@ def blocks(
         student.set_submodule(name, PackedLinear.from_packed(weight, getattr(block.get_submodule(name), "bias", None)))
     layers = {name: student.get_submodule(name) for name in sorted(chosen)}
     masters = _open(student, layers.values())
-    stream, former = _endless(batches), {name: packed[name] for name in layers}
+    stream, former = endless(batches), {name: packed[name] for name in layers}
 
     def loss(step: int) -> float:
         hidden, args, kwargs = next(stream)
@@ -150,7 +179,7 @@ def blocks(
         return error.item()
 
     before = _error(block, student, batches)
-    _descend(masters, most.train_blocks, most.train_rate, loss)
+    descend(masters, most.train_blocks, most.train_rate, loss)
     for layer in layers.values():
         _close(layer)
     after = _error(block, student, batches)
@@ -183,7 +212,7 @@ def _close(layer: nn.Module) -> None:
         layer.register_parameter(key, nn.Parameter(stored, requires_grad=False))
 
 
-def _descend(masters: Sequence[nn.Parameter], steps: int, rate: float, loss: Callable[[int], float]) -> None:
+def descend(masters: Sequence[nn.Parameter], steps: int, rate: float, loss: Callable[[int], float]) -> None:
     """AdamW; loss(step) leaves gradients behind. Raises NumericalError where it is not finite."""
     optimizer = torch.optim.AdamW(masters, lr=rate, weight_decay=0.0)
     for step in range(steps):
@@ -246,7 +275,8 @@ def _states(output: Any) -> Tensor:
     return found
 
 
-def _endless(batches: Callable[[], Iterable[Batch]]) -> Any:
+def endless(batches: Callable[[], Iterable[Any]]) -> Any:
+    """Batch after batch, from the first again after the last."""
     while True:
         yield from batches()
 
