@@ -1,15 +1,18 @@
 """One step of decode attention over a coded cache: is it right, and how fast beside a bfloat16 cache?
 
     python benchmarks/kv_attention.py [--device cuda] [--threads 1] [--tokens 32768 131072] [--bits 2 3 4 8]
+                                      [--methods kivi pca lloyd lloyd-pre]
     python benchmarks/kv_attention.py show [--json FILE]
 
-One sequence, 32 query heads, 8 KV heads of 128 channels, min-max integers with groups of 32 (method kivi), and on a
-GPU rotated Lloyd-Max codes too. Each cache is first compared with attention in float64 over what it decodes to; one
-that is wrong ends the run. Then three ways are timed in turns (compress/evaluate/speed.py): path B, which reads what
-is stored; path A, which decodes and calls scaled_dot_product_attention; and that function on a bfloat16 cache
-allocated as a whole, the faster of two ways to call it: with enable_gqa, or with the query heads of a KV head as
-rows. On a GPU these are CUDA graphs that go round over copies, so that nothing is in its cache. Rows go to
-benchmarks/results/kv_attention_<device>.json.
+One sequence, 32 query heads, 8 KV heads of 128 channels: min-max integers with groups of 32 (method kivi), principal
+components (pca, calibrated on more such tokens), rotated Lloyd-Max codes of keys after the rotary embedding and, named
+lloyd-pre, before it. Keys and values are random, with principal components of sizes from 3 to 0.06 and a mean. Each
+cache is first compared with attention in float64 over what it decodes to, and one that is wrong ends the run; `exact`
+is the same error against the tokens before they were coded. Then three ways are timed in turns
+(compress/evaluate/speed.py): path B, which reads what is stored; path A, which decodes and calls
+scaled_dot_product_attention; and that function on a bfloat16 cache allocated as a whole, the faster of two ways to call
+it: with enable_gqa, or with the query heads of a KV head as rows. On a GPU these are CUDA graphs that go round over
+copies, so that nothing is in its cache. Rows go to benchmarks/results/kv_attention_<device>.json.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ HEADS, KV_HEADS, WIDTH = 32, 8, 128
 TOKENS = {"cpu": [16384], "cuda": [32768, 131072]}
 CHUNK = 8192  # tokens of keys and values that are made at a time
 TOLERANCE = 1e-2  # relative error of outputs in bfloat16, with decoded keys and values that are not rounded to it
-METHODS = {"cpu": ["kivi"], "cuda": ["kivi", "lloyd"]}
+RECIPES: dict[str, dict[str, Any]] = {
+    "kivi": {"method": "kivi"},
+    "pca": {"method": "pca"},
+    "lloyd": {"method": "lloyd", "keys": {"rope": "post", "centre": "none"}},
+    "lloyd-pre": {"method": "lloyd", "keys": {"rope": "pre"}},
+}
+METHODS = {"cpu": ["kivi", "pca", "lloyd", "lloyd-pre"], "cuda": ["kivi", "lloyd"]}
+MOST_BITS = {"pca": 7}
+SAMPLES = 2048  # tokens of calibration
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,8 @@ class Row:
     bits: int
     tokens: int
     bytes: int  # of the coded cache of a layer
-    error: float
+    error: float  # against what the cache decodes to
+    exact: float  # error against the tokens before they were coded
     path_b_s: float
     path_a_s: float
     bfloat16_s: float
@@ -50,34 +62,72 @@ class Row:
     ratio: float  # bfloat16 over path B
 
 
-def recipe(method: str, bits: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {"method": method, "bits": bits, "sink": 4, "residual_length": 128}
-    return settings | ({"keys": {"rope": "post", "centre": "none"}} if method == "lloyd" else {})
+def spread(x: Any, seed: int) -> Any:
+    """Normal numbers [..., h, n, width] -> the same, with uneven components in a basis of each head, and a mean."""
+    import torch
+
+    generator = torch.Generator(x.device).manual_seed(seed)
+    made = torch.randn(KV_HEADS, WIDTH, WIDTH, generator=generator, device=x.device)
+    basis, _ = torch.linalg.qr(made)
+    sizes = torch.logspace(0.5, -1.2, WIDTH, device=x.device)
+    return (x * sizes) @ basis.mT + 0.5 * torch.randn(KV_HEADS, 1, WIDTH, generator=generator, device=x.device)
 
 
-def layer(method: str, bits: int, tokens: int, device: str, seed: int) -> Any:
-    """A CodedLayer with random keys, whose channels have means and sizes of their own, and values."""
+def turns(tokens: int, device: str) -> tuple[Any, Any]:
+    """cos and sin [1, tokens, width] of a rotary embedding."""
+    import torch
+
+    rates = 10000.0 ** (-torch.arange(WIDTH // 2, device=device) / (WIDTH // 2))
+    angles = (torch.arange(tokens, device=device)[:, None] * rates).repeat(1, 2)[None]
+    return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+
+def static(method: str, bits: int, device: str) -> dict[str, Any]:
+    """Calibrated tensors, where the method has any."""
+    import torch
+
+    from compress import plugins
+    from compress.kv.codec import Spec
+
+    plugin, found = plugins.load("kv", RECIPES[method]["method"]), {}
+    generator = torch.Generator().manual_seed(7)
+    for seed, kind in enumerate(("keys", "values") if plugin.NEEDS else ()):
+        x = spread(torch.randn(KV_HEADS, SAMPLES, WIDTH, generator=generator), seed).transpose(0, 1)
+        queries = torch.randn(SAMPLES, HEADS, WIDTH, generator=generator)
+        samples = {"keys": x, "keys_pre": x, "values": x, "queries": queries, "queries_pre": queries}
+        spec = Spec(kind, 0, 1, KV_HEADS, WIDTH, HEADS // KV_HEADS, torch.bfloat16)  # type: ignore[arg-type]
+        made = plugin.calibrate(plugin.Config(bits=bits), spec, samples)
+        found |= {f"layers.0.{kind}.{name}": tensor.to(device) for name, tensor in made.items()}
+    return found
+
+
+def layer(method: str, bits: int, tokens: int, device: str, seed: int) -> tuple[Any, list[Any]]:
+    """A CodedLayer, and the keys and values [1, h, tokens, width] that were put into it."""
     import torch
     from transformers import LlamaConfig
 
     from compress.kv.cache import make_cache
+    from compress.kv.codec import rotate
 
     config = LlamaConfig(
         num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * WIDTH
     )
-    made = make_cache(config, recipe(method, bits), path="scores")
+    settings = RECIPES[method] | {"bits": bits, "sink": 4, "residual_length": 128}
+    made = make_cache(config, settings, static(method, bits, device), path="scores")
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(count: int) -> Any:
-        return torch.randn(1, KV_HEADS, count, WIDTH, generator=generator, device=device)
-
-    size, mean = 1 + normal(1).abs(), 2 * normal(1)
+    cos, sin = turns(tokens, device)
+    made.rope.append(cos, sin)
     found: Any = made.layers[0]
+    parts: list[list[Any]] = [[], []]
     for start in range(0, tokens, CHUNK):
-        count = min(CHUNK, tokens - start)
-        found.update((normal(count) * size + mean).bfloat16(), normal(count).bfloat16())
+        shape = 1, KV_HEADS, min(CHUNK, tokens - start), WIDTH
+        keys, values = (spread(torch.randn(shape, generator=generator, device=device), kind) for kind in range(2))
+        rows = (x[:, start : start + shape[2]] for x in (cos, sin))
+        for own, x in zip(parts, (rotate(keys, *rows), values), strict=True):
+            own.append(x.bfloat16())
+        found.update(parts[0][-1], parts[1][-1])
         found.commit()
-    return found
+    return found, [torch.cat(own, 2) for own in parts]
 
 
 def step(layer: Any, q: Any, new: Any) -> Any:
@@ -105,16 +155,19 @@ def rows_of(q: Any) -> Any:
     return q.view(1, KV_HEADS, -1, WIDTH)
 
 
-def error(layer: Any, q: Any, new: Any) -> float:
-    """Relative error of path B; SystemExit if it is too large."""
-    stores = [layer.stores[kind] for kind in ("keys", "values")]
-    keys, values = (store.read(x).double() for store, x in zip(stores, new, strict=True))
-    query = rows_of(q.double())
-    exact = ((query @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).view(1, 1, HEADS, WIDTH)
-    found = ((step(layer, q, new).double() - exact).norm() / exact.norm()).item()
-    if not found < TOLERANCE:
-        raise SystemExit(f"wrong, relative error {found:.2e}")
-    return found
+def errors(layer: Any, tokens: list[Any], q: Any, new: Any) -> tuple[float, float]:
+    """Relative errors of path B against path A and against exact attention; SystemExit if the former is too large."""
+    import torch
+
+    found, query = step(layer, q, new).double(), rows_of(q.double())
+    wrong = []
+    for pair in ([layer.stores[kind].read() for kind in ("keys", "values")], tokens):
+        keys, values = (torch.cat(both, 2).double() for both in zip(pair, new, strict=True))
+        exact = ((query @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).view(1, 1, HEADS, WIDTH)
+        wrong.append(((found - exact).norm() / exact.norm()).item())
+    if not wrong[0] < TOLERANCE:
+        raise SystemExit(f"wrong, relative error {wrong[0]:.2e}")
+    return wrong[0], wrong[1]
 
 
 def time_row(method: str, bits: int, tokens: int, device: str) -> Row:
@@ -128,10 +181,11 @@ def time_row(method: str, bits: int, tokens: int, device: str) -> Row:
         torch.randn(1, heads, 1, WIDTH, generator=generator, device=device).bfloat16()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    first = layer(method, bits, tokens, device, 0)
-    wrong, stored = error(first, q, new), first.nbytes().total
+    first, exact = layer(method, bits, tokens, device, 0)
+    wrong, stored = errors(first, exact, q, new), first.nbytes().total
+    del exact
     copies = max(2, -(-speed.ROTATED_BYTES[device] // stored)) if device == "cuda" else 1
-    layers = [first, *(layer(method, bits, tokens, device, seed) for seed in range(1, copies))]
+    layers = [first, *(layer(method, bits, tokens, device, seed)[0] for seed in range(1, copies))]
     caches = [
         [torch.randn(1, KV_HEADS, tokens + 1, WIDTH, device=device).bfloat16() for _ in range(2)]
         for _ in range(max(1, min(copies, speed.ROTATED_BYTES[device] // stored)))
@@ -145,12 +199,13 @@ def time_row(method: str, bits: int, tokens: int, device: str) -> Row:
     with torch.inference_mode():
         b, a, *both = speed.in_turns(ways, device)
     plain = min(both)
-    return Row(method, bits, tokens, stored, wrong, b, a, plain, stored / b / 1e9, a / b, plain / b)
+    return Row(method, bits, tokens, stored, *wrong, b, a, plain, stored / b / 1e9, a / b, plain / b)
 
 
 def line(row: dict[str, Any]) -> str:
+    errors = f"{row['error']:.1e} | {row.get('exact', float('nan')):.1e}"
     return (
-        f"| {row['method']} | {row['bits']} | {row['tokens']} | {row['bytes'] / 1e6:.1f} | {row['error']:.1e} | "
+        f"| {row['method']} | {row['bits']} | {row['tokens']} | {row['bytes'] / 1e6:.1f} | {errors} | "
         f"{row['path_b_s'] * 1e6:.0f} | {row['gb_per_s']:.1f} | {row['ratio_a']:.2f} | {row['ratio']:.2f} |"
     )
 
@@ -158,8 +213,8 @@ def line(row: dict[str, Any]) -> str:
 def show(file: Path) -> None:
     found = json.loads(file.read_text())
     print(f"{found['device']}, {found['threads']} threads, torch {found['torch']}\n")
-    print("| method | bits | tokens | MB | error | path B us | GB/s | x path A | x bfloat16 |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| method | bits | tokens | MB | error | exact | path B us | GB/s | x path A | x bfloat16 |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in found["rows"]:
         print(line(row))
 
@@ -171,6 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
     parser.add_argument("--tokens", nargs="+", type=int, help="default: 16384, on a GPU 32768 131072")
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4, 8])
+    parser.add_argument("--methods", nargs="+", choices=RECIPES, help="default: all that the device's kernels read")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/kv_attention_<device>.json")
     return parser.parse_args()
 
@@ -186,8 +242,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = []
     for tokens in args.tokens or TOKENS[args.device]:
-        for method in METHODS[args.device]:
-            for bits in args.bits:
+        for method in args.methods or METHODS[args.device]:
+            for bits in (b for b in args.bits if b <= MOST_BITS.get(method, b)):
                 rows.append(time_row(method, bits, tokens, args.device))
                 print(line(asdict(rows[-1])), flush=True)
     name = torch.cuda.get_device_name() if args.device == "cuda" else str(machine()["cpu"])

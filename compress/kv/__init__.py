@@ -10,7 +10,8 @@
     hooks.attach(model)                                     # left padding and rotary embeddings, for both paths
     make_cache(model.config, recipe, path="scores")         # path B: reads what is stored
 
-The files: codec (the contract), codes (bits packed along channels), buffer (rows that grow), store (sink | coded |
+The files: codec (the contract), codes (bits packed along channels), pieces (bits that differ
+between channels), buffer (rows that grow), store (sink | coded |
 tail), settings (the recipe), cache (what transformers sees), attention (path B), rope and hooks. The others are codecs.
 
 A codec is one file `compress/kv/<name>.py`; the name is the recipe's `method`. It defines

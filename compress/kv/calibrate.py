@@ -34,6 +34,7 @@ from transformers.modeling_utils import AttentionInterface
 from compress import model as models
 from compress import plugins, propagate
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
+from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
 from compress.kv.settings import KINDS, Coding, Settings
 
@@ -326,6 +327,7 @@ class _Tap:
                 f"kv_cache: the keys of layer {self.layer} have no rotary embedding that could be taken off; choose "
                 "a codec of keys after RoPE"
             )
+        rope.check(self.turns[0])
         return self.turns
 
     def _add(self, name: str, x: Tensor) -> None:

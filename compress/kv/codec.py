@@ -100,7 +100,11 @@ class Codec:
         return query @ self.dense(block).float().transpose(-1, -2)
 
     def at_once(self, rows: Tensor) -> int:
-        """Tokens that `scores` (rows: its queries) and `mix` (its p) are given at a time; a compiled one takes all."""
+        """Tokens that `scores` (rows: its queries) and `mix` (its p) are given at a time; a compiled one takes all.
+
+        A codec of keys before RoPE that takes more than `block`, here or in `write_at_once`, is given `halves` [B or 1,
+        2, n, rotary width / 2] (cos and sin) in place of cos and sin.
+        """
         return self.block
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:

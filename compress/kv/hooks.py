@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.rope import sources
 
 _MARK = "_compress_kv_hooks"
 
@@ -20,9 +21,14 @@ def attach(model: nn.Module) -> None:
     if hasattr(model, _MARK):
         return
     handles = [model.register_forward_pre_hook(_padding, with_kwargs=True)]
+    makers = sources(model)
+
+    def rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        _rotation(module, kwargs, makers)
+
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
-            handles.append(module.register_forward_pre_hook(_rotation, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(rotation, with_kwargs=True))
     setattr(model, _MARK, handles)
 
 
@@ -42,15 +48,17 @@ def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     cache.pads = pads if bool(pads.any()) else None
 
 
-def _rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """cos and sin of the new tokens, for the layer that is about to store them."""
+def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]) -> None:
+    """cos and sin of the new tokens, for the layer that is about to store them, and their positions."""
     cache, turns = _cache(kwargs), kwargs.get("position_embeddings")
     index = module.layer_idx
     if cache is None or not isinstance(turns, tuple) or not isinstance(index, int) or index >= len(cache.layers):
         return
-    layer = cache.layers[index]
+    layer, positions = cache.layers[index], kwargs.get("position_ids")
     if isinstance(layer, CodedLayer):
         layer.turns = turns
+        if isinstance(positions, Tensor) and positions.dim() == 2 and len(cache.rope) == layer.seen:
+            cache.rope.announce(positions, makers)
 
 
 def _cache(kwargs: dict[str, Any]) -> KVCache | None:

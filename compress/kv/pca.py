@@ -10,8 +10,12 @@ the components' errors.
 
     x = mean + s back (level_c(code_c))_c,   back = S^-1/2 V diag(sd), s one byte for each token and head
 
-Bits per element: bits + 8 / width, and what fills the last word of a token. Static: the mean and `back` in float16, h
-width^2 numbers for keys and as many for values of a layer; `bits` for each component.
+Bits per element: bits + 8 / width, and what fills runs of equal bits up to 8 components (nothing with a `unit` of 8).
+Static: the mean and `back` in float16, h width^2 numbers for keys and as many for values of a layer; `bits` for each
+component. Levels of 5 to 7 bits are rounded to bfloat16, which costs less than 1 % of their error.
+
+On CPUs with AVX-512, blocks of tokens are decoded, turned and multiplied with the queries, or written out, by compiled
+code (compress/kernels/cpu/cached_turned.py), and probabilities meet the codes of values (cached_pieces.py).
 
 Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
 errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);
@@ -23,21 +27,25 @@ the calibration text, but for its norms.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
+from compress.kernels.cpu import cached, cached_basis, cached_levels, cached_pieces, cached_turned
+from compress.kernels.cpu.cached_pieces import BLOCK
+from compress.kernels.cpu.rows import LANES
 from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codes import Codes
-from compress.kv.lloyd import Norms, levels, nearest
+from compress.kv.lloyd import ALL, Norms, levels, nearest
+from compress.kv.pieces import MOST, Pieces
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
-PLANES = (4, 2, 1)  # widths of the planes that a code's bits lie in, highest bits first
-MOST = sum(PLANES)  # bits of a component
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
+AT_ONCE = 2048  # tokens that are written
+NO_TURNS = cached_turned.Turns(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
 LEAST = 1e-6  # variance of a component, relative to the mean
 STEPS = 16  # of a norm in an octave: norms are near 1
 ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
@@ -120,7 +128,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
 
 
 class Principal(Codec):
-    """Codes of all heads in one row for each token, [B, 1, n, words]; norms uint8 [B, h, n, 1]."""
+    """Codes of all heads in one row for each token, [B, 1, n, bytes]; norms uint8 [B, h, n, 1]."""
 
     def __init__(self, spec: Spec, static: Mapping[str, Tensor]) -> None:
         back = static["back"].double()
@@ -133,17 +141,14 @@ class Principal(Codec):
         }
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        bits = static["bits"].flatten().long()
-        self.shape = (spec.heads, spec.width)
         self.norms = Norms(8, STEPS)
-        self.places = {w: (bits & w).nonzero()[:, 0] for w in PLANES if bool((bits & w).any())}
-        self.shifts = {w: bits[at] & (w - 1) for w, at in self.places.items()}
-        self.codes = {w: Codes(len(at), w) for w, at in self.places.items()}
-        self.fields = {"norms": Field("scales")}
-        for codes in self.codes.values():
-            self.fields |= codes.fields
-        self.table = torch.cat([levels(b) for b in range(MOST + 1)])  # those of b bits from 2^b - 1 on
-        self.starts = (1 << bits) - 1
+        self.pieces = Pieces(static["bits"])
+        self.fields = {"norms": Field("scales"), "codes": Field("codes")}
+        self.table = torch.cat([table(b) for b in range(MOST + 1)])  # those of b bits from 2^b - 1 on
+        self.starts = (1 << static["bits"].long()) - 1
+        self._made: dict[int, cached_basis.Transform] = {}
+        is_read = cached_pieces.supports() and 0 < self.pieces.reach <= self.pieces.nbytes
+        self.is_compiled = is_read and (spec.kind == "values" or cached_turned.supports(spec.width))
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         y = (x - self._static("mean", x)) @ self._static("forward", x)
@@ -153,34 +158,97 @@ class Principal(Codec):
         found = self._levels(self._nearest(y, norms))
         norms = (y * found * weights).sum(-1, keepdim=True) / (found.square() * weights).sum(-1, keepdim=True)
         stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
-        codes = self._nearest(y, self.norms.load(stored)).transpose(1, 2).flatten(2)[:, None]  # B, 1, n, h width
-        rows = {"norms": stored}
-        for w, at in self.places.items():
-            part = codes[..., self._on(x, at)] >> self._on(x, self.shifts[w])
-            rows |= self.codes[w].pack(part & ((1 << w) - 1))
-        return rows
+        codes = self._nearest(y, self.norms.load(stored)).transpose(1, 2)  # B, n, h, width
+        return {"norms": stored, "codes": self.pieces.pack(codes)[:, None]}
 
     def coded(self, block: Block) -> tuple[Tensor, Tensor]:
         """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
-        norms = block["norms"]
-        codes = torch.zeros(norms.shape[0], norms.shape[2], len(self.starts), dtype=torch.int32, device=norms.device)
-        for w, at in self.places.items():
-            codes[..., self._on(norms, at)] += (
-                self.codes[w].unpack(block)[:, 0].int() << self._on(norms, self.shifts[w]).int()
-            )
-        codes = codes.unflatten(-1, self.shape).transpose(1, 2)
-        return self._levels(codes), self.norms.load(norms)
+        codes = self.pieces.unpack(block["codes"][:, 0]).transpose(1, 2)
+        return self._levels(codes), self.norms.load(block["norms"])
 
     def decode(self, block: Block) -> Tensor:
         found, norms = self.coded(block)
         return (found * norms) @ self._static("back", found) + self._static("mean", found)
 
+    def at_once(self, rows: Tensor) -> int:
+        return ALL if self._compiles(rows) else self.block
+
+    def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
+        whole, turns = self._turns(block) if self._compiles(query, block) else (0, NO_TURNS)
+        if whole:
+            made, part = self._transform(turns.rotary), self._stored(block, whole)
+            cached_turned.scores(query, part, made, _tables(True), turns, out[..., :whole])
+        for tokens, rest in self._parts(block, whole):
+            out[..., tokens] = self.scores(query, rest)
+
+    def write_at_once(self, out: Tensor) -> int:
+        is_written = self.is_compiled and cached_turned.supports(self.spec.width)
+        is_written = is_written and out.is_cpu and out.dtype in cached_turned.DTYPES
+        return AT_ONCE if is_written and out.numel() > cached.SMALL else self.block
+
+    def write(self, block: Block, out: Tensor) -> None:
+        whole, turns = self._turns(block) if self.write_at_once(out) == AT_ONCE else (0, NO_TURNS)
+        if whole:
+            made, part = self._transform(turns.rotary), self._stored(block, whole)
+            cached_turned.write(part, made, _tables(True), turns, out[:, :, :whole])
+        for tokens, rest in self._parts(block, whole):
+            out[:, :, tokens] = self.dense(rest)
+
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        found, norms = self.coded(block)
-        return (p * norms.mT) @ found
+        whole = p.shape[-1] // BLOCK * BLOCK if self._compiles(p, block) else 0
+        mixed = p.new_zeros(*p.shape[:3], self.spec.width)
+        if whole:
+            lanes = cached_pieces.mix(p[..., :whole], self._stored(block, whole), _tables(False))
+            lanes = torch.nn.functional.pad(lanes, (0, 1))  # the last one: channels without codes
+            mixed += lanes.gather(-1, (self.pieces.lanes % lanes.shape[-1])[None, :, None].expand_as(mixed))
+        if whole < p.shape[-1]:
+            found, norms = self.coded({name: block[name][:, :, whole:] for name in self.fields})
+            mixed += (p[..., whole:] * norms.mT) @ found
+        return mixed
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed @ self._static("back", mixed) + mass * self._static("mean", mixed)
+
+    def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
+        """Whether compiled code reads the codes for these queries or probabilities."""
+        if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
+            return False
+        is_large = block is None or block["norms"].numel() * self.spec.width > cached.SMALL
+        return is_large and rows.shape[2] <= cached.MOST_ROWS
+
+    def _turns(self, block: Block) -> tuple[int, cached_turned.Turns]:
+        """How many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
+        whole = block["norms"].shape[2] // BLOCK * BLOCK
+        if self.rope == "post":
+            return whole, NO_TURNS
+        halves = block.get("halves")
+        if halves is None or halves.dtype not in cached_turned.DTYPES or halves.shape[-1] % LANES:
+            return 0, NO_TURNS
+        return whole, cached_turned.Turns(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
+
+    def _parts(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
+        """The tokens from `first` on, as plain code reads them."""
+        for start in range(first, block["norms"].shape[2], self.block):
+            tokens = slice(start, start + self.block)
+            rows = {name: block[name][:, :, tokens] for name in self.fields}
+            rows |= {name: block[name][:, tokens] for name in ("cos", "sin") if name in block}
+            if "halves" in block:
+                both = torch.cat((block["halves"][:, :, tokens],) * 2, -1)
+                rows |= {"cos": both[:, 0], "sin": both[:, 1]}
+            yield tokens, rows
+
+    def _stored(self, block: Block, count: int) -> cached_pieces.Coded:
+        codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
+        return cached_pieces.Coded(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
+
+    def _transform(self, rotary: int) -> cached_basis.Transform:
+        """`back` as compiled code reads it."""
+        if rotary not in self._made:
+            back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
+            mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
+            self._made[rotary] = cached_basis.transform(back, mean, self.pieces.columns, rotary, is_exact)
+            self.static[f"turned{rotary}"] = self._made[rotary].back  # for its bytes to be counted
+        return self._made[rotary]
 
     def _nearest(self, y: Tensor, norms: Tensor) -> Tensor:
         """Codes int64 of y [B, h, n, width] for norms [B, h, n, 1]."""
@@ -188,12 +256,12 @@ class Principal(Codec):
         codes = torch.zeros(y.shape, dtype=torch.int64, device=y.device)
         for b in self.static["bits"].unique().tolist():
             is_such = bits == b
-            codes.transpose(2, 3)[:, is_such] = nearest(y.transpose(2, 3)[:, is_such], self._on(y, levels(b)))
+            codes.transpose(2, 3)[:, is_such] = nearest(y.transpose(2, 3)[:, is_such], self._on(y, table(b)))
         return codes
 
     def _levels(self, codes: Tensor) -> Tensor:
         """Of codes [B, h, n, width]."""
-        return self._on(codes, self.table)[codes + self._on(codes, self.starts).view(self.shape)[:, None]]
+        return self._on(codes, self.table)[codes.int() + self._on(codes, self.starts)[:, None]]
 
     def _static(self, name: str, like: Tensor) -> Tensor:
         """[h, ...] float32, or float64 for such tensors."""
@@ -201,6 +269,29 @@ class Principal(Codec):
 
     def _on(self, like: Tensor, tensor: Tensor) -> Tensor:
         return tensor.to(like.device)
+
+
+def table(bits: int) -> Tensor:
+    """Levels: multiples of `step` by whole numbers, or of more than 4 bits, by bfloat16."""
+    return levels(bits) if bits <= cached_levels.MOST_BITS else levels(bits).bfloat16().float()
+
+
+@cache
+def _steps() -> Tensor:
+    """What the levels by bits are multiples of."""
+    whole = range(1, cached_levels.MOST_BITS + 1)
+    found = {b: float(levels(b).max()) / cached_levels.LARGEST_LEVEL for b in whole}
+    return torch.tensor([found.get(b, 1.0) for b in range(MOST + 1)], device="cpu")
+
+
+@cache
+def _tables(in_steps: bool) -> cached_pieces.Tables:
+    """Levels by bits, for compiled code."""
+    found = []
+    for b, size in enumerate(_steps().tolist()):
+        multiples = (table(b) / size).round() if size != 1 else table(b)
+        found.append(tuple((multiples if in_steps else table(b)).tolist()))
+    return tuple(found)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

@@ -1,61 +1,178 @@
-"""Rotary rows of cached tokens, for codecs that store keys before the rotary embedding.
+"""Rotary embedding of cached tokens, for codecs that store keys before it.
 
-One `Rope` for all layers of a cache that are rotated alike: the rows of cos and sin that the model computed, kept per
-token because left padding and scaled embeddings make them a matter of the batch. A batch without padding keeps one row.
-Only the half-split form (channel j turns with j + width / 2, in the first channels) is known.
+One `Rope` for all layers of a cache that are turned alike. It keeps what is least of
+
+    positions   int32 for each token, where the model's own module makes the same rows of cos and sin from the position
+                alone: found out with the first tokens, and bit for bit with all that follow
+    rows        the first half of the columns of cos and sin as the model computed them
+
+Scaled embeddings that change with the length of the text are no functions of the position, so their rows are kept.
+Left padding makes positions a matter of the batch; a batch without it keeps one row. Only the half-split form (channel
+j turns with j + width / 2, in the first channels) is known, whose rows have two equal halves; others are refused.
+
+Compiled readers are given half rows (`halves`). Path B reads them in each step, so that from its first step on rows are
+kept beside positions, too.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.errors import CompressError
 from compress.kv.buffer import Buffer
 
+FAR = 1 << 22  # a position beyond all texts
+
 
 class Rope:
     def __init__(self) -> None:
-        self._rows = Buffer()  # [B or 1, 2 (cos, sin), tokens, rotary width], in the type of the model
+        self._rows = Buffer()  # [B or 1, 2 (cos, sin), tokens, rotary width / 2], in the type of the model
+        self._positions = Buffer()  # int32 [B or 1, 1, tokens]
+        self._source: nn.Module | None = None  # of rows, by positions; None: rows are kept
+        self._like = torch.empty(0)  # of the type and on the device of the rows
+        self._announced: tuple[Tensor, list[nn.Module]] | None = None
 
     def __len__(self) -> int:
-        return self._rows.length
+        return self._positions.length if self._source is not None else self._rows.length
+
+    def announce(self, positions: Tensor, sources: Iterable[nn.Module]) -> None:
+        """positions [B or 1, n] of the tokens that `append` is given next, and modules that may have made its rows."""
+        self._announced = positions, list(sources)
 
     def append(self, cos: Tensor, sin: Tensor) -> None:
-        """cos, sin [B or 1, n, rotary width] of the next tokens."""
-        rows = torch.stack((cos, sin), 1)
-        if (rows == rows[:1]).all():
-            rows = rows[:1]
-        if self._rows.length:
-            held = self._rows.view().shape[0]
-            if held < rows.shape[0]:
-                self._rows.take(torch.zeros(rows.shape[0], dtype=torch.long))
-            rows = rows.expand(max(held, rows.shape[0]), -1, -1, -1)
-        self._rows.append(rows)
+        """cos, sin [B or 1, n, rotary width] of the next tokens. CompressError for a form that is not known."""
+        check(cos)
+        announced, self._announced = self._announced, None
+        positions = announced[0].int() if announced and announced[0].shape[-1:] == cos.shape[1:2] else None
+        if not len(self) and announced and positions is not None:
+            self._like = cos.new_empty(0)
+            self._source = next((copy.deepcopy(s) for s in announced[1] if _makes(s, positions, cos, sin)), None)
+        if self._source is not None:
+            if positions is not None and _same(_call(self._source, cos, positions), (cos, sin)):
+                _extend(self._positions, positions[:, None])
+                return
+            self._keep_rows()
+        _extend(self._rows, _half(cos, sin))
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin [B or 1, stop - start, rotary width]."""
         if stop > len(self):
             raise CompressError(
-                "kv_cache: keys before RoPE need compress.kv.hooks.attach(model) before the first token"
+                "kv_cache: keys before RoPE need compress.kv.hooks.attach(model) before the first token, and a model "
+                "with a rotary embedding; else choose keys after RoPE (rope: post), or another method for keys"
             )
+        if self._source is not None:
+            return self._made(start, stop)
         rows = self._rows.view(start, stop)
+        rows = torch.cat((rows, rows), -1)
         return rows[:, 0], rows[:, 1]
 
+    def halves(self, start: int, stop: int, keep: bool) -> Tensor:
+        """The first half of the columns of cos and sin [B or 1, 2, stop - start, rotary width / 2]; keep: they will be
+        asked for again, and are not to be made again.
+        """
+        if self._source is not None and not keep:
+            return _half(*self._made(start, stop))
+        if self._rows.length < stop and self._source is not None:
+            _extend(self._rows, _half(*self._made(self._rows.length, len(self))))
+        return self._rows.view(start, stop)
+
     def select(self, index: Tensor) -> None:
-        if self._rows.length and self._rows.view().shape[0] > 1:
-            self._rows.take(index)
+        for buffer in (self._rows, self._positions):
+            if buffer.length and buffer.view().shape[0] > 1:
+                buffer.take(index)
 
     def crop(self, count: int) -> None:
-        self._rows.crop(min(count, self._rows.length))
+        left = max(len(self) - count, 0)
+        for buffer in (self._rows, self._positions):
+            buffer.crop(max(buffer.length - left, 0))
 
     def clear(self) -> None:
         self._rows.clear()
+        self._positions.clear()
+        self._source, self._announced = None, None
 
     @property
     def nbytes(self) -> int:
-        return self._rows.nbytes
+        return self._rows.nbytes + self._positions.nbytes
 
     @property
     def allocated(self) -> int:
-        return self._rows.allocated
+        return self._rows.allocated + self._positions.allocated
+
+    def _keep_rows(self) -> None:
+        """From now on, and of the tokens so far."""
+        rows = self._made(0, len(self))
+        self.clear()
+        _extend(self._rows, _half(*rows))
+
+    def _made(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        assert self._source is not None
+        return _call(self._source, self._like, self._positions.view(start, stop)[:, 0])
+
+
+def check(cos: Tensor) -> None:
+    """CompressError unless rows [..., rotary width] are of the half-split form."""
+    half = cos.shape[-1] // 2
+    if not torch.equal(cos[..., :half], cos[..., half:]):  # e.g. of neighbours that turn together
+        raise CompressError(
+            "kv_cache: the rotary embedding of this model is not of the half-split form that codecs of keys before "
+            "RoPE know; choose keys after RoPE (rope: post), or another method for keys"
+        )
+
+
+def _half(cos: Tensor, sin: Tensor) -> Tensor:
+    """cos, sin [B or 1, n, rotary width] -> [B or 1, 2, n, rotary width / 2]."""
+    return torch.stack((cos, sin), 1)[..., : cos.shape[-1] // 2]
+
+
+def sources(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that make cos and sin of (something of the type wanted, positions [B, n])."""
+    found = []
+    for module in model.modules():
+        if isinstance(getattr(module, "inv_freq", None), Tensor):
+            needed = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+            if len(needed) == 2 and all(p.kind == p.POSITIONAL_OR_KEYWORD for p in needed):
+                found.append(module)
+    return found
+
+
+def _call(source: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        cos, sin = source(like, positions.long())
+    return cos, sin
+
+
+def _makes(source: nn.Module, positions: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether it makes these rows, and makes them whatever the other positions are; its state is not changed."""
+    source = copy.deepcopy(source)
+    if not _same(_call(source, cos, positions), (cos, sin)):
+        return False
+    far = torch.full_like(positions[:, :1], FAR)
+    among = _call(source, cos, torch.cat((positions, far), 1))
+    return _same([rows[:, :-1] for rows in among], (cos, sin))
+
+
+def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Bit for bit; one may be of one row for all sequences."""
+    for one, other in zip(found, expected, strict=True):
+        if one.shape[1:] != other.shape[1:] or one.dtype != other.dtype or not bool((one == other).all()):
+            return False
+    return True
+
+
+def _extend(buffer: Buffer, rows: Tensor) -> None:
+    """rows [B or 1, ...]: one for all that are alike, as long as all are."""
+    if (rows == rows[:1]).all():
+        rows = rows[:1]
+    if buffer.length:
+        held = buffer.view().shape[0]
+        if held < rows.shape[0]:
+            buffer.take(torch.zeros(rows.shape[0], dtype=torch.long))
+        rows = rows.expand(max(held, rows.shape[0]), *rows.shape[1:])
+    buffer.append(rows)

@@ -134,7 +134,7 @@ class Store:
         if first:
             out[:, :, :first] = self.sink.view()
         coded = out[:, :, first : first + self.coded]
-        for tokens, block in self.blocks(self.codec.write_at_once(coded)):
+        for tokens, block in self._read_blocks(self.codec.write_at_once(coded), False):
             self.codec.write(block, coded[:, :, tokens])
         if self.tail.length:
             out[:, :, last - self.tail.length : last] = self.tail.view()
@@ -152,7 +152,8 @@ class Store:
             out[..., :first] = q @ self.sink.view().float().transpose(-1, -2)
         if self.coded:
             query, coded = self.codec.query(q, self.state), out[..., first : first + self.coded]
-            for tokens, block in self.blocks(self.codec.at_once(query)):
+            step = self.codec.at_once(query)
+            for tokens, block in self._read_blocks(step, True):
                 self.codec.write_scores(query, block, coded[..., tokens])
         if self.tail.length:
             out[..., last - self.tail.length :] = q @ self.tail.view().float().transpose(-1, -2)
@@ -272,12 +273,41 @@ class Store:
             )
         return {"cos": cos, "sin": sin}
 
+    def _read_blocks(self, step: int, keep: bool) -> Iterator[tuple[slice, Block]]:
+        """`blocks`; a codec that is pre-RoPE and reads more than its `block` at once has compiled code, which is given
+        `halves` (see compress/kv/rope.py; keep: in each step) in place of cos and sin.
+        """
+        if self.codec.rope == "post" or step <= self.codec.block:
+            yield from self.blocks(step)
+            return
+        for start in range(0, self.coded, step):
+            stop = min(start + step, self.coded)
+            halves = self._halves(start, stop, keep)
+            yield slice(start, stop), {**self.state, **self._rows_of(start, stop, 0), "halves": halves}
+
+    def _halves(self, start: int, stop: int, keep: bool) -> Tensor:
+        """Half rows of coded tokens [B or 1, 2, n, half]."""
+        assert self.rope is not None, "keys before RoPE were coded with it"
+        first, last = self.sink.length + start, self.sink.length + stop
+        found = self.rope.halves(first, last, keep)
+        if self.source is None or first >= self.source.shape[1]:
+            return found
+        moved = self.source[:, first:last]  # pads turn as the tokens that they are copies of
+        rows = self.rope.halves(0, self.source.shape[1] + 1, keep)
+        columns = moved[:, None, :, None].expand(-1, 2, -1, rows.shape[3])
+        head = rows.expand(len(moved), -1, -1, -1).gather(2, columns)
+        return torch.cat((head, found.expand(len(moved), -1, -1, -1)[:, :, moved.shape[1] :]), 2)
+
     def _block(self, start: int, stop: int, run: int) -> Block:
-        block = {**self.state, **self._turns(start, stop)}
+        return {**self.state, **self._turns(start, stop), **self._rows_of(start, stop, run)}
+
+    def _rows_of(self, start: int, stop: int, run: int) -> dict[str, Tensor]:
+        """Rows of all fields of coded tokens."""
+        rows = {}
         for name, field in self.codec.fields.items():
             ends = (start // field.tokens, -(-stop // field.tokens)) if field.tokens else (run, run + 1)
-            block[name] = self.fields[name].view(*ends)
-        return block
+            rows[name] = self.fields[name].view(*ends)
+        return rows
 
     def _in_front(self, x: Tensor, pads: Tensor) -> Tensor:
         """The first real tokens of each row before its pads, which become copies of the next one."""
