@@ -23,6 +23,7 @@ from compress import plugins
 from compress.errors import CalibrationError
 from compress.evaluate.cache_error import attentions, output_errors
 from compress.evaluate.cache_scores import Candidate, Say, compare, exact_tokens, policies, readable
+from compress.kv import generation
 from compress.kv.budget import Measured, Option
 from compress.kv.cache import CodedLayer, KVCache
 from compress.kv.calibrate import calibrate
@@ -91,7 +92,13 @@ def measure(
 
 @torch.no_grad()
 def sized(model: Any, tokens: Tensor, candidates: Sequence[Candidate], context: int) -> list[_Sizes]:
-    """Bytes of each at the context; tokens int64 [1, seq_len]. CalibrationError where they are too few to tell."""
+    """Bytes of each at the context, read as generation reads it; tokens int64 [1, seq_len].
+
+    CalibrationError where they are too few to tell.
+    """
+    if generation.can_read_scores(model):
+        generation.switch(model)
+        candidates = [replace(candidate, path="scores") for candidate in candidates]
     return [_sized(model, tokens.to(model.device), candidate, context) for candidate in candidates]
 
 
@@ -115,6 +122,8 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
             chunk = tokens[:, start : min(start + period, stop)]
             model(input_ids=chunk, past_key_values=cache, use_cache=True)
         at = max(at, stop)
+        if cache.path == "scores" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
+            cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these
         held = cache.nbytes()  # stores what is pending
         units = {(i, k): _held(layer.stores[k].nbytes()) for i, layer in _coded(cache) for k in KINDS}
         numbers.append((units, _held(held)))

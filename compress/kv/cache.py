@@ -168,19 +168,18 @@ class KVCache(Cache):
         self.queries = queries  # query heads of the model
         self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
         self.rope = Rope()
-        self.codecs: dict[tuple[int, str], Codec] = {}
+        self.codecs: dict[Spec, Codec] = {}  # caches of one model and one recipe may share it
         super().__init__(layers=[])
 
     def codec(self, index: int, kind: str, states: Tensor) -> Codec:
         """The codec of a layer's keys or values, made from the first of them [B, h, n, width]."""
-        if (index, kind) not in self.codecs:
-            heads, width = states.shape[1], states.shape[-1]
-            layers = len(self.settings.layers)
-            spec = Spec(kind, index, layers, heads, width, max(1, self.queries // heads), states.dtype)  # type: ignore[arg-type]
-            built = build(self.settings.layers[index][kind], spec, self.static)
-            check(built, self.path)
-            self.codecs[index, kind] = built
-        return self.codecs[index, kind]
+        heads, width = states.shape[1], states.shape[-1]
+        layers = len(self.settings.layers)
+        spec = Spec(kind, index, layers, heads, width, max(1, self.queries // heads), states.dtype)  # type: ignore[arg-type]
+        if spec not in self.codecs:
+            self.codecs[spec] = build(self.settings.layers[index][kind], spec, self.static)
+        check(self.codecs[spec], self.path)
+        return self.codecs[spec]
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

@@ -17,7 +17,7 @@ them on, are found by a forward pass of one token at the first call of generate,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
 from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.codec import Codec, Spec
 
 _METHOD = "_prepare_cache_for_generation"
 _SWITCH = "_compress_kv_switch"
@@ -40,6 +41,7 @@ class Use:
     static: Mapping[str, Tensor]
     path: Path
     tried: bool = False  # whether path B was seen to work
+    codecs: dict[Spec, Codec] = field(default_factory=dict)  # of all caches: they hold nothing of a sequence
 
 
 def attach(
@@ -108,7 +110,9 @@ def fresh(model: Any) -> KVCache:
         use.tried = True
         if use.path == "scores" and not _works(model, use):
             use.path = "materialise"
-    return make_cache(model.config, use.recipe, use.static, use.path)
+    cache = make_cache(model.config, use.recipe, use.static, use.path)
+    cache.codecs = use.codecs
+    return cache
 
 
 def check_length(config: Any, tokens: int) -> None:

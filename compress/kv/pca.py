@@ -149,6 +149,8 @@ class Principal(Codec):
         self._made: dict[int, cached_basis.Transform] = {}
         is_read = cached_pieces.supports() and 0 < self.pieces.reach <= self.pieces.nbytes
         self.is_compiled = is_read and (spec.kind == "values" or cached_turned.supports(spec.width))
+        if self.is_compiled and spec.kind == "keys":
+            self._transform(spec.width)  # now, for its bytes to be counted from the start
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         y = (x - self._static("mean", x)) @ self._static("forward", x)
@@ -247,7 +249,7 @@ class Principal(Codec):
             back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
             mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
             self._made[rotary] = cached_basis.transform(back, mean, self.pieces.columns, rotary, is_exact)
-            self.static[f"turned{rotary}"] = self._made[rotary].back  # for its bytes to be counted
+            self.static[f"turned{rotary}"] = self._made[rotary].back
         return self._made[rotary]
 
     def _nearest(self, y: Tensor, norms: Tensor) -> Tensor:

@@ -88,6 +88,12 @@ class Store:
     def batch(self) -> int:
         return self._sample().shape[0] if len(self) else 0
 
+    @property
+    def keeps_halves(self) -> bool:
+        """Whether path B, where there is much to read, keeps rotary rows beside positions: compiled code reads them."""
+        query = torch.empty(1, 1, 1, self.codec.spec.width, device=self._sample().device)
+        return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
+
     def append(self, x: Tensor, pads: Tensor | None = None, queries: Tensor | None = None) -> None:
         """x [B, h, n, width]; pads int [B], of a first chunk: how many columns of each row are padding."""
         if not x.shape[2]:
