@@ -193,7 +193,7 @@ def test_eval_and_generate_through_a_cache(pico_dir: Callable[..., Path], recipe
         (["--kv", "int4"], "recipe 'int4' has no kv_cache; those that have are .*kv4"),
         (["--kv", "own"], "stores no cache of its own; name a recipe"),
         (["--kv", "kv4", "--context", "300"], "windows of 300 tokens cannot be scored; seq_len may be 2 to 256"),
-        (["--kv", "kivi4"], "values: group_size 32 does not divide the head's 16 channels"),
+        (["--kv", "kv4"], "values: group_size 32 does not divide the head's 16 channels"),
     ],
 )
 def test_errors_are_one_line(pico_dir: Callable[..., Path], words: list[str], message: str) -> None:
