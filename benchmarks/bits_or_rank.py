@@ -2,9 +2,9 @@
 
     python benchmarks/bits_or_rank.py [--targets 2.4bpw 2.5bpw 2.75bpw 3.0bpw]
 
-One table of measured damages (GPTQ of 2, 3 and 4 bits in groups of 64, each with and without rank 8 in 4 bits; a unit at
-a time, at each option), one knapsack for each budget and each set of options that it may use, and the KL of the levels
-to the original on a held-out text. The measurements are kept in --work, where an interrupted run goes on.
+One table of measured damages (GPTQ of 2, 3 and 4 bits in groups of 64, each with and without rank 8 in 4 bits; a unit
+at a time, at each option), one knapsack for each budget and each set of options, and the KL of the levels to the
+original on a held-out text. The measurements are kept in --work, where an interrupted run goes on.
 """
 
 from __future__ import annotations

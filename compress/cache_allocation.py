@@ -6,8 +6,9 @@ budget. What the cache takes by it is taken off the budget, and the recipe's own
 A recipe without `quantize` leaves the weights as they are and has all the rest for the cache.
 
 Both are measured on the original model: what the loss of one adds to that of the other is left out. The whole model is
-loaded to measure a cache, in float32 for the divergence. Half of the calibration text calibrates codecs, the other half
-is scored. Bytes are those of tensors in use; memory grows by up to an eighth more, so that n tokens cost O(n) copies.
+loaded to measure a cache, in float32 for the divergence, and a measurement that is killed starts over. Half of the
+calibration text calibrates codecs, the other half is scored. Bytes are those of tensors in use; memory grows by up to
+an eighth more, so that n tokens cost O(n) copies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress import job, recipe_kv
+from compress import jit, job, memory, recipe_kv
 from compress.allocate.problem import Choice, Problem, Unit
 from compress.allocate.solver import damages_of, solve
 from compress.calib import lm
@@ -32,8 +34,11 @@ from compress.evaluate import cache, cache_options
 from compress.evaluate.scores import Execution
 from compress.job import Job
 from compress.kv import budget
+from compress.kv import checkpoint as kv_checkpoint
 from compress.kv.budget import Measured
 from compress.kv.generation import check_length
+from compress.kv.settings import EXACT
+from compress.kv.stored import layer_count
 from compress.memory import show
 from compress.progress import Progress
 from compress.recipe_kv import CacheRecipe
@@ -51,6 +56,7 @@ class Offer:
     options: tuple[budget.Option, ...]
     costs: cache_options.Costs
     context: int
+    layers: int  # of the model
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -59,6 +65,8 @@ class Offer:
 
 def options(recipe: CacheRecipe, bits: Sequence[float]) -> tuple[budget.Option, ...]:
     """Those that the recipe's methods take, for keys and for values."""
+    if bits and len(set(bits)) < max(2, len(bits)):
+        raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
     found = []
     for wanted in (int(b) if float(b).is_integer() else b for b in bits or BITS):
         try:
@@ -80,7 +88,11 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
     recipe, context = asked.recipe.kv_cache, allocation.context
     assert recipe is not None and context is not None, "the recipe was checked"
     directory = job.resolve(asked.model)
-    check_length(lm.load_config(directory), context)
+    config = lm.load_config(directory)
+    check_length(config, context)
+    settings = kv_checkpoint.check(config, recipe)
+    if all(coding.method == EXACT for layer in settings.layers for coding in layer.values()):
+        raise RecipeError("kv_cache: skip_layers leaves no layer to code; name fewer, or give no context")
     offered = options(recipe, allocation.cache_bits)
     said = {
         "model": job.fingerprint(job.open_checkpoint(directory)),
@@ -88,6 +100,7 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         "options": [option.bits for option in offered],
         "context": context,
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+        "processor": sorted(jit.features()) if jit.available() else [],  # compiled readers keep tensors of their own
         "software versions": job.versions(),
     }
     path = folder / f"cache-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}.json"
@@ -100,7 +113,7 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         Measured(u["layer"], u["kind"], u["numel"], tuple(u["nbytes"]), tuple(u["errors"]), tuple(u["kls"]))
         for u in found.pop("units")
     )
-    return Offer(offered, cache_options.Costs(units, **found), context)
+    return Offer(offered, cache_options.Costs(units, **found), context, layer_count(config))
 
 
 def _measured(
@@ -112,6 +125,12 @@ def _measured(
     progress: Progress,
 ) -> cache_options.Costs:
     (offered, context), table = wanted, recipe_kv.table(recipe)
+    whole = 4 * sum(math.prod(stored.shape) for stored in job.open_checkpoint(directory).tensors.values())
+    if asked.max_memory is not None and memory.resident() + whole > asked.max_memory:
+        raise BudgetError(
+            f"measuring a cache takes the whole model in float32, {show(whole)}, more than --max-memory leaves; raise "
+            "it, or give the bits of the cache in the recipe"
+        )
     half = min(CALIBRATED, max(1, len(tokens) // 2))
     samples, scored = tokens[:half], tokens[half:] if len(tokens) > half else tokens
     scored = scored[: max(1, SCORED // tokens.shape[1])]
@@ -123,7 +142,9 @@ def _measured(
     model = cache.loaded(directory, Execution("float32", asked.device))
     candidates = cache_options.offered(model, table, offered, samples)
     say = cache.counter(progress, "measuring the divergence of caches", len(scored))
-    return cache_options.measure(model, scored, candidates, sizes, say)
+    costs = cache_options.measure(model, scored, candidates, sizes, say)
+    memory.check(asked.max_memory)
+    return costs
 
 
 def divided(found: Offer, weights: Sequence[Unit], room: int) -> tuple[int, Choice]:
@@ -161,9 +182,11 @@ def described(found: Offer, choice: Choice) -> dict[str, Any]:
         "divergence": sum(entry.damage[budget.SWAP] for entry in taken),
         "tokens": found.costs.tokens,
         "layers": {str(layer): dict(kinds) for layer, kinds in chosen.items()},
+        "layers of the model": found.layers,
     }
 
 
 def applied(recipe: CacheRecipe, facts: Mapping[str, Any], offered: Sequence[budget.Option]) -> CacheRecipe:
     """The recipe with what `described` says."""
-    return budget.laid_out(recipe, {int(layer): kinds for layer, kinds in facts["layers"].items()}, offered)
+    chosen = {int(layer): kinds for layer, kinds in facts["layers"].items()}
+    return budget.laid_out(recipe, chosen, facts["layers of the model"], offered)

@@ -56,7 +56,7 @@ def measure(
     with errors("; run the same command again to go on after the last finished block"):
         wanted = aimed(set_, None, None)
         job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=out or job.measurements)
+        job = dataclasses.replace(job, processes=processes, measurements=out)
         with display.progress_bar() as progress:
             folder, facts = allocation.measured(job, progress)
         if as_json:
@@ -101,7 +101,7 @@ def allocate(
     with errors("; run the same command again to go on"):
         wanted = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=measurements or job.measurements)
+        job = dataclasses.replace(job, processes=processes, measurements=measurements)
         with display.progress_bar() as progress:
             found = frontier.measure(job, text, points, progress)
         files = frontier.write(found, out or Path(found["folder"]))

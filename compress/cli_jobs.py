@@ -62,7 +62,7 @@ def quantize(
     with errors("; run the same command again to go on after the last finished block"):
         asked = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, overwrite, restart)
-        job = dataclasses.replace(job, measurements=measurements or job.measurements, processes=processes)
+        job = dataclasses.replace(job, measurements=measurements, processes=processes)
         if dry_run:
             _plan(job, as_json)
             return
@@ -95,7 +95,7 @@ def plan(
     with errors():
         asked = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, False, False)
-        _plan(dataclasses.replace(job, measurements=measurements or job.measurements, processes=processes), as_json)
+        _plan(dataclasses.replace(job, measurements=measurements, processes=processes), as_json)
 
 
 @app.command(epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated")
@@ -165,12 +165,10 @@ def job_of(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-memory") from error
     name = re.sub(r"[^\w.-]+", "-", f"{Path(model.rstrip('/')).name or 'model'}-{loaded.name}")
-    beside = Path("models_out")
     return Job(
         model=model,
         recipe=loaded,
-        out=out or beside / (name if pack else f"{name}-transformed"),
-        measurements=beside / f"{name}.measured",  # whatever --out is: it serves every target
+        out=out or Path("models_out") / (name if pack else f"{name}-transformed"),
         calib=calib,
         max_memory=limit,
         device=device_named(device),

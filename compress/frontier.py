@@ -21,7 +21,7 @@ from compress import allocation, plugins
 from compress.allocate.problem import Choice, Problem
 from compress.allocation import JOINT
 from compress.checkpoint import write_text
-from compress.errors import BudgetError
+from compress.errors import BudgetError, RecipeError
 from compress.job import Job
 from compress.output import writing
 from compress.progress import Progress
@@ -35,6 +35,8 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
     with allocation.session(asked, progress) as opened:
         settings = opened.opened.allocation
         target = settings.target
+        if target is None and settings.context is not None:
+            raise RecipeError("allocate: a context needs a target; give --target, a size for the weights and the cache")
         chosen = allocation.decision(opened, settings, target) if target is not None else None
         method = (
             settings.method if JOINT not in plugins.load("allocate", settings.method).needs(settings.config) else None
@@ -53,7 +55,8 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
     for row in [*allocated, *rows[len(rows) - len(asked_for) :]]:
         row["kl of uniform"] = between(alike, row["nbytes"])
     if chosen is not None:
-        chosen = {**chosen, **rows[-1]}
+        nbytes = rows[-1]["nbytes"] + (chosen["cache"]["nbytes"] if "cache" in chosen else 0)
+        chosen = {**chosen, **rows[-1], "nbytes": nbytes, "weights_nbytes": rows[-1]["nbytes"]}
         del chosen["choices"]
     return {
         "model": asked.model.rstrip("/").rsplit("/", 1)[-1],

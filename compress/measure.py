@@ -10,6 +10,8 @@ is in compress/sensitivities.py. A killed run goes on after the last finished bl
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -59,6 +61,11 @@ def options(asked: Job) -> Options:
     ):
         raise RecipeError("allocate: options with lowrank.metric fisher cannot be measured; use inputs, sizes or none")
     wanted = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
+    if not wanted:
+        raise RecipeError(
+            f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use plan or "
+            "quantize with --target and --context"
+        )
     calibration = dataclasses.replace(recipe.calibration, asymmetric=0.0)
     recipes = [
         dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None)
@@ -96,10 +103,18 @@ def identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
 
 def recipe_fingerprint(opened: Options) -> str:
     """Of a recipe as far as it is measured; the settings of its allocator and the target are left out."""
-    bare = dataclasses.replace(
-        opened.allocation, method="", config=_Nothing(), target=None, samples=0, context=None, cache_bits=()
+    return fingerprint(dataclasses.replace(_bare(opened.asked.recipe), allocate=_undecided(opened.allocation)))
+
+
+def _bare(recipe: Recipe) -> Recipe:
+    """Without what linears are not measured by."""
+    return dataclasses.replace(recipe, experts=None, kv_cache=None)
+
+
+def _undecided(allocation: Allocation) -> Allocation:
+    return dataclasses.replace(
+        allocation, method="", config=_Nothing(), target=None, samples=0, context=None, cache_bits=()
     )
-    return fingerprint(dataclasses.replace(opened.asked.recipe, allocate=bare, experts=None, kv_cache=None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +272,17 @@ def chosen(recipe: Recipe, choices: dict[str, int]) -> Recipe:
 
 
 def folder_of(asked: Job) -> Path:
-    """Where a recipe's measurements of a model are kept unless the user says otherwise."""
+    """Where measurements are kept unless the user says otherwise: beside the output, one folder for all targets.
+
+    Its name tells the model, and what else is measured: options, calibration and seed.
+    """
     if asked.out.name in ("", ".."):
         raise OutputError(f"{asked.out} cannot be an output directory; give --out a new name")
-    return asked.out.with_name(asked.out.name + ".measured")
+    recipe, allocation = asked.recipe, asked.recipe.allocate
+    known = [str(job.resolve(asked.model).resolve()), asked.calib, asked.seed]
+    known.append(
+        fingerprint(dataclasses.replace(_bare(recipe), allocate=_undecided(allocation) if allocation else None))
+    )
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
+    name = Path(asked.model.rstrip("/")).name or "model"
+    return asked.out.with_name(f"{name}-{recipe.name}-{digest}.measured")

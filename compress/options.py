@@ -63,7 +63,7 @@ MaxKl = Annotated[
 Measurements = Annotated[
     Path | None,
     typer.Option(
-        "--measurements", metavar="DIR", help="Made or reused. Default: models_out/<model>-<recipe>.measured."
+        "--measurements", metavar="DIR", help="Made or reused. Default: beside the output, by model and recipe."
     ),
 ]
 Processes = Annotated[int, typer.Option(min=1, help="Processes that measure choices side by side.")]

@@ -170,7 +170,8 @@ def _rule(node: Node, sides: Mapping[str, _Drawn]) -> LayerRule:
     at, matched = entries.pop("match")
     many = isinstance(matched, SequenceNode)
     found = value({"match": (at, matched)}, "match", tuple[Match, ...] if many else Match)
-    match = found if many else (found,)
+    listed = found if many else (found,)
+    match = tuple(int(item) if re.fullmatch(r"-?\d+", str(item)) else item for item in listed)
     for item in match:
         if isinstance(item, str) and not re.fullmatch(r"-?\d+(-\d+)?", item):
             raise error_at(at, f"match {item!r} is no layer number and no span of them like '2-5'")

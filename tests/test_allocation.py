@@ -152,7 +152,7 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
     opened: allocation.Session, model: Path, tmp_path: Path
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5.5bpw")
-    shutil.copytree(opened.database.folder, tmp_path / "out.measured", ignore=shutil.ignore_patterns("candidates-*"))
+    shutil.copytree(opened.database.folder, measure.folder_of(job), ignore=shutil.ignore_patterns("candidates-*"))
     decided = allocation.decided(job, silent)
     assert decided.recipe.allocate is None and decided.allocation is not None
     result = pipeline.quantize(job)

@@ -41,7 +41,7 @@ def offer(seed: int) -> cache_allocation.Offer:
     for layer, kind in product(range(2), ("keys", "values")):
         damage = float(torch.rand(1, generator=generator))
         units.append(Measured(layer, kind, 800, (300, 500), (1.0, 0.1), (damage, damage / 16)))
-    return cache_allocation.Offer(options, Costs(tuple(units), 70, 100), 64)
+    return cache_allocation.Offer(options, Costs(tuple(units), 70, 100), 64, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -137,6 +137,14 @@ def test_a_recipe_of_the_cache_alone(model: Path, tmp_path: Path) -> None:
     assert loaded.allocate is None and loaded.kv_cache is not None and loaded.kv_cache.layers
     result = cli("quantize", *asked, "--target", f"{SIZE + 20000}B", "--out", str(tmp_path / "small"))
     assert result.code == 1 and "raise the target, shorten the context" in one_line(result)
+    for command, said in (("measure", ()), ("allocate", ("--target", f"{target}B"))):
+        result = cli(command, *asked, *said) if said else cli(command, *asked[:-3], "--json")
+        assert result.code == 1 and "leaves the weights as they are" in one_line(result)
+    none = ("--set", "kv_cache.skip_layers=[0,1]")
+    result = cli("plan", *asked, "--target", f"{target}B", *none)
+    assert result.code == 1 and "leaves no layer to code" in one_line(result)
+    result = cli("quantize", *asked, "--target", f"{target}B", "--max-memory", "100MiB")
+    assert result.code == 1 and "--max-memory" in one_line(result)
     result = cli("plan", *asked, "--target", f"{target}B", "--set", "allocate.context=300")
     assert result.code == 1 and "a context of 300 tokens, but the model has 256" in one_line(result)
 
@@ -158,6 +166,9 @@ def test_bad_input(tmp_path: Path) -> None:
         cache_allocation.options(cache, (2, 9))
     fp8 = recipe.load("kv8", ["kv_cache={method: fp8}"]).kv_cache
     assert fp8 is not None
+    for wanted in ((2,), (2, 2)):
+        with pytest.raises(RecipeError, match="not two or more different numbers"):
+            cache_allocation.options(cache, wanted)
     with pytest.raises(RecipeError, match="fp8 has no bits to choose"):
         cache_allocation.options(fp8, ())
     cache_only = tmp_path / "only.yaml"

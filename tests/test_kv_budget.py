@@ -16,7 +16,8 @@ from compress import recipe_kv
 from compress.errors import BudgetError, CalibrationError
 from compress.evaluate import cache_error, cache_options, cache_scores
 from compress.evaluate.cache_scores import Candidate
-from compress.kv import budget, hooks
+from compress.kernels.cpu import cached
+from compress.kv import budget, generation, hooks
 from compress.kv.budget import Measured
 from compress.kv.settings import KINDS, resolve
 from compress.recipe_kv import CacheRecipe
@@ -84,14 +85,23 @@ def test_what_is_chosen_is_what_the_cache_gets() -> None:
         recipe = _recipe(text.replace("LAYERS", said))
         chosen = budget.chosen(budget.units(units(2), OFFERED), (0, 3, 2, 1))
         assert chosen == {0: {"keys": "bits=2", "values": "bits=8"}, 1: {"keys": "bits=4", "values": "bits=3"}}
-        found = budget.laid_out(recipe, chosen, OFFERED)
+        found = budget.laid_out(recipe, chosen, 2, OFFERED)
         settings = resolve(recipe_kv.table(found), 2)
         assert [[layer[kind].config.bits for kind in KINDS] for layer in settings.layers] == [[2, 8], [4, 3]]
         assert settings.layers[1]["keys"].policy.residual_length == 64
         assert settings.layers[1]["values"].policy.residual_length == 128
         assert _recipe(yaml.safe_dump({"kv_cache": recipe_kv.plain(found)})) == found
-    alike = budget.laid_out(recipe, {layer: {"keys": "bits=2", "values": "bits=4"} for layer in range(4)}, OFFERED)
-    assert [rule.match for rule in alike.layers] == [("0-1",), (0, 1, 2, 3)]
+    uniform = {layer: {"keys": "bits=2", "values": "bits=4"} for layer in range(4)}
+    rules = "{match: 3, group_size: 16}, {match: 2-3, group_size: 64}, {match: '1', sink: 2, keys: {method: lloyd}}"
+    recipe = _recipe(text.replace("LAYERS", rules))
+    before, alike = resolve(recipe_kv.table(recipe), 4), budget.laid_out(recipe, uniform, 4, OFFERED)
+    after = resolve(recipe_kv.table(alike), 4)
+    assert [rule.match for rule in alike.layers] == [(0,), (1,), (2, 3)]
+    for old, new in zip(before.layers, after.layers, strict=True):
+        for kind, bits in (("keys", 2), ("values", 4)):
+            config = replace(old[kind].config, bits=bits)
+            assert new[kind] == replace(old[kind], config=config)
+    assert _recipe(yaml.safe_dump({"kv_cache": recipe_kv.plain(alike)})) == alike
 
 
 def _recipe(text: str) -> CacheRecipe:
@@ -130,6 +140,23 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
                 assert size.elements[layer, kind] == 2 * 16 * context
     with pytest.raises(CalibrationError, match="30 tokens are too few"):
         cache_options.sized(model, tokens[:1, :30], candidates, 100)
+
+
+def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary rows and turned bases, on the path that generation takes, whatever was read while measuring."""
+    model = build("llama", {"head_dim": 32})
+    hooks.attach(model)
+    generation.switch(model)
+    tokens = torch.randint(0, 250, (8, 200), generator=torch.Generator().manual_seed(0))
+    recipe = {"method": "pca", "residual_length": 16, "flush": 16, "sink": 2}
+    (candidate,) = cache_options.offered(model, recipe, OFFERED[:1], tokens[:, :120])
+    (size,) = cache_options.sized(model, tokens[:1, :100], [candidate], 198)
+    monkeypatch.setattr(cached, "SMALL", 0)
+    cache = replace(candidate, path="scores").cache(model.config)
+    for start in range(0, 198, 16):
+        model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)
+    held = cache.nbytes()
+    assert size.total == held.total + held.static
 
 
 def test_measured_errors_and_divergences() -> None:

@@ -87,6 +87,9 @@ def test_which_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x = problems.random(1, 96, seed=2).requires_grad_()
     layer(x).sum().backward()
     assert x.grad is not None and len(calls) == 4
+    trained = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    kernel.matmul(problems.random(1, 96, seed=2).bfloat16(), trained, params, shape).sum().backward()
+    assert all(tensor.grad is not None for tensor in trained.values()) and len(calls) == 4
     few = lowrank.Params(5, 8)
     x = problems.random(1, 96, seed=2)
     packed = lowrank.pack(problems.random(5, 96), problems.random(5, 48), few)

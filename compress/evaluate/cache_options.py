@@ -6,7 +6,7 @@ kinds and options, whatever the number of layers, and their sum for a uniform ch
 
 Bytes are of the type that the model runs in, for one sequence of `context` tokens, static tensors included. They are
 measured at two lengths that are as far from a whole flush as the context is, and carried on along that line; between
-the two, tokens come a flush at a time, as in a long generation.
+the two, tokens come as many at a time as are whole flushes of all codecs, much as in a long generation.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from compress.kv.cache import CodedLayer, KVCache
 from compress.kv.calibrate import calibrate
 from compress.kv.checkpoint import coded
 from compress.kv.settings import EXACT, KINDS, resolve
+from compress.kv.store import Bytes
 from compress.kv.stored import layer_count
 
 
@@ -125,13 +126,13 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
         if cache.path == "scores" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
             cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these
         held = cache.nbytes()  # stores what is pending
-        units = {(i, k): _held(layer.stores[k].nbytes()) for i, layer in _coded(cache) for k in KINDS}
-        numbers.append((units, _held(held)))
+        units = {(i, k): layer.stores[k].nbytes() for i, layer in _coded(cache) for k in KINDS}
+        numbers.append((units, held))
     (units, total), (more, most) = numbers
-    steps = (context - after) // period
+    steps = max(0, (context - after) // period)
 
-    def carried(first: int, last: int) -> int:
-        return last + steps * (last - first) if steps > 0 else last
+    def carried(first: Bytes, last: Bytes) -> int:
+        return last.total + steps * (last.total - first.total) + last.static
 
     elements = {
         (i, k): layer.stores[k].codec.spec.heads * layer.stores[k].codec.spec.width * context
@@ -140,10 +141,6 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
     }
     carried_units = {key: carried(units[key], nbytes) for key, nbytes in more.items()}
     return _Sizes(carried_units, carried(total, most), elements)
-
-
-def _held(parts: Any) -> int:
-    return parts.total + parts.static
 
 
 def _over(recipe: Mapping[str, Any], option: Option) -> dict[str, Any]:

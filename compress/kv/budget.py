@@ -13,9 +13,9 @@ channels; keys grouped along tokens can turn it round, so c is the measured erro
 allocation with the solver of the weights' bits (within a bound of the optimum); `raised` is the published greedy: all
 units at their fewest bits, then again and again the raise of largest gain a bit that still fits.
 
-    costs = compress.evaluate.cache_options.measure(model, windows, table, options((2, 3, 4, 8)), 65536)
+    costs = measure(model, windows, candidates, sized(model, tokens, candidates, 65536), say)   (cache_options.py)
     asked = problem(costs.units, options, budget)
-    recipe = laid_out(recipe, chosen(asked.units, choose(asked).choice), options)
+    recipe = laid_out(recipe, chosen(asked.units, choose(asked).choice), layers, options)
 
 Errors of layers and kinds are taken to add up; damage to what later layers see of earlier ones' errors is in `swap`
 only. compress/cache_allocation.py puts this beside the weights: one budget for both.
@@ -31,6 +31,7 @@ from compress import recipe_kv
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.solver import Solution, damages_of, solve
 from compress.errors import BudgetError
+from compress.kv.settings import resolve
 
 if TYPE_CHECKING:
     from compress.recipe_kv import CacheRecipe
@@ -129,20 +130,26 @@ def chosen(asked: Sequence[Unit], choice: Choice) -> dict[int, dict[str, str]]:
 
 
 def laid_out(
-    recipe: CacheRecipe, options_by_layer: Mapping[int, Mapping[str, str]], offered: Sequence[Option]
+    recipe: CacheRecipe, options_by_layer: Mapping[int, Mapping[str, str]], layers: int, offered: Sequence[Option]
 ) -> CacheRecipe:
-    """The recipe with what was chosen for each layer as rules, layers that got the same in one of them."""
+    """The recipe with what was chosen for each of the model's layers, in place of its own rules, which are worked in.
+
+    A rule says what differs from the recipe's keys and values; layers that got the same share one.
+    """
     named = {option.name: option for option in offered}
-    own = {match: rule.settings for rule in recipe.layers for match in rule.match if match in options_by_layer}
-    kept = [replace(rule, match=tuple(m for m in rule.match if m not in own)) for rule in recipe.layers]
-    rules = [rule for rule in kept if rule.match]
+    resolved = resolve(recipe_kv.table(recipe), layers)
     alike: list[tuple[dict[str, Any], list[int]]] = []
     for layer, kinds in options_by_layer.items():
-        said = own.get(layer, {})
-        settings = {**said, **{k: {**said.get(k, {}), **named[o].settings} for k, o in kinds.items()}}
-        same = [layers for other, layers in alike if other == settings]
+        said = {}
+        for kind, option in kinds.items():
+            own = {**recipe_kv.side(resolved.layers[layer][kind]), **named[option].settings}
+            common = recipe_kv.side(getattr(recipe, kind))
+            differs = {key: value for key, value in own.items() if value != common.get(key)}
+            said[kind] = own if "method" in differs else differs
+        same = [numbers for other, numbers in alike if other == said]
         if same:
             same[0].append(layer)
         else:
-            alike.append((settings, [layer]))
-    return replace(recipe, layers=(*rules, *(recipe_kv.LayerRule(tuple(layers), s) for s, layers in alike)))
+            alike.append((said, [layer]))
+    rules = [recipe_kv.LayerRule(tuple(numbers), settings) for settings, numbers in alike if any(settings.values())]
+    return replace(recipe, layers=tuple(rules))

@@ -36,18 +36,17 @@ from torch import Tensor
 
 from compress.errors import RecipeError
 from compress.kernels.cpu import cached, cached_basis, cached_levels, cached_pieces, cached_turned
-from compress.kernels.cpu.cached_pieces import BLOCK
+from compress.kernels.cpu.cached_pieces import BLOCK, MOST, STEPS
 from compress.kernels.cpu.rows import LANES
 from compress.kv.codec import Block, Codec, Field, Spec
 from compress.kv.lloyd import ALL, Norms, levels, nearest
-from compress.kv.pieces import MOST, Pieces
+from compress.kv.pieces import Pieces
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 AT_ONCE = 2048  # tokens that are written
 NO_TURNS = cached_turned.Turns(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
 LEAST = 1e-6  # variance of a component, relative to the mean
-STEPS = 16  # of a norm in an octave: norms are near 1
 ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
 
 
@@ -149,10 +148,10 @@ class Principal(Codec):
         self._made: dict[int, cached_basis.Transform] = {}
         is_read = cached_pieces.supports() and 0 < self.pieces.reach <= self.pieces.nbytes
         self.is_compiled = is_read and (spec.kind == "values" or cached_turned.supports(spec.width))
-        if self.is_compiled and spec.kind == "keys":
-            self._transform(spec.width)  # now, for its bytes to be counted from the start
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
+        if self.is_compiled and x.is_cpu and "cos" in state:
+            self._transform(state["cos"].shape[-1])  # now, for its bytes to be counted from the start
         y = (x - self._static("mean", x)) @ self._static("forward", x)
         weights = self._static("weights", y)
         active = (weights > 0).to(y.dtype)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LANES = 16
-PLANES = (4, 2, 1)  # widths
-MOST = sum(PLANES)  # bits of a channel
+from compress.kernels.cpu.cached_pieces import MOST, PLANES
+from compress.kernels.cpu.rows import LANES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from compress.kernels.cpu.rows import LANES
 
 SECOND = 1  # steps of channels of the codes whose rows of `back` are a sum of two numbers
 STEP = 32  # fields of a tile
-TILE = 1024  # bytes
+TILE = 512  # bfloat16 numbers: 16 rows of STEP
+PAIR = 2 * TILE  # of the two tiles that a step reads
 
 
 class Transform(NamedTuple):

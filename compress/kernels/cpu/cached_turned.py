@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress import jit
 from compress.kernels.cpu import cached_pieces
-from compress.kernels.cpu.cached_basis import STEP, TILE, Transform, has_tiles, tile_config
+from compress.kernels.cpu.cached_basis import PAIR, STEP, TILE, Transform, has_tiles, tile_config
 from compress.kernels.cpu.cached_pieces import BLOCK, MOST, Coded, Tables, Unpacker
 from compress.kernels.cpu.decoding import Writer
 from compress.kernels.cpu.rows import LANES
@@ -277,13 +277,13 @@ class _Tiles(_Turned):
         b = self.b
         most = b.lshr(self.pitch, self.i64(5))
         steps = b.lshr(b.add(fields, self.i64(STEP - 1)), self.i64(5))
-        first = b.add(first, b.mul(b.mul(place[0], b.add(most, self.second)), self.i64(TILE)))
+        first = b.add(first, b.mul(b.mul(place[0], b.add(most, self.second)), self.i64(PAIR)))
         for tile in range(4):
             self._tile("tilezero", self.byte(tile))
         with self.loop(steps) as step:
-            self._step(step, b.add(first, b.mul(step, self.i64(TILE))))
+            self._step(step, b.add(first, b.mul(step, self.i64(PAIR))))
         with self.loop(self.second) as step:
-            self._step(step, b.add(first, b.mul(b.add(most, step), self.i64(TILE))))
+            self._step(step, b.add(first, b.mul(b.add(most, step), self.i64(PAIR))))
         for tile in range(4):
             at = self.i64((tile % 2 * BLOCK + tile // 2 * LANES) * LANES)
             self._tile("tilestored64", self.byte(tile), self.at(self.c, at, self.float), self.i64(4 * LANES))
@@ -294,7 +294,7 @@ class _Tiles(_Turned):
         left, stride = b.mul(step, self.i64(STEP)), b.mul(self.pitch, self.i64(2))
         for i, offset in enumerate((left, b.add(left, b.mul(self.pitch, self.i64(LANES))))):
             self._tile("tileloadd64", self.byte(4 + i), self.at(self.a, offset, self.short), stride)
-            here = self.at(self.back, b.add(at, self.i64(i * TILE // 2)), self.short)
+            here = self.at(self.back, b.add(at, self.i64(i * TILE)), self.short)
             self._tile("tileloadd64", self.byte(6 + i), here, self.i64(LINE))
         for tile in range(4):
             self._tile("tdpbf16ps", *(self.byte(x) for x in (tile, 4 + tile // 2, 6 + tile % 2)))

@@ -64,13 +64,14 @@ class _Single:
         shape: tuple[int, int],
         product: Callable[[Tensor], Tensor],
     ) -> None:
-        self.a, self.b = tensors["a"].data_ptr(), tensors["b"].data_ptr()
+        self.factors = tensors["a"], tensors["b"]
+        self.a, self.b = (factor.data_ptr() for factor in self.factors)
         self.kind, self.rank, self.product = getattr(torch, params.dtype), params.rank, product
         self.outputs, self.inputs = shape
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in], contiguous."""
-        if x.numel() != self.inputs:
+        if x.numel() != self.inputs or (torch.is_grad_enabled() and any(t.requires_grad for t in self.factors)):
             return self.product(x)
         hidden = torch.empty(self.rank, dtype=torch.float32, device="cpu")  # the defaults may be others
         out = x.new_empty(*x.shape[:-1], self.outputs)
