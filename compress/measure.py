@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import encode, flow, formats, incoherence, job, memory, plugins, propagate, report
+from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.database import FIXED, Database
 from compress.errors import OutputError, RecipeError
@@ -32,7 +33,7 @@ from compress.progress import Meter, Progress
 from compress.propagate import QUANTIZED, Leg
 from compress.recipe import fingerprint
 from compress.recipe_types import Allocation, Recipe, Rule, option_names
-from compress.types import LayerPlan, LinearSpec, PackedWeight
+from compress.types import Fisher, LayerPlan, LinearSpec, PackedWeight
 
 Levels = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at that level
 
@@ -56,10 +57,6 @@ def options(asked: Job) -> Options:
         raise RecipeError(
             f"recipe {recipe.name!r} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
         )
-    if any(
-        option is not None and option.lowrank and option.lowrank.metric == "fisher" for option in allocation.options
-    ):
-        raise RecipeError("allocate: options with lowrank.metric fisher cannot be measured; use inputs, sizes or none")
     wanted = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
     if not wanted:
         raise RecipeError(
@@ -143,6 +140,7 @@ def levels(opened: Options, database: Database, calibration: Calibration, progre
     try:
         if (edits := prepared.skeleton.edits) is not None:
             edits.choose(workbench(opened, database, calibration.tokens, meter.say))
+        run.gradients(calibration.tokens, file)
         stream.embed()
         for index in range(len(prepared.skeleton.blocks)):
             run.block(index, index < database.finished())
@@ -171,6 +169,15 @@ class _Levels:
         scopes = {plugins.load("transform", step.method).SCOPE for step in self.asked.recipe.transform}
         self.is_edited = "block" in scopes
         self.experts = ExpertLevels(opened, database)
+        self.fisher: dict[str, Fisher] = {}  # of linears with an option that is measured by the loss's gradients
+
+    def gradients(self, tokens: Tensor, file: Path | None) -> None:
+        """Take those of the loss, where an option wants to know of them."""
+        levels = [layer for found in self.opened.levels.values() for layer in found.values()]
+        if names := {layer.spec.name for layer in levels if memory.needs_gradients(layer)}:
+            self.meter.say("taking the loss's gradients")
+            with torch.enable_grad():
+                self.fisher = fisher.weights(self.skeleton, tokens, names, file, self.device)
 
     def block(self, index: int, is_done: bool) -> None:
         """Quantize, store and measure one block at all levels, and go on to the next."""
@@ -231,7 +238,8 @@ class _Levels:
         elif layer.ops and given.stats is not None:  # options may differ in what is around them
             rotated = incoherence.rotated_stats(given.stats, layer, self.asked.seed)
             given = dataclasses.replace(given, rotated=rotated)
-        packed, _ = encode.linear(layer, weight, given, encode.Own(in_scale), self.asked.seed)
+        weighed = self.fisher.get(layer.spec.name) if memory.needs_gradients(layer) else None
+        packed, _ = encode.linear(layer, weight, given, encode.Own(in_scale, weighed), self.asked.seed)
         memory.check(self.asked.max_memory)
         return packed
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import compress
 from compress import allocation, damages, frontier, measure, pipeline, recipe, report, table
 from compress.allocate import uniform
 from compress.allocate.problem import Problem
@@ -298,3 +299,26 @@ def test_bytes_of_a_choice_are_those_of_the_whole_model(opened: allocation.Sessi
     kept = found.uniform("keep")
     assert kept is not None
     assert found.nbytes(kept) == found.source_nbytes == Problem(found.units, 0).nbytes(kept) + found.other_nbytes
+
+
+def test_options_that_are_measured_by_gradients(model: Path, tmp_path: Path) -> None:
+    """They are what the pipeline makes of them; those beside them know nothing of gradients."""
+    part = "lowrank: {rank: 4, metric: fisher}"
+    text = f"""
+calibration: {{num_samples: 4, seq_len: 24}}
+quantize: {{method: rtn, bits: 3, group_size: 32}}
+allocate: {{samples: 2, options: [{{bits: 3}}, {{bits: 3, lowrank: {{rank: 4}}}}, {{bits: 3, {part}}}]}}
+"""
+    name = "model.layers.0.mlp.down_proj"
+    with allocation.session(asked(model, tmp_path, text=text), silent) as found:
+        original = found.measured.originals(found.measured.source()[0], 0)[name]
+        levels = [found.database.weight(0, name, number, original) for number in range(3)]
+    assert (levels[1] - levels[2]).abs().max() > 1e-4
+    for number, lowrank in ((1, "lowrank: {rank: 4}"), (2, part)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        alone = f"quantize: {{method: rtn, bits: 3, group_size: 32, {lowrank}}}"
+        job = asked(model, folder, text=f"calibration: {{num_samples: 4, seq_len: 24}}\n{alone}\n")
+        pipeline.quantize(job)
+        packed = compress.load(job.out).get_submodule(name)
+        assert torch.equal(packed.dequantize(torch.float32), levels[number])
