@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from compress import plugins, recipe_kv
+from compress import memory, plugins, recipe_kv
 from compress.checkpoint import open_checkpoint
 from compress.errors import RecipeError
 from compress.kv import stored
@@ -18,6 +18,8 @@ from compress.kv.calibrate import calibrate
 from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, Settings, exact, resolve
 from compress.model import Skeleton
+
+CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all of them are in memory
 
 if TYPE_CHECKING:
     from compress.progress import Progress
@@ -60,8 +62,8 @@ def coded(config: Any, settings: Settings) -> Settings:
 def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The section for a finished checkpoint by the recipe of its job, and what the report says of it.
 
-    Codecs are calibrated on the text of the job and on the model as it was written. None without a recipe, and where
-    only the transforms of a recipe were asked for.
+    Codecs are calibrated on the text of the job, CALIBRATED tokens of it, and on the model as it was written. None
+    without a recipe, and where only the transforms of a recipe were asked for.
     """
     asked = facts.job
     recipe = asked.recipe.kv_cache
@@ -75,7 +77,11 @@ def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, 
     if recipe_kv.needs(recipe):
         assert facts.calibration is not None
         wanted = coded(skeleton.config, settings)
-        static, found = calibrate(skeleton, wanted, facts.calibration.tokens, asked.device)
+        tokens = facts.calibration.tokens
+        tokens = tokens[: max(1, CALIBRATED // tokens.shape[1])]
+        file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
+        static, found = calibrate(skeleton, wanted, tokens, asked.device, file=file)
+        memory.check(asked.max_memory)
     section = stored.write(directory, settings, static)
     stored.table(section, len(settings.layers))  # reads it back
     return section, {"calibration": found, **section}
