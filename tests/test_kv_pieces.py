@@ -136,6 +136,33 @@ def test_keys_are_read_and_written(width: int, rotary: int, rows: int, count: in
 
 
 @pytest.mark.usefixtures("compiled")
+def test_rows_of_pieces_of_eight_alone() -> None:
+    """The last one reads beyond its row; the last tokens, which have no next row, are left to plain code."""
+    plain = codec("keys", 64, torch.float32)
+    bits = torch.tensor([7, 4, 3, 2, 1, 0, 0, 0], dtype=torch.uint8).repeat_interleave(8).expand(HEADS, -1)
+    made = pca.build(pca.Config(), plain.spec, {**_static(plain), "bits": bits.contiguous()})
+    assert isinstance(made, pca.Principal) and made.pieces.reach == made.pieces.nbytes + 1
+    for tokens in (64, 65):
+        block = stored(made, 1, tokens)
+        assert made._whole(block) == tokens // 32 * 32 - (32 if tokens == 64 else 0)
+        keys, q = turned(made, block, 64, 1, torch.float32), normal(1, HEADS, 2, 64, seed=8)
+        assert made.at_once(q) > tokens
+        out = torch.empty(1, HEADS, 2, tokens)
+        made.write_scores(q, block, out)
+        expected = q.double() @ keys.mT
+        assert float((out.double() - expected).norm() / expected.norm()) < 1e-5
+
+
+def _static(made: Codec) -> dict[str, Tensor]:
+    """What a codec was built from."""
+    return {
+        "mean": made.static["mean"][:, 0].half(),
+        "back": made.static["back"].mT.half(),
+        "variances": torch.logspace(1, -2, made.spec.width).expand(HEADS, -1).contiguous(),
+    }
+
+
+@pytest.mark.usefixtures("compiled")
 def test_the_same_however_blocks_and_rows_are_cut() -> None:
     made = codec("keys", 64, torch.bfloat16)
     block = stored(made, 2, 96)

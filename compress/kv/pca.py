@@ -146,7 +146,7 @@ class Principal(Codec):
         self.table = torch.cat([table(b) for b in range(MOST + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
         self._made: dict[int, cached_basis.Transform] = {}
-        is_read = cached_pieces.supports() and 0 < self.pieces.reach <= self.pieces.nbytes
+        is_read = cached_pieces.supports() and 0 < self.pieces.reach <= 2 * self.pieces.nbytes
         self.is_compiled = is_read and (spec.kind == "values" or cached_turned.supports(spec.width))
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ class Principal(Codec):
             out[:, :, tokens] = self.dense(rest)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        whole = p.shape[-1] // BLOCK * BLOCK if self._compiles(p, block) else 0
+        whole = self._whole(block) if self._compiles(p, block) else 0
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
         if whole:
             lanes = cached_pieces.mix(p[..., :whole], self._stored(block, whole), _tables(False))
@@ -217,9 +217,14 @@ class Principal(Codec):
         is_large = block is None or block["norms"].numel() * self.spec.width > cached.SMALL
         return is_large and rows.shape[2] <= cached.MOST_ROWS
 
+    def _whole(self, block: Block) -> int:
+        """Of the first tokens, how many compiled code reads: it may read beyond the last piece, into the next row."""
+        next_row = int(self.pieces.reach > self.pieces.nbytes)
+        return (block["norms"].shape[2] - next_row) // BLOCK * BLOCK
+
     def _turns(self, block: Block) -> tuple[int, cached_turned.Turns]:
         """How many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
-        whole = block["norms"].shape[2] // BLOCK * BLOCK
+        whole = self._whole(block)
         if self.rope == "post":
             return whole, NO_TURNS
         halves = block.get("halves")

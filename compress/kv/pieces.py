@@ -3,7 +3,8 @@
 All heads share one row of bytes for each token. A piece holds 16 channels of a head that have equal bits, or the last
 of them, filled up with zeros to 8 or 16; channels of 0 bits are in none. A piece has a plane of 4, 2 and 1 bits for
 each that its bits are a sum of, highest bits first, so that 16 fields of w bits are one little-endian number of 16 w
-bits. In a row the pieces of 8 come first: reading 16 fields of them goes past their end, but not past the row's.
+bits. In a row the pieces of 8 come first: reading 16 fields of them goes past their end, but not past the row's unless
+there are no others (`reach`).
 
 compress/kernels/cpu/cached_pieces.py reads them.
 """
