@@ -108,6 +108,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         settings.importance != "none",
         tuple(plans[1:]),
         every,
+        kv_checkpoint.sampled(skeleton.config, samples * seq_len) if cached else 0,
     )
     arrangement = memory.arrange(plan, skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plan, arrangement, samples, seq_len), plans

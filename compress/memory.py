@@ -34,7 +34,8 @@ TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration tex
 SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
 EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
-KEPT = 128 << 20  # bytes that a process has come to hold when training starts: compiled functions, a tokenizer
+KEPT = 128 << 20  # bytes that a process has come to hold when the blocks are done: compiled functions, a tokenizer
+SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
@@ -129,6 +130,7 @@ class Extras(NamedTuple):
     weighted: bool = False  # token importance
     others: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
     every: bool = False  # statistics of all inputs, whether a method needs them or not
+    cached: int = 0  # bytes of the keys, values and queries that a cache is calibrated on
 
 
 NO_EXTRAS = Extras()
@@ -239,6 +241,7 @@ class _Needs:
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
         self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
+        self.caching = KEPT + max(self.weights) + SAMPLED * extras.cached if extras.cached else 0
         self.gradients = [_gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if (
@@ -289,7 +292,7 @@ class _Needs:
             + SLACK
             + max(
                 TOKENIZING if self.samples else 0,
-                int(MARGIN * max(stream + max(blocks, first) + self.editing, self.training)),
+                int(MARGIN * max(stream + max(blocks, first) + self.editing, self.training, self.caching)),
             )
         )
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrain
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress import job as jobs
-from compress import pipeline, recipe, verify
+from compress import memory, pipeline, recipe, verify
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.job import Job
 from compress.kv import attention, generation, hooks, stored
@@ -243,3 +243,21 @@ def test_models_and_recipes_that_do_not_go_together() -> None:
     model.config.is_encoder_decoder = True
     with pytest.raises(RecipeError, match="a model with an encoder"):
         generation.attach(model, TABLE)
+
+
+def test_what_calibration_takes_is_predicted(written: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to as many tokens as it takes, and only where there is any."""
+    peaks = {}
+    for factor in (0, 1000):
+        monkeypatch.setattr(memory, "SAMPLED", factor)
+        monkeypatch.setattr(memory, "resident", lambda: 1 << 30)
+        for cache, samples in ((KIVI, 600), (CALIBRATED, 100), (CALIBRATED, 600), (CALIBRATED, 1200)):
+            settings = [f"kv_cache={cache}", "calibration.seq_len=64", f"calibration.num_samples={samples}"]
+            out = written["model"].parent / "none"
+            job = Job(str(written["model"]), recipe.load("kv8", settings), out, pack=False)
+            peaks[cache, samples, factor] = jobs.prepare(job).arrangement.peak_nbytes
+    token = 4 * 16 * (2 * 2 + 4)  # bytes of keys, values and queries
+    assert peaks[KIVI, 600, 1000] == peaks[KIVI, 600, 0]
+    grown = [peaks[CALIBRATED, n, 1000] - peaks[CALIBRATED, n, 0] for n in (100, 600, 1200)]
+    assert grown[0] == pytest.approx(1000 * 6400 * token, rel=0.1)
+    assert grown[1] == grown[2] == pytest.approx(1000 * 16384 * token, rel=0.1)

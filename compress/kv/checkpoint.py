@@ -37,11 +37,8 @@ def check(config: Any, recipe: CacheRecipe) -> Settings:
     settings = resolve(table, stored.layer_count(config))
     if CODED not in stored.layer_types(config):
         raise RecipeError("kv_cache: no layer of this model has the full attention that is coded; remove kv_cache")
-    decoder = config.get_text_config(decoder=True)
-    queries = decoder.num_attention_heads
-    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
-    heads = getattr(decoder, "num_key_value_heads", None) or queries
-    if getattr(decoder, "kv_lora_rank", None) is not None:  # caches of another shape
+    queries, heads, width = _heads(config)
+    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:  # caches of another shape
         return settings
     for index, layer in enumerate(coded(config, settings).layers):
         for kind in KINDS:
@@ -49,6 +46,20 @@ def check(config: Any, recipe: CacheRecipe) -> Settings:
                 spec = Spec(kind, index, len(settings.layers), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
                 build_codec(layer[kind], spec, {})
     return settings
+
+
+def sampled(config: Any, tokens: int) -> int:
+    """Bytes of a layer's keys, values and queries, float32, that `build` calibrates on where it has so many tokens."""
+    queries, heads, width = _heads(config)
+    return 4 * width * (2 * heads + queries) * min(tokens, CALIBRATED)
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and the width of a head, as a configuration states them."""
+    decoder = config.get_text_config(decoder=True)
+    queries = decoder.num_attention_heads
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
+    return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
 
 
 def coded(config: Any, settings: Settings) -> Settings:
