@@ -155,7 +155,7 @@ def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
         assert calibration is not None, "measuring always has a text"
         offer = cache_allocation.offer(asked, allocation, calibration.tokens, folder, progress)
     room = memory.parse_size(allocation.target.text) - prepared.plan.nbytes
-    nbytes, choice = cache_allocation.divided(offer, (), room)
+    nbytes, choice = cache_allocation.divided(offer, (), room, allocation.cache_estimator)
     cache = cache_allocation.described(offer, choice)
     facts = {
         "method": allocation.method,
@@ -205,7 +205,7 @@ def beside_cache(opened: Session, allocation: Allocation, target: Target) -> tup
     found = opened.table(frozenset({budget.SWAP}))
     size = memory.parse_size(target.text)
     room = size - found.other_nbytes - found.fixed_nbytes
-    nbytes, choice = cache_allocation.divided(offer, found.units, room)
+    nbytes, choice = cache_allocation.divided(offer, found.units, room, allocation.cache_estimator)
     most = Problem(found.units, 0).most + found.other_nbytes + found.fixed_nbytes  # there may be more than enough
     return cache_allocation.described(offer, choice), Target(f"{min(size - nbytes, most)}B")
 

@@ -42,7 +42,7 @@ from compress.kv.stored import layer_count
 from compress.memory import show
 from compress.progress import Progress
 from compress.recipe_kv import CacheRecipe
-from compress.recipe_types import Allocation
+from compress.recipe_types import Allocation, CacheEstimator
 
 BITS = (1, 2, 3, 4, 6, 8)  # offered where a recipe lists none
 CALIBRATED = 32  # samples, at most
@@ -147,9 +147,12 @@ def _measured(
     return costs
 
 
-def divided(found: Offer, weights: Sequence[Unit], room: int) -> tuple[int, Choice]:
+def divided(
+    found: Offer, weights: Sequence[Unit], room: int, estimator: CacheEstimator = budget.SWAP
+) -> tuple[int, Choice]:
     """Bytes for the cache, everything included, and its choice: `room` bytes are for it and for these units.
 
+    What the cache gets is decided by divergences; with another estimator that is spent anew among layers and kinds.
     Raises BudgetError where the smallest options do not fit.
     """
     units = found.units
@@ -162,6 +165,11 @@ def divided(found: Offer, weights: Sequence[Unit], room: int) -> tuple[int, Choi
             "raise the target, shorten the context, or offer smaller options"
         )
     choice = solve(asked, damages_of(asked, budget.SWAP)).choice[len(weights) :]
+    share = Problem(units, Problem(units, 0).nbytes(choice))
+    if estimator == budget.RULE:
+        choice = budget.raised(share)
+    elif estimator == budget.MEASURED:
+        choice = budget.choose(share).choice
     return Problem(units, 0).nbytes(choice) + found.costs.fixed_nbytes, choice
 
 

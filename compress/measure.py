@@ -109,9 +109,7 @@ def _bare(recipe: Recipe) -> Recipe:
 
 
 def _undecided(allocation: Allocation) -> Allocation:
-    return dataclasses.replace(
-        allocation, method="", config=_Nothing(), target=None, samples=0, context=None, cache_bits=()
-    )
+    return Allocation("", _Nothing(), allocation.options, units=allocation.units, samples=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@
       units: fused             # what gets one option together: fused, linear, expert, block
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
+      cache_estimator: swap    # how the cache's share is spent: swap, output_error, or rule (KV-AdaQuant)
     kv_cache:                  # how generation stores keys and values (compress/recipe_kv.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
@@ -60,6 +61,7 @@ from compress.recipe_types import (
     OF_EXPERTS,
     TOP_KEYS,
     Allocation,
+    CacheEstimator,
     CalibrationConfig,
     Recipe,
     Rule,
@@ -148,6 +150,7 @@ def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
         "samples": allocation.samples,
         "context": allocation.context,
         "cache_bits": list(allocation.cache_bits),
+        "cache_estimator": allocation.cache_estimator,
         **dataclasses.asdict(allocation.config),
     }
 
@@ -248,7 +251,8 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
             raise ValueError(f"a target with a context is a size (24GiB), not {target}")
     except ValueError as error:
         raise error_at(block["target"][0], f"allocate: {error}") from error
-    return Allocation(name, config, options, wanted, units, samples, context, bits)
+    estimator = value(block, "cache_estimator", CacheEstimator, "swap")
+    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator)
 
 
 def _context(block: Entries, entries: Entries) -> int | None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 OTHER_KEYS = ("allocate", "experts", "kv_cache")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *OTHER_KEYS)
-ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", "context", "cache_bits")  # beside its settings
+CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
+ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", *CACHE_KEYS)  # beside the method's settings
 OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what is measured of whole experts only
 
 Importance = Literal[
@@ -76,6 +77,7 @@ class Rule:
 
 
 Units = Literal["fused", "linear", "expert", "block"]
+CacheEstimator = Literal["swap", "output_error", "rule"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Allocation:
     samples: int = 32  # calibration sequences that measured choices are scored on
     context: int | None = None  # tokens whose cache is within the target, too; its bits are chosen with the weights'
     cache_bits: tuple[float, ...] = ()  # offered to the keys and values of each layer; none: those the method takes
+    cache_estimator: CacheEstimator = "swap"  # of what errors of the cache cost (compress/kv/budget.py)
 
 
 def option_names(options: tuple[Scheme | None, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from compress import cache_allocation, recipe
-from compress.allocate.problem import Entry, Unit
+from compress.allocate.problem import Entry, Problem, Unit
 from compress.errors import BudgetError, RecipeError
 from compress.evaluate.cache_options import Costs
 from compress.kv import budget, generation
@@ -69,6 +69,11 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
         )
         taken = rest + sum(u.entries[i].damage["swap"] for u, i in zip(found.units, choice, strict=True))
         assert best * (1 - 1e-9) <= taken <= 1.35 * best  # the greedy, on seven units
+        for estimator, spent in (("output_error", budget.choose), ("rule", budget.raised)):
+            total, other = cache_allocation.divided(found, weights, room, estimator)  # type: ignore[arg-type]
+            share = Problem(found.units, nbytes - 70)
+            anew = spent(share)  # type: ignore[operator]
+            assert total <= nbytes and other == (anew if estimator == "rule" else anew.choice)
     with pytest.raises(BudgetError, match="smallest options take .* 1.24 KiB of it the cache of 64 tokens"):
         cache_allocation.divided(found, weights, 70 + 4 * 300 + 599)
 
@@ -133,6 +138,9 @@ def test_a_recipe_of_the_cache_alone(model: Path, tmp_path: Path) -> None:
     stored, held = taken(tmp_path / "out")
     assert stored == SIZE and stored + held <= target
     assert report["allocation"]["cache"]["nbytes"] == held
+    for estimator in ("output_error", "rule"):
+        said = cli("plan", *asked, "--target", f"{target}B", "--set", f"allocate.cache_estimator={estimator}")
+        assert said.code == 0 and json.loads(said.out)["cache"]["nbytes"] <= held
     loaded = recipe.load(str(tmp_path / "out" / "recipe.yaml"))
     assert loaded.allocate is None and loaded.kv_cache is not None and loaded.kv_cache.layers
     result = cli("quantize", *asked, "--target", f"{SIZE + 20000}B", "--out", str(tmp_path / "small"))

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from compress import recipe_kv
 from compress.allocate.problem import Choice, Entry, Problem, Unit
@@ -36,7 +36,9 @@ from compress.kv.settings import resolve
 if TYPE_CHECKING:
     from compress.recipe_kv import CacheRecipe
 
-SWAP, MEASURED, RULE = "swap", "output_error", "rule"
+SWAP: Final = "swap"
+MEASURED: Final = "output_error"
+RULE: Final = "rule"
 PREFIX = "kv_cache.layers."  # of the units' names: kv_cache.layers.3.keys
 
 
