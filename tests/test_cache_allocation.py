@@ -68,7 +68,7 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
             if sum(u.entries[i].nbytes for u, i in zip(weights, each, strict=True)) <= room - nbytes
         )
         taken = rest + sum(u.entries[i].damage["swap"] for u, i in zip(found.units, choice, strict=True))
-        assert best * (1 - 1e-9) <= taken <= 1.35 * best  # the greedy, on seven units
+        assert best * (1 - 1e-9) <= taken <= 1.05 * best  # the greedy, on seven units
         for estimator, spent in (("output_error", budget.choose), ("rule", budget.raised)):
             total, other = cache_allocation.divided(found, weights, room, estimator)  # type: ignore[arg-type]
             share = Problem(found.units, nbytes - 70)

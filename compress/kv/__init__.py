@@ -37,7 +37,7 @@ and a subclass of `codec.Codec`, of which only `fields`, `encode` and `decode` a
                     scaled by the attention's factor, its rows are the query heads of a KV head times the query tokens
 
 A block holds rows of the fields (name -> tensor), what `begin` returned, and for rope = "pre" cos and sin of the
-tokens (generation then needs hooks.attach).
+tokens, or `halves` of them for a compiled reader (generation then needs hooks.attach).
 Slices of fields share memory with the store and must not be written to. Which codecs need path B: those with
 `needs_queries` (begin is then given queries [B, H, n, width], the first time tokens are coded) and those without
 `decode` (`reconstructs = False`). Rows of a field may stand for `tokens` tokens, or for a run of tokens encoded
