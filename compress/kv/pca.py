@@ -12,7 +12,8 @@ the components' errors.
 
 Bits per element: bits + 8 / width, and what fills runs of equal bits up to 8 components (nothing with a `unit` of 8).
 Static: the mean and `back` in float16, h width^2 numbers for keys and as many for values of a layer, `bits` for each
-component; at run time both `back` and its inverse in float32, and for compiled readers a third copy. Levels of 5 to 7 bits are rounded to bfloat16, which costs less than 1 % of their error.
+component; at run time `back` and its inverse in float32, and for compiled readers a third copy. Levels of 5 to 7 bits
+are rounded to bfloat16, which costs up to 0.7 % of their error.
 
 On CPUs with AVX-512, blocks of tokens are decoded, turned and multiplied with the queries, or written out, by compiled
 code (compress/kernels/cpu/cached_turned.py), and probabilities meet the codes of values (cached_pieces.py).
