@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,8 @@ KINDS = {
     "kv": ("Config", "build", "NEEDS"),
 }
 
+_checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` has found to keep the contract
+
 
 def names(kind: str) -> list[str]:
     """The plugins of a kind, sorted."""
@@ -38,11 +42,19 @@ def describe(kind: str, name: str) -> str:
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """The plugin's module; RecipeError for an unknown name, TypeError if the file does not keep the contract."""
+    """The plugin's module; RecipeError for an unknown name, TypeError if the file does not keep the contract.
+
+    A module that has been checked is looked up from then on, as long as it stays the imported one.
+    """
+    full = f"compress.{kind}.{name}"
+    known = _checked.get((kind, name))
+    if known is not None and sys.modules.get(full) is known:
+        return known
     _find(kind, name)
-    module = importlib.import_module(f"compress.{kind}.{name}")
+    module = importlib.import_module(full)
     if missing := [attribute for attribute in KINDS[kind] if not hasattr(module, attribute)]:
         raise TypeError(f"{module.__file__} does not define {', '.join(missing)}, which every {kind} plugin must")
+    _checked[kind, name] = module
     return module
 
 
@@ -72,6 +84,13 @@ def _files(kind: str) -> dict[str, Path]:
 
 
 def _parse(path: Path) -> ast.Module:
+    """The syntax tree of a file, anew only if the file has changed."""
+    state = path.stat()
+    return _parsed(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.cache
+def _parsed(path: Path, mtime_ns: int, size: int) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 

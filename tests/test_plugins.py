@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import subprocess
 import sys
@@ -51,6 +52,24 @@ def test_describe_without_a_docstring(add: Add) -> None:
 def test_load_returns_the_module(add: Add) -> None:
     add("zz_method", BETA)
     assert plugins.load("quant", "zz_method") is sys.modules["compress.quant.zz_method"]
+
+
+def test_sources_are_parsed_once_for_many_loads(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    add("zz_method", BETA)
+    real, parsed = ast.parse, []
+    monkeypatch.setattr(plugins.ast, "parse", lambda text, path: parsed.append(path) or real(text, path))
+    for _ in range(50):
+        plugins.load("quant", "zz_method")
+        plugins.describe("quant", "zz_method")
+        plugins.names("quant")
+    assert len(parsed) == len(set(parsed)) and sum("zz_method" in path for path in parsed) == 1
+
+
+def test_a_plugin_that_is_replaced_is_loaded_anew(add: Add) -> None:
+    add("zz_method", BETA)
+    assert plugins.load("quant", "zz_method").Config().rounds == 1
+    add("zz_method", BETA.replace("rounds: int = 1", "rounds: int = 100"))
+    assert plugins.load("quant", "zz_method").Config().rounds == 100
 
 
 def test_load_names_what_is_missing(add: Add) -> None:
