@@ -30,6 +30,7 @@ from compress.options import (
     app,
     device_named,
     errors,
+    note,
 )
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def job_of(
     """The parsed options as a job; typos in the recipe stop here, before anything heavy is imported."""
     from compress import recipe as recipes_module
 
+    note(recipes_module.ambiguous(recipe))
     loaded = recipes_module.load(recipe, overrides or [])
     if not pack and not loaded.transform:
         raise RecipeError(f"recipe {loaded.name!r} has no transform to apply; give one that has, or use quantize")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.errors import RecipeError
-from compress.options import AsJson, Device, Model, TextFile, app, device_named, errors, missing
+from compress.options import AsJson, Device, Model, TextFile, app, device_named, errors, missing, note
 
 if TYPE_CHECKING:
     from compress.recipe_kv import CacheRecipe
@@ -32,6 +32,7 @@ def cache_recipes(names: list[str]) -> dict[str, CacheRecipe]:
         return {}
     found = {}
     for name in names:
+        note(recipe.ambiguous(name))
         loaded = recipe.load(name)
         if loaded.kv_cache is None:
             raise RecipeError(f"recipe {loaded.name!r} has no kv_cache; those that have are {', '.join(with_cache())}")

@@ -107,5 +107,11 @@ def aimed(
     return [*(overrides or []), *(f"{key}={wanted}" for key, wanted in said.items() if wanted is not None)]
 
 
+def note(text: str | None) -> None:
+    """Print one line on stderr, if there is something to say."""
+    if text is not None:
+        typer.echo(f"compress: {text}", err=True)
+
+
 def missing(option: str, advice: str) -> str:
     raise typer.BadParameter(advice, param_hint=option)

@@ -98,19 +98,27 @@ def describe(name: str) -> str:
 
 
 def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, or else the built-in one of that name, with `key=value` overrides.
+    """The built-in recipe of that name, or else that in a file, with `key=value` overrides.
 
-    RecipeError says what is wrong and where: file and line, or the override.
+    A file with the name of a built-in recipe is meant by its path: ./int4. RecipeError says what is wrong and where:
+    file and line, or the override.
     """
     path = Path(name_or_file)
-    if path.is_file():
-        name, root = path.stem, compose(_read(path), str(path))
-    elif name_or_file in names():
+    if name_or_file in names():
         name, root = name_or_file, compose(text(name_or_file), f"{name_or_file}.yaml")
+    elif path.is_file():
+        name, root = path.stem, compose(_read(path), str(path))
     else:
         raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
     recipe = _recipe(root, name)
     return _recipe(overridden(root, overrides), name) if overrides else recipe
+
+
+def ambiguous(name: str) -> str | None:
+    """Say that a built-in recipe is taken where a file here has its name, too; None where there is no such file."""
+    if name not in names() or not Path(name).is_file():
+        return None
+    return f"{name} is the built-in recipe; the file of this name is ./{name}"
 
 
 def dump(recipe: Recipe) -> str:

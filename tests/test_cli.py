@@ -150,6 +150,14 @@ def test_a_plan_says_what_a_run_will_write_and_writes_nothing(
     assert "predicted peak memory" in table
 
 
+def test_a_file_does_not_hide_a_built_in_recipe(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "int8").write_text("not a recipe")
+    result = cli("plan", str(pico_dir("llama")), "--recipe", "int8", "--json", cwd=tmp_path)
+    assert (result.code, result.err) == (0, "compress: int8 is the built-in recipe; the file of this name is ./int8\n")
+    result = cli("plan", str(pico_dir("llama")), "--recipe", "./int8", cwd=tmp_path)
+    assert result.code == 1 and one_line(result).startswith("int8, line 1: ")
+
+
 def test_the_default_output_is_in_models_out(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     model = pico_dir("llama")
     assert cli("quantize", str(model), "--recipe", "int8", cwd=tmp_path).code == 0

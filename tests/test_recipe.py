@@ -197,11 +197,17 @@ def test_built_in_recipes(built_in: Path) -> None:
     assert recipe.load("alpha4").name == "alpha4"
 
 
-def test_a_file_comes_before_a_built_in_recipe(built_in: Path, tmp_path: Path) -> None:
-    (tmp_path / "beta3").mkdir()  # a folder of that name is not in the way
+def test_a_bare_name_is_the_built_in_recipe(built_in: Path, tmp_path: Path) -> None:
+    """A file of this name is meant by its path; names that are not built in are files."""
+    (tmp_path / "beta3").mkdir()
+    for name in ("alpha4", "other"):
+        (tmp_path / name).write_text("quantize: {method: beta}")
     assert recipe.load("beta3").quantize.method == "beta"
-    (tmp_path / "alpha4").write_text("quantize: {method: beta}")
-    assert recipe.load("alpha4").quantize.method == "beta"
+    assert recipe.load("alpha4").quantize.method == "alpha"
+    for name in ("./alpha4", str(tmp_path / "alpha4"), "other"):
+        assert recipe.load(name).quantize.method == "beta"
+    assert recipe.ambiguous("alpha4") == "alpha4 is the built-in recipe; the file of this name is ./alpha4"
+    assert [recipe.ambiguous(name) for name in ("./alpha4", "other", "beta3")] == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["alpha", "alpha4.yaml", "ALPHA4"])
