@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import ModuleType
 
 from compress import activations, formats, incoherence, ops, plugins
@@ -33,11 +36,11 @@ class Group:
 def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     """Apply the recipe's rules to every linear of the decoder blocks; without `pack` all weights stay as they are.
 
-    Raises RecipeError if no linear is left to quantize or a rule matches none.
+    Raises RecipeError if no linear is left to quantize or a pattern matches nothing.
     """
     specs, kept = skeleton.linears()
     schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
-    _check_rules(recipe, specs)
+    _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
         return Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
@@ -118,10 +121,50 @@ def _owner(spec: LinearSpec) -> str:
     return spec.name.rsplit(".", 2)[0]
 
 
-def _check_rules(recipe: Recipe, specs: list[LinearSpec]) -> None:
+def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec], kept: Iterable[str]) -> None:
+    """Raise RecipeError for a pattern that finds nothing: it is a typo, and what it was for would go unnoticed.
+
+    Each pattern of a rule must match a linear; of `match_any`, which lists the names that several architectures have
+    for the same thing, one. Each of `ignore` must match a linear, or any other module, parameter or stored tensor: what
+    is no target, such as lm_head, may be named.
+    """
+    linears = [spec.name for spec in specs]
+    known = set(linears)
     for rule in recipe.rules:
-        if not any(rule.matches(spec.name) for spec in specs):
+        missed = [pattern for pattern in rule.match if not _is_found(pattern, known)]
+        if missed and not (rule.alternatives and len(missed) < len(rule.match)):
             raise RecipeError(
-                f"rule {', '.join(rule.match)!r:.200} matches no linear of the decoder blocks; names look like "
-                f"{specs[0].name!r}"
+                f"rule {missed[0]!r} matches no linear of the decoder blocks; names look like {linears[0]!r}"
+                + _closest(missed[0], linears)
             )
+    if not recipe.ignore:
+        return
+    model = skeleton.model
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    known |= {*kept, *modules, *parameters, *_stored(skeleton)}
+    for pattern in recipe.ignore:
+        if not _is_found(pattern, known):
+            raise RecipeError(
+                f"ignore: {pattern!r} matches nothing in the model; linears look like {linears[0]!r}"
+                + _closest(pattern, [*linears, *modules])
+            )
+
+
+def _is_found(pattern: str, names: Collection[str]) -> bool:
+    """Whether a pattern matches one of the names."""
+    return pattern in names or (any(s in pattern for s in "*?[") and any(fnmatchcase(name, pattern) for name in names))
+
+
+def _closest(pattern: str, names: Iterable[str]) -> str:
+    """The end of a sentence with the names whose last parts are most like those of a pattern, "" without any.
+
+    Of names that differ only in their numbers the first stands for all.
+    """
+    wanted = pattern.lstrip("*").lstrip(".").lower()
+    parts = wanted.count(".") + 1
+    ends: dict[str, str] = {}
+    for name in names:
+        ends.setdefault(".".join(re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name).split(".")[-parts:]).lower(), name)
+    close = [ends[end] for end in difflib.get_close_matches(wanted, ends, n=3, cutoff=0.5)]
+    return f"; the closest are {', '.join(map(repr, close))}" if close else ""

@@ -17,7 +17,9 @@
     rules:                     # the first match decides; fnmatch on the linear's full module name, case counts
       - match: "*.mlp.down_proj"
         bits: 8                # over the settings above; with `method:` over that method's defaults; or `keep: true`
-    ignore: ["*.shared_head"]  # kept as they are, before any rule
+      - match_any: ["*.k_proj", "*.qkv"]  # one is enough: for several architectures; of `match` each must be found
+        bits: 8
+    ignore: ["lm_head"]        # kept as they are, before any rule; each must match a module or parameter of the model
     allocate:                  # which linears get which options; a method of compress/allocate and its `Config`
       method: knapsack
       target: 3.25bpw          # or 2.1GiB of all tensors, or 0.05kl: the smallest model within that divergence
@@ -141,7 +143,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "calibration": dataclasses.asdict(recipe.calibration),
         "transform": [{"method": step.method, **dataclasses.asdict(step.config)} for step in recipe.transform],
         **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
-        "rules": [{"match": _short(r.match), **_kept_or(r.scheme)} for r in recipe.rules],
+        "rules": [{_match_key(r): _short(r.match), **_kept_or(r.scheme)} for r in recipe.rules],
         "ignore": list(recipe.ignore),
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
@@ -165,6 +167,10 @@ def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
 
 def _kept_or(scheme: Scheme | None) -> dict[str, Any]:
     return settings(scheme) if scheme is not None else {"keep": True}
+
+
+def _match_key(rule: Rule) -> str:
+    return "match_any" if rule.alternatives else "match"
 
 
 def _short(match: tuple[str, ...]) -> str | list[str]:
@@ -323,16 +329,20 @@ def _steps(entries: Entries) -> tuple[Step, ...]:
 
 def _rule(node: Node, above: Scheme) -> Rule:
     entries = mapping(node, "a rule")
-    if "match" not in entries:
+    keys = [key for key in ("match", "match_any") if key in entries]
+    if not keys:
         raise error_at(node, "a rule needs match, the pattern of the linears that it is for")
-    at, patterns = entries.pop("match")
+    if len(keys) > 1:
+        raise error_at(entries["match_any"][0], "a rule has match or match_any, not both")
+    key = keys[0]
+    at, patterns = entries.pop(key)
     is_list = isinstance(patterns, SequenceNode)
-    match = value({"match": (at, patterns)}, "match", tuple[str, ...] if is_list else str)
+    match = value({key: (at, patterns)}, key, tuple[str, ...] if is_list else str)
     match = match if is_list else (match,)
     if not match:
-        raise error_at(at, "match is an empty list; name a linear, or remove the rule")
+        raise error_at(at, f"{key} is an empty list; name a linear, or remove the rule")
     where = f"the rule for {match[0]!r}"
     if "keep" not in entries:
-        return Rule(match, scheme(entries, node, where, above))
+        return Rule(match, scheme(entries, node, where, above), key == "match_any")
     _check_keep(entries, where)
-    return Rule(match, None)
+    return Rule(match, None, key == "match_any")

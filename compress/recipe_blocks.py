@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compress.types import Scheme
 
 SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank")  # beside the method's settings
-RULE_KEYS = ("match", "keep", *SCHEME_KEYS)
+RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
 
 
 def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Scheme:

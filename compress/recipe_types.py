@@ -62,6 +62,7 @@ class Step:
 class Rule:
     match: tuple[str, ...]  # fnmatch patterns, any of which may match
     scheme: Scheme | None  # None: keep the weight as it is
+    alternatives: bool = False  # names of the same thing in several architectures: it is enough that one is the model's
 
     def matches(self, name: str) -> bool:
         return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)

@@ -112,6 +112,35 @@ def test_a_rule_that_matches_nothing(pattern: str, make: Callable[[str, Setup], 
     assert repr(pattern) in str(caught.value) and Q in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "pattern", "closest"),
+    [
+        ("ignore=['*.q_proj', '*.donw_proj']", "*.donw_proj", "model.layers.0.mlp.down_proj"),
+        ("ignore=[lm_haed]", "lm_haed", "lm_head"),
+        ("rules=[{match: ['*.q_proj', '*.attn.k_proj'], bits: 4}]", "*.attn.k_proj", "model.layers.0.self_attn.k_proj"),
+        ("rules=[{match_any: ['*.query', '*.kproj'], bits: 4}]", "*.query", Q),
+    ],
+)
+def test_every_pattern_must_match(
+    overrides: str, pattern: str, closest: str, make: Callable[[str, Setup], Plan]
+) -> None:
+    with pytest.raises(RecipeError, match="matches no") as caught:
+        make("llama", RTN.set(overrides))
+    assert repr(pattern) in str(caught.value) and repr(closest) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens.weight", "*.input_layernorm"])
+def test_what_is_no_target_may_be_ignored(name: str, make: Callable[[str, Setup], Plan]) -> None:
+    found = schemes(make("llama", RTN.set(f"ignore=['{name}', '{Q}']")))
+    assert Q not in found and len(found) == 13
+
+
+def test_of_alternatives_one_is_enough(make: Callable[[str, Setup], Plan]) -> None:
+    found = schemes(make("llama", GPTQ.set("rules=[{match_any: ['*.qkv_proj', '*.q_proj'], bits: 2}]")))
+    assert found == schemes(make("llama", GPTQ.set("rules=[{match: '*.q_proj', bits: 2}]")))
+    assert make("llama", Setup("lq-lora2.75")).layers
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_nothing_left_to_quantize(name: str, make: Callable[[str, Setup], Plan]) -> None:
     with pytest.raises(RecipeError, match="recipe 'int8' leaves no linear to quantize"):

@@ -135,7 +135,9 @@ def random_recipe(seed: int) -> Recipe:
         description=rng.choice(words),
         calibration=CalibrationConfig(rng.randint(1, 9999), rng.randint(1, 9999), rng.random()),
         quantize=scheme(),
-        rules=tuple(Rule((rng.choice(words),), rng.choice([None, scheme()])) for _ in range(rng.randint(0, 4))),
+        rules=tuple(
+            Rule((rng.choice(words),), rng.choice([None, scheme()]), seed % 2 == 0) for _ in range(rng.randint(0, 4))
+        ),
         ignore=tuple(rng.choice(words) for _ in range(rng.randint(0, 3))),
     )
 

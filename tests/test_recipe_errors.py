@@ -109,6 +109,8 @@ def test_a_value_refused_without_a_field_points_at_the_block(make: Make) -> None
         ("rules:", "line 2: rules must be a list, found nothing"),
         ("rules: [a]", "line 2: a rule must be keys with values, found the text 'a'"),
         ("rules:\n  - match: a\n  - bits: 8", "line 4: a rule needs match"),
+        ("rules:\n  - match: a\n    match_any: b\n    bits: 8", "line 4: a rule has match or match_any, not both"),
+        ("rules:\n  - match_any: []\n    bits: 8", "line 3: match_any is an empty list"),
         ("rules:\n  - match: 3", "line 3: match must be text, found 3 (int)"),
         ("rules:\n  - match: a\n    keep: false", "line 4: keep must be one of true, found false (bool)"),
         ("rules:\n  - match: a\n    keep: true\n    bits: 8", "line 5: the rule for 'a' keeps the weight; remove"),
