@@ -92,7 +92,7 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     """Open, or make, the measurements of a recipe. Levels are complete when it is entered."""
     opened = measure.options(asked)
     database = Database(asked.measurements or measure.folder_of(asked))
-    with writing(database.folder):
+    with writing(database.folder, "--measurements"):
         calibration = job.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
@@ -150,7 +150,7 @@ def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
     assert allocation.target is not None, "the caller has checked"
     prepared = job.prepare_all(asked, [asked.recipe], every=True)[0]
     folder = asked.measurements or measure.folder_of(asked)
-    with writing(folder):
+    with writing(folder, "--measurements"):
         calibration = job.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"
         offer = cache_allocation.offer(asked, allocation, calibration.tokens, folder, progress)
@@ -220,7 +220,7 @@ def solve(opened: Session, allocation: Allocation, target: Target) -> tuple[Tabl
         target = _within(opened, allocation, bound)
     problem = found.problem(target)
     bench = opened.bench(found) if JOINT in needs else None
-    with writing(opened.database.folder):
+    with writing(opened.database.folder, "--measurements"):
         result: Allocated = module.allocate(problem, allocation.config, bench)
     if problem.nbytes(result.choice) > problem.budget:
         raise AssertionError(f"{allocation.method} went over its budget")

@@ -15,12 +15,12 @@ from compress.options import (
     Calib,
     Context,
     Device,
+    FormerOut,
     Goal,
     MaxKl,
     MaxMemory,
     Measurements,
     Model,
-    Out,
     Overrides,
     Processes,
     RecipeName,
@@ -29,6 +29,7 @@ from compress.options import (
     aimed,
     app,
     errors,
+    renamed,
 )
 
 
@@ -36,7 +37,7 @@ from compress.options import (
 def measure(
     model: Model,
     recipe: RecipeName = DEFAULT_RECIPE,
-    out: Out = None,
+    measurements: Measurements = None,
     calib: Calib = None,
     set_: Overrides = None,
     max_memory: MaxMemory = None,
@@ -44,6 +45,7 @@ def measure(
     seed: Seed = 0,
     processes: Processes = 1,
     as_json: AsJson = False,
+    out: FormerOut = None,
 ) -> None:
     """Quantize every linear at every option of a recipe, once, and measure the damage; serves every later budget.
 
@@ -54,9 +56,10 @@ def measure(
     from compress import allocation, display
 
     with errors("; run the same command again to go on after the last finished block"):
+        measurements = renamed(measurements, out, "--measurements")
         wanted = aimed(set_, None, None)
         job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=out)
+        job = dataclasses.replace(job, processes=processes, measurements=measurements)
         with display.progress_bar() as progress:
             folder, facts = allocation.measured(job, progress)
         if as_json:
@@ -72,8 +75,11 @@ def measure(
 def allocate(
     model: Model,
     recipe: RecipeName = DEFAULT_RECIPE,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="For frontier.png and report.html.")
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="DIR", help="For frontier.png and report.html. Default: that of --measurements."
+        ),
     ] = None,
     calib: Calib = None,
     set_: Overrides = None,
@@ -88,6 +94,7 @@ def allocate(
     points: Annotated[int, typer.Option(min=2, max=200, help="Budgets on the frontier.")] = 8,
     processes: Processes = 1,
     as_json: AsJson = False,
+    out: FormerOut = None,
 ) -> None:
     """Show what the bytes buy: KL of the allocated model at several budgets, beside uniform options.
 
@@ -99,12 +106,13 @@ def allocate(
     from compress import display, frontier
 
     with errors("; run the same command again to go on"):
+        report = renamed(report, out, "--report")
         wanted = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
         job = dataclasses.replace(job, processes=processes, measurements=measurements)
         with display.progress_bar() as progress:
             found = frontier.measure(job, text, points, progress)
-        files = frontier.write(found, out or Path(found["folder"]))
+        files = frontier.write(found, report or Path(found["folder"]))
         if as_json:
             print(json.dumps(found))
             return

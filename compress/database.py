@@ -45,7 +45,7 @@ class Database:
     @contextmanager
     def opened(self, identity: Mapping[str, Any]) -> Iterator[Database]:
         """Create it, or go on with one of this identity; held by one process at a time. Raises OutputError."""
-        with writing(self.folder):
+        with writing(self.folder, "--measurements"):
             self.levels.mkdir(parents=True, exist_ok=True)
             with (self.folder / "lock").open("a") as lock:
                 try:

@@ -121,7 +121,7 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
     """frontier.png (where matplotlib is installed) and report.html; the files written."""
     image = plot(found)
     files = []
-    with writing(folder):
+    with writing(folder, "--report"):
         folder.mkdir(parents=True, exist_ok=True)
         if image is not None:
             files.append(folder / "frontier.png")

@@ -43,7 +43,15 @@ Calib = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: models_out/<model>-<recipe>.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="DIR", help="The checkpoint to be written. Default: models_out/<model>-<recipe>."
+    ),
+]
+FormerOut = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="DIR", hidden=True, help="The former name of another option.")
+]
 TextFile = Annotated[
     str | None, typer.Option("--text", metavar="FILE", help="Text to score; never the calibration text.")
 ]
@@ -111,6 +119,16 @@ def note(text: str | None) -> None:
     """Print one line on stderr, if there is something to say."""
     if text is not None:
         typer.echo(f"compress: {text}", err=True)
+
+
+def renamed(given: Path | None, former: Path | None, option: str) -> Path | None:
+    """The value of an option that was called --out before, which still works and is told its new name."""
+    if former is None:
+        return given
+    if given is not None:
+        raise typer.BadParameter(f"it is the former name of {option}; give that alone", param_hint="--out")
+    note(f"--out is for checkpoints; here it is called {option}")
+    return former
 
 
 def missing(option: str, advice: str) -> str:

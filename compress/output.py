@@ -234,19 +234,19 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusals to write into one clear line."""
+def writing(path: Path, option: str = "--out") -> Iterator[None]:
+    """Turn the system's refusals to write into one clear line; `option`: what the path can be changed by."""
     reasons = {
         errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
         errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",
-        errno.EROFS: "the file system is read-only; give another --out",
-        errno.EACCES: "permission denied; give another --out",
-        errno.EPERM: "permission denied; give another --out",
-        errno.EEXIST: "a file of this name is in the way; give another --out",
+        errno.EROFS: f"the file system is read-only; give another {option}",
+        errno.EACCES: f"permission denied; give another {option}",
+        errno.EPERM: f"permission denied; give another {option}",
+        errno.EEXIST: f"a file of this name is in the way; give another {option}",
         errno.ENOTEMPTY: "something has appeared there; move it away and run the same command to go on",
-        errno.EBUSY: "it is a mount point or in use; give another --out",
-        errno.ENOTDIR: "a part of the path is a file; give another --out",
-        errno.ENAMETOOLONG: "the name is too long; give another --out",
+        errno.EBUSY: f"it is a mount point or in use; give another {option}",
+        errno.ENOTDIR: f"a part of the path is a file; give another {option}",
+        errno.ENAMETOOLONG: f"the name is too long; give another {option}",
     }
     try:
         yield

@@ -24,7 +24,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model, path = save_pico("llama", folder / "llama"), folder / "mine.yaml"
     path.write_text(RECIPE)
     common = [str(model), "--recipe", str(path), "--calib", str(TEXT)]
-    result = cli("measure", *common, "--out", str(folder / "measured"), "--json")
+    result = cli("measure", *common, "--measurements", str(folder / "measured"), "--json")
     assert result.code == 0, result.err
     facts = json.loads(result.out)
     assert facts["units"] == 8 and facts["options"] == 3 and "swap" in facts["damages"]
@@ -34,7 +34,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_the_frontier_as_a_table_a_plot_and_a_page(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "plots"
-    result = cli("allocate", *words, "--points", "3", "--target", "6bpw", "--out", str(out))
+    result = cli("allocate", *words, "--points", "3", "--target", "6bpw", "--report", str(out))
     assert result.code == 0, result.err
     assert "bits=4" in result.out and "knapsack, 6bpw" in result.out and "mlp.down_proj: bits=" in result.out
     assert {path.name for path in out.iterdir()} == {"frontier.png", "report.html"}
@@ -43,7 +43,7 @@ def test_the_frontier_as_a_table_a_plot_and_a_page(words: list[str], tmp_path: P
 def test_a_text_that_was_not_calibrated_on(words: list[str], tmp_path: Path) -> None:
     text = tmp_path / "held.txt"
     text.write_text("Another text to score. " * 40)
-    result = cli("allocate", *words, "--points", "2", "--text", str(text), "--json", "--out", str(tmp_path))
+    result = cli("allocate", *words, "--points", "2", "--text", str(text), "--json", "--report", str(tmp_path))
     assert result.code == 0, result.err
     found = json.loads(result.out)
     assert found["text"] == str(text) and found["tokens"] > 100 and len(found["allocated"]) == 2
@@ -84,3 +84,25 @@ def test_what_cannot_be(more: list[str], code: int, message: str, words: list[st
     assert result.code == code and message in result.err
     assert code == 2 or one_line(result)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_former_names_of_options(words: list[str], tmp_path: Path) -> None:
+    old, new = words[:-2], words[-1]
+    result = cli("measure", *old, "--out", new)
+    assert (result.code, result.err) == (0, "compress: --out is for checkpoints; here it is called --measurements\n")
+    result = cli("allocate", *words, "--points", "2", "-o", str(tmp_path / "plots"))
+    assert (result.code, result.err) == (0, "compress: --out is for checkpoints; here it is called --report\n")
+    assert (tmp_path / "plots" / "report.html").is_file()
+    result = cli("measure", *words, "--out", new)
+    assert result.code == 2 and "former name" in result.err
+    for command in ("measure", "allocate"):
+        assert "--out" not in cli(command, "--help").out
+
+
+def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path) -> None:
+    """The advice names the option that the folder was given by."""
+    (tmp_path / "file").write_text("")
+    result = cli("measure", *words[:-1], str(tmp_path / "file"))
+    assert result.code == 1 and one_line(result).endswith("give another --measurements")
+    result = cli("allocate", *words, "--points", "2", "--report", str(tmp_path / "file"))
+    assert result.code == 1 and one_line(result).endswith("give another --report")
