@@ -10,7 +10,7 @@ import typer
 
 from compress.cli_jobs import job_of
 from compress.options import (
-    DEFAULT_RECIPE,
+    DEFAULT_ALLOCATION,
     AsJson,
     Calib,
     Context,
@@ -33,10 +33,10 @@ from compress.options import (
 )
 
 
-@app.command(epilog="Example: compress measure ./my-model --recipe mixed3bit --calib text.txt")
+@app.command(epilog="Example: compress measure ./my-model --calib text.txt")
 def measure(
     model: Model,
-    recipe: RecipeName = DEFAULT_RECIPE,
+    recipe: RecipeName = DEFAULT_ALLOCATION,
     measurements: Measurements = None,
     calib: Calib = None,
     set_: Overrides = None,
@@ -71,10 +71,10 @@ def measure(
         print(f"{facts['nbytes per parameter']:.2f} bytes a parameter; damages: {', '.join(facts['damages'])}")
 
 
-@app.command(epilog="Example: compress allocate ./my-model --recipe mixed3bit --target 3.25bpw --text held_out.txt")
+@app.command(epilog="Example: compress allocate ./my-model --target 3.25bpw --text held_out.txt")
 def allocate(
     model: Model,
-    recipe: RecipeName = DEFAULT_RECIPE,
+    recipe: RecipeName = DEFAULT_ALLOCATION,
     report: Annotated[
         Path | None,
         typer.Option(

@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 DEFAULT_RECIPE = "vq2bit"
+DEFAULT_ALLOCATION = "mixed3bit"  # of the commands that need something to allocate
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint that compress wrote.")]

@@ -86,6 +86,20 @@ def test_what_cannot_be(more: list[str], code: int, message: str, words: list[st
     assert not (tmp_path / "out").exists()
 
 
+def test_without_a_recipe(words: list[str], tmp_path: Path) -> None:
+    """What is measured by default has something to allocate."""
+    small = ["calibration.num_samples=4", "calibration.seq_len=24", "quantize.group_size=32", "allocate.samples=2"]
+    common = [words[0], "--calib", str(TEXT), *(word for text in small for word in ("--set", text)), "--json"]
+    result = cli("measure", *common, cwd=tmp_path)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["options"] == 5
+    result = cli("allocate", *common, "--points", "2", "--target", "5bpw", cwd=tmp_path)
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["recipe"] == "mixed3bit" and found["chosen"]["bpw"] <= 5
+    assert [path.name for path in (tmp_path / "models_out").iterdir()] == [Path(found["folder"]).name]
+
+
 def test_the_former_names_of_options(words: list[str], tmp_path: Path) -> None:
     old, new = words[:-2], words[-1]
     result = cli("measure", *old, "--out", new)
