@@ -124,6 +124,11 @@ def measured(asked: Job, progress: Progress) -> tuple[Path, dict[str, Any]]:
         return opened.database.folder, facts
 
 
+def is_open(asked: Job) -> bool:
+    """Whether there is something to allocate; a run that only transforms has nothing."""
+    return asked.recipe.allocate is not None and (asked.pack or not asked.recipe.packs)
+
+
 def decided(asked: Job, progress: Progress) -> Job:
     """The job with its allocation made: its recipe says what every linear gets, its `allocation` how that came about.
 
@@ -131,7 +136,7 @@ def decided(asked: Job, progress: Progress) -> Job:
     cannot be met.
     """
     allocation = asked.recipe.allocate
-    if allocation is None or not (asked.pack or not asked.recipe.packs):
+    if allocation is None or not is_open(asked):
         return asked
     if allocation.target is None:
         raise RecipeError(f"recipe {asked.recipe.name!r} has no target; give --target 3.25bpw, 2.1GiB or --max-kl 0.05")

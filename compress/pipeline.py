@@ -53,7 +53,10 @@ def quantize(
     """
     started = time.monotonic()
     memory.reset_peak()
-    asked = allocation.decided(asked, progress)
+    if allocation.is_open(asked):
+        with Output(asked.out, asked.overwrite):
+            pass  # what would be refused after hours of measuring is refused before
+        asked = allocation.decided(asked, progress)
     if asked.max_memory is not None:
         memory.return_freed_memory()
     prepared = job.prepare(asked)

@@ -19,6 +19,7 @@ from compress.allocate.problem import Problem
 from compress.database import TABLE, Database
 from compress.errors import BudgetError, CompressError, OutputError, RecipeError
 from compress.job import Job
+from compress.output import Output
 from compress.progress import silent
 from compress.recipe_types import Target
 from pico import save_pico
@@ -322,3 +323,24 @@ allocate: {{samples: 2, options: [{{bits: 3}}, {{bits: 3, lowrank: {{rank: 4}}}}
         pipeline.quantize(job)
         packed = compress.load(job.out).get_submodule(name)
         assert torch.equal(packed.dequantize(torch.float32), levels[number])
+
+
+def test_the_output_is_checked_before_anything_is_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = asked(model, tmp_path, "allocate.target=5bpw")
+    monkeypatch.setattr(measure, "options", None)  # nothing is measured without it
+    job.out.mkdir()
+    with pytest.raises(OutputError, match="exists already"):
+        pipeline.quantize(job)
+    with pytest.raises(OutputError, match="cannot be an output directory"):
+        pipeline.quantize(dataclasses.replace(job, out=Path("..")))
+    job.out.rmdir()
+    with Output(job.out), pytest.raises(OutputError, match="another run is writing"):
+        pipeline.quantize(job)
+    foreign = tmp_path / "out.partial"
+    foreign.mkdir()
+    (foreign / "mine.txt").write_text("keep")
+    with pytest.raises(OutputError, match="not ours"):
+        pipeline.quantize(job)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out.partial"]
