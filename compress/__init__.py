@@ -18,7 +18,8 @@ The files:
     job         what the user asked for, made ready; memory: the budget, what may be resident, what spills
     pipeline    the loop over the blocks, the only module that sees everything
     allocation  a recipe that leaves bits open -> one that says what every linear gets; measure, damages, sensitivities:
-                what that is decided by; database: packed levels; table, units: the choices; frontier: what bytes buy
+                what that is decided by; database: packed levels; table, units: the choices; frontier: what bytes buy;
+                forecast: what a plan says before that
     allocate/   allocators, one a file: which option for which part, within a budget?
     candidates  the divergence of many variants of the model at once; prefixes, teacher, head: the parts of it
     model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks

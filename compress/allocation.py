@@ -20,8 +20,8 @@ from typing import Any
 from compress import cache_allocation, candidates, job, measure, memory, plugins, sensitivities
 from compress.allocate.problem import Allocated, Choice, Problem
 from compress.checkpoint import read_json, write_text
-from compress.database import FIXED, Database
-from compress.errors import BudgetError, RecipeError
+from compress.database import FIXED, RUN, Database
+from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.job import Job
 from compress.kv import budget
 from compress.output import writing
@@ -47,6 +47,8 @@ class Session:
 
     def bench(self, found: Table, text: str | None = None, tokens: int = 0) -> Bench:
         """To measure choices with, on the calibration text or on the first `tokens` of another."""
+        if not self.opened.asked.measures:
+            raise NotMeasuredError(f"{self.database.folder} does not hold this choice")
         if text is None:
             return Bench(self, found, self.measured.judge())
         return Bench(self, found, self.measured.other_text(text, tokens))
@@ -92,6 +94,8 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     """Open, or make, the measurements of a recipe. Levels are complete when it is entered."""
     opened = measure.options(asked)
     database = Database(asked.measurements or measure.folder_of(asked))
+    if not asked.measures and not (database.folder / RUN).is_file():
+        raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):
         calibration = job.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
     assert calibration is not None, "measuring always has a text"

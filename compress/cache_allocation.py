@@ -29,7 +29,7 @@ from compress.allocate.problem import Choice, Problem, Unit
 from compress.allocate.solver import damages_of, solve
 from compress.calib import lm
 from compress.checkpoint import read_json, write_text
-from compress.errors import BudgetError, RecipeError
+from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.evaluate import cache, cache_options
 from compress.evaluate.scores import Execution
 from compress.job import Job
@@ -104,6 +104,8 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         "software versions": job.versions(),
     }
     path = folder / f"cache-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    if not path.is_file() and not asked.measures:
+        raise NotMeasuredError(f"{folder} has nothing of this cache")
     if not path.is_file():
         costs = _measured(asked, directory, recipe, (offered, context), tokens, progress)
         folder.mkdir(parents=True, exist_ok=True)

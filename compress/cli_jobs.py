@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +36,7 @@ from compress.options import (
 )
 
 if TYPE_CHECKING:
+    from compress.forecast import Unmeasured
     from compress.job import Job
 
 
@@ -58,14 +61,12 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
-    import dataclasses
-
     with errors("; run the same command again to go on after the last finished block"):
         asked = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, overwrite, restart)
         job = dataclasses.replace(job, measurements=measurements, processes=processes)
         if dry_run:
-            _plan(job, as_json)
+            _plan(job, as_json, _words(job, recipe, asked))
             return
         _run(job, as_json)
 
@@ -89,14 +90,13 @@ def plan(
 ) -> None:
     """Show what a run would do: bytes of every layer, exact; predicted memory; time, from timing one real block.
 
-    A recipe that allocates bits is measured first, if it has not been (`compress measure`).
+    Nothing is measured: a recipe that allocates bits and has not been measured (`compress measure`) gives only sizes.
     """
-    import dataclasses
-
     with errors():
         asked = aimed(set_, target, max_kl, context)
         job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, False, False)
-        _plan(dataclasses.replace(job, measurements=measurements, processes=processes), as_json)
+        job = dataclasses.replace(job, measurements=measurements, processes=processes)
+        _plan(job, as_json, _words(job, recipe, asked))
 
 
 @app.command(epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated")
@@ -181,15 +181,36 @@ def job_of(
     )
 
 
-def _plan(job: Job, as_json: bool) -> None:
-    import dataclasses
+def _words(job: Job, recipe: str, overrides: list[str]) -> list[str]:
+    """The options of a command line that measures for this job, into the folder where it is looked for."""
+    from compress import measure
 
-    from compress import allocation, display, pipeline
+    words = [job.model, "--recipe", recipe, *(word for text in overrides for word in ("--set", text))]
+    said = {
+        "--calib": job.calib,
+        "--seed": job.seed or None,
+        "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",
+        "--device": None if job.device == device_named("auto") else job.device,
+    }
+    words += [word for name, given in said.items() if given is not None for word in (name, str(given))]
+    if job.recipe.allocate is not None:
+        words += ["--measurements", str(job.measurements or measure.folder_of(job))]
+    return words
+
+
+def _plan(job: Job, as_json: bool, words: list[str]) -> None:
+    """Print what a run would do; `words`: how the same is said to a command that measures."""
+    from compress import display, forecast, pipeline
     from compress import job as jobs
     from compress.plan import groups
 
     with display.progress_bar() as progress:
-        job = allocation.decided(job, progress)
+        decided = forecast.decided(job, progress)
+        if isinstance(decided, forecast.Unmeasured):
+            out = ["--out", str(job.out)] if decided.command == "quantize" else []
+            _print_unmeasured(decided, as_json, [*words, *out])
+            return
+        job = decided
         progress("reading headers", 0, 0)
         prepared = jobs.prepare(job)
         progress("timing one block", 0, 0)
@@ -217,3 +238,14 @@ def _plan(job: Job, as_json: bool) -> None:
         print(display.cache_line(cache))
     for name, reason in list(layers.kept.items())[:10]:
         print(f"kept as it is: {name} ({reason})")
+
+
+def _print_unmeasured(found: Unmeasured, as_json: bool, words: list[str]) -> None:
+    from compress import display
+
+    command = shlex.join(["compress", found.command, *words])
+    if as_json:
+        print(json.dumps({"measured": False, **dataclasses.asdict(found), "command": command}))
+        return
+    for line in display.unmeasured_lines(found, command):
+        print(line)

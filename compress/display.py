@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from compress.evaluate.speed import Speed
+    from compress.forecast import Unmeasured
     from compress.job import Prepared
     from compress.progress import Progress
 
@@ -225,6 +226,17 @@ def speed_table(speed: Speed) -> Table:
         rates = (f"{row.bytes_per_s / 1e9:.1f}", f"{row.copy_share:.0%}", f"{row.ratio:.2f}")
         table.add_row(*cells, path, f"{row.seconds * 1e6:.0f} us", *rates)
     return table
+
+
+def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
+    """What measuring for an allocation would take, and what each option everywhere would give."""
+    what = f"{found.options} options x {found.linears} linears" if found.linears else "options of the cache"
+    lines = [f"not measured: {what} on {found.tokens:,} calibration tokens; target {found.target}; measure with:"]
+    lines.append(command)
+    width = max((len(row["option"]) for row in found.uniform), default=0)
+    for row in found.uniform:
+        lines.append(f"{row['option']:<{width}} everywhere: {row['bpw']:.3f} bpw, {row['nbytes']:,} bytes in all")
+    return lines
 
 
 def frontier_table(found: dict[str, Any]) -> Table:

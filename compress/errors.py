@@ -46,5 +46,9 @@ class BudgetError(CompressError):
     """The run does not fit the memory that it was given."""
 
 
+class NotMeasuredError(CompressError):
+    """Something would have to be measured, and the job says that nothing is to be."""
+
+
 class NumericalError(CompressError):
     """Weights or statistics are not finite, or a factorization failed for good."""

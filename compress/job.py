@@ -20,7 +20,7 @@ from compress import memory, plugins, pruning, recipe, recipe_kv
 from compress.calib import data as calib_data
 from compress.calib import lm
 from compress.checkpoint import Checkpoint, open_checkpoint
-from compress.errors import CheckpointError, OutputError, first_line
+from compress.errors import CheckpointError, NotMeasuredError, OutputError, first_line
 from compress.kv import checkpoint as kv_checkpoint
 from compress.memory import Arrangement
 from compress.model import Skeleton
@@ -47,6 +47,7 @@ class Job:
     restart: bool = False
     pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
     measurements: Path | None = None  # folder of what an allocation is made from; None: beside the output
+    measures: bool = True  # False: what an allocation needs and is not in that folder is an error (NotMeasuredError)
     processes: int = 1  # that measure choices side by side; changes no result
     allocation: Mapping[str, Any] | None = None  # how the recipe's bits were allocated, for the report
 
@@ -169,6 +170,8 @@ def _calibration(
     }
     if cache is not None and (found := calib_data.restore(cache, request)) is not None:
         return found
+    if not job.measures:
+        raise NotMeasuredError("the calibration text is not written yet")
     progress("loading the model to write calibration text", 0, 0)
     written = calib_data.self_generated(
         checkpoint.directory,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from compress import encode, flow, formats, incoherence, job, memory, plugins, p
 from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.database import FIXED, Database
-from compress.errors import OutputError, RecipeError
+from compress.errors import NotMeasuredError, OutputError, RecipeError
 from compress.expert_levels import ExpertLevels
 from compress.job import Job, Prepared
 from compress.lowrank import correct
@@ -32,7 +32,7 @@ from compress.model import Skeleton
 from compress.progress import Meter, Progress
 from compress.propagate import QUANTIZED, Leg
 from compress.recipe import fingerprint
-from compress.recipe_types import Allocation, Recipe, Rule, option_names
+from compress.recipe_types import KEEP, Allocation, Recipe, Rule, option_names
 from compress.types import Fisher, LayerPlan, LinearSpec, PackedWeight
 
 Levels = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at that level
@@ -60,7 +60,7 @@ def options(asked: Job) -> Options:
     wanted = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
     if not wanted:
         raise RecipeError(
-            f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use plan or "
+            f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use "
             "quantize with --target and --context"
         )
     calibration = dataclasses.replace(recipe.calibration, asymmetric=0.0)
@@ -122,6 +122,8 @@ def levels(opened: Options, database: Database, calibration: Calibration, progre
     prepared = opened.prepared
     if database.finished() == len(prepared.skeleton.blocks):
         return
+    if not opened.asked.measures:
+        raise NotMeasuredError(f"{database.folder} is not complete")
     threads = torch.get_num_threads()
     first = database.first({**dataclasses.asdict(prepared.arrangement), "threads": threads})
     torch.set_num_threads(first.pop("threads"))  # the first run's, so that sums are taken in the same order
@@ -259,6 +261,19 @@ class _Levels:
         else:
             found |= {"hessian": 0.0, "output": 0.0}  # an expert that no token reached: nothing is known of it
         return found
+
+
+def offered(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
+    """Numbers of the options that all members of a unit have; a kept one always is."""
+    found = [opened.levels[member.name] for member in members]
+    return [i for i, name in enumerate(opened.names) if name == KEEP or all(str(i) in levels for levels in found)]
+
+
+def nbytes(opened: Options, members: Sequence[LinearSpec], option: int) -> int:
+    """Of a unit at an option, as planned."""
+    levels = [opened.levels[member.name].get(str(option)) for member in members]
+    dense = [opened.dense_nbytes[member.name] for member in members]
+    return sum(level.nbytes if level is not None else kept for level, kept in zip(levels, dense, strict=True))
 
 
 def linears(opened: Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -26,7 +26,7 @@ from compress.calib.data import Calibration, token_windows
 from compress.checkpoint import open_checkpoint, read_json, write_text
 from compress.damages import MEASURES
 from compress.database import FIXED, Database
-from compress.errors import CalibrationError, RecipeError
+from compress.errors import CalibrationError, NotMeasuredError, RecipeError
 from compress.model import Skeleton
 from compress.progress import Progress
 from compress.recipe_types import KEEP
@@ -101,6 +101,8 @@ class Measured:
         for name in sorted(needs - known - damages.keys() - scores.keys()):
             if name not in MEASURES:
                 raise RecipeError(f"there is no measurement {name!r}; known: {', '.join([*WITH_LEVELS, *MEASURES])}")
+            if not self.opened.asked.measures:
+                raise NotMeasuredError(f"{self.database.folder} has no {name}")
             started = time.monotonic()
             MEASURES[name](self)
             self.seconds[name] = round(time.monotonic() - started, 2)
@@ -130,9 +132,7 @@ class Measured:
 
     def options(self, group: units.Group) -> list[int]:
         """Numbers of the options that all members of a unit have; a kept one always is."""
-        names = self.opened.names
-        found = [self.opened.levels[member.name] for member in group.members]
-        return [i for i, name in enumerate(names) if name == KEEP or all(str(i) in levels for levels in found)]
+        return measure.offered(self.opened, group.members)
 
     def assignment(self, group: units.Group, option: int) -> dict[str, str]:
         """Linear -> level, with only this unit changed."""
@@ -140,9 +140,7 @@ class Measured:
 
     def nbytes(self, group: units.Group, option: int) -> int:
         """Of a unit at an option."""
-        levels = [self.opened.levels[member.name].get(str(option)) for member in group.members]
-        dense = [self.opened.dense_nbytes[member.name] for member in group.members]
-        return sum(level.nbytes if level is not None else kept for level, kept in zip(levels, dense, strict=True))
+        return measure.nbytes(self.opened, group.members, option)
 
     def originals(self, skeleton: Skeleton, index: int) -> dict[str, Tensor]:
         """Linear -> weight [out, in] float32 of the units of a block, before they are quantized."""

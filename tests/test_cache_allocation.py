@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,10 @@ def test_a_recipe_of_the_cache_alone(model: Path, tmp_path: Path) -> None:
     plain = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert not (plain - SIZE) // 4000  # a header
     target = SIZE + 40000
-    result = cli("quantize", *asked, "--target", f"{target}B", "--out", str(tmp_path / "out"))
+    planned = cli("plan", *asked, "--target", f"{target}B", "--out", str(tmp_path / "out"))
+    said = json.loads(planned.out)
+    assert said["measured"] is False and not (tmp_path / "measured").exists()
+    result = cli(*shlex.split(said["command"])[1:], "--json")
     assert result.code == 0, result.err
     report = json.loads(result.out)
     stored, held = taken(tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,49 @@ def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path) -> No
     assert result.code == 1 and one_line(result).endswith("give another --measurements")
     result = cli("allocate", *words, "--points", "2", "--report", str(tmp_path / "file"))
     assert result.code == 1 and one_line(result).endswith("give another --report")
+
+
+def test_a_plan_measures_nothing(words: list[str], tmp_path: Path) -> None:
+    """It says what measuring would take, and how; the command that it prints makes the next plan complete."""
+    folder = tmp_path / "none"
+    unmeasured = [*words[:-1], str(folder), "--target", "6bpw"]
+    for command in (["plan"], ["quantize", "--dry-run", "--out", str(tmp_path / "out")]):
+        result = cli(*command, *unmeasured, cwd=tmp_path)
+        assert (result.code, result.err) == (0, "")
+        said, again, *sizes = result.out.splitlines()
+        assert said == "not measured: 3 options x 14 linears on 96 calibration tokens; target 6bpw; measure with:"
+        assert [line.split()[0] for line in sizes] == ["bits=2", "bits=4", "bits=6"]
+        assert not list(tmp_path.iterdir())
+    found = json.loads(cli("plan", *unmeasured, "--json").out)
+    assert found["measured"] is False and found["command"] == again
+    result = cli("plan", *words[:-1], str(folder), "--target", "2bpw")
+    assert result.code == 1 and "below the least" in one_line(result)
+    assert cli(*shlex.split(again)[1:]).code == 0
+    assert json.loads(cli("plan", *unmeasured, "--json").out)["bpw"] <= 6
+
+
+def test_a_plan_without_data(words: list[str], tmp_path: Path) -> None:
+    """An allocator that looks at sizes alone answers at once, and as it does after measuring."""
+    uniform = ["--target", "5bpw", "--set", "allocate.method=uniform", "--json"]
+    result = cli("plan", *words[:-1], str(tmp_path / "none"), *uniform)
+    assert result.code == 0 and not list(tmp_path.iterdir())
+    planned, after = json.loads(result.out), json.loads(cli("plan", *words, *uniform).out)
+    assert planned["plan"] == after["plan"] and planned["bpw"] == after["bpw"] <= 5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--max-kl", "0.01"],
+        ["--target", "5bpw", "--set", "allocate.method=evolve", "--set", "allocate.generations=2"],
+    ],
+)
+def test_a_plan_searches_nothing(more: list[str], words: list[str], tmp_path: Path) -> None:
+    """A choice that is scored while it is made is made by `allocate`, which keeps it for the plan."""
+    result = cli("plan", *words, *more)
+    assert (result.code, result.err) == (0, ""), result.err
+    again = shlex.split(result.out.splitlines()[1])
+    assert again[:2] == ["compress", "allocate"]
+    done = cli(*again[1:], "--points", "2", "--report", str(tmp_path))
+    assert done.code == 0, done.err
+    assert "predicted peak memory" in cli("plan", *words, *more).out
