@@ -137,12 +137,16 @@ class Prepared:
     def __init__(self, format: str, params: Any, shape: Shape) -> None:
         self.format, self.params, self.shape = format, params, shape
         self._names = list(formats.specs(format, params, shape))
-        self._places: list[int] = []  # addresses of the tensors that were prepared
-        self._bound: Bound | None = None
-        self._most: dict[torch.dtype, int] = {}  # rows of activations
+        self.forget()
 
     def __reduce__(self) -> Any:
         return Prepared, (self.format, self.params, self.shape)  # addresses do not go into copies
+
+    def forget(self) -> None:
+        """Let go of the tensors: a layer that is about to replace them calls this, so that their memory is freed."""
+        self._places: list[int] = []  # addresses of the tensors that were prepared
+        self._bound: Bound | None = None
+        self._most: dict[torch.dtype, int] = {}  # rows of activations
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """As the function `product`, of the tensors of a layer by name; None if that has to be called."""

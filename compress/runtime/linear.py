@@ -266,5 +266,6 @@ class PackedLinear(nn.Module):
             return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
 
         CACHE.drop(self)
+        self._prepared.forget()  # it holds the tensors that are replaced
         super()._apply(move, recurse)
         return self
