@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from cpu_weights import CODEBOOK, INT, codebook_weight, int_weight
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -14,7 +15,6 @@ from compress import jit
 from compress.formats import lowrank
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight
-from cpu_weights import CODEBOOK, INT, codebook_weight, int_weight
 
 BF16 = torch.bfloat16
 

@@ -205,8 +205,8 @@ def product_with_lowrank(
     return y.to(x.dtype).view(*x.shape[:-1], shape[0])
 
 
-def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y [..., out] + x A^T B + bias; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
+def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """y [..., out] + x A^T B; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
 
     The second product is added where the first kernel has left its results: no other pass over them.
     """
@@ -217,8 +217,7 @@ def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None
         total = torch.addmm(flat, hidden, b)
     else:
         total = flat.addmm_(hidden, b)
-    total = total.view(y.shape)
-    return total if bias is None else total + bias
+    return total.view(y.shape)
 
 
 def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -93,6 +93,11 @@ def is_plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y + bias of the type of y, whatever the type of the bias."""
+    return y if bias is None else (y + bias).to(y.dtype)
+
+
 def _traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
@@ -195,8 +200,8 @@ class PackedLinear(nn.Module):
             tensors = {name: getattr(self, name) for name in self._matrix}
             y = dispatch.product_with_lowrank(x, tensors, (self.format, self.params, self.shape), a, b)
             if y is not None:
-                return y if bias is None else y + bias
-        return dispatch.with_lowrank(self._matrix_product(x, None), x, a, b, bias)
+                return _plus(y, bias)
+        return _plus(dispatch.with_lowrank(self._matrix_product(x, None), x, a, b), bias)
 
     def _factors(self, dtype: torch.dtype) -> Derived:
         """The factors of the low-rank part, A [rank, in_features] and B [rank, out_features]."""
@@ -216,7 +221,7 @@ class PackedLinear(nn.Module):
         if self.activations is None:
             return self._multiply(x, bias)
         y = self._quantized(x, integer.Product(self.format, self.params, self.shape, self.activations))
-        return y if bias is None else y + bias
+        return _plus(y, bias)
 
     def _quantized(self, x: Tensor, product: integer.Product) -> Tensor:
         in_scale = self._parameters.get(inputs.IN_SCALE)
@@ -236,17 +241,19 @@ class PackedLinear(nn.Module):
         """x [..., in_features] as it is times the stored matrix, plus bias."""
         if _traced():
             y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
-            return y if bias is None else y + bias
+            return _plus(y, bias)
         few = self._prepared.product(x, self._parameters)
         if few is not None:
-            return few if bias is None else few + bias
+            return _plus(few, bias)
         kernel = dispatch.find(self.format, self.params, self.shape, x)
         if kernel is None:
             (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
+            if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
+                return _plus(F.linear(x, weight), bias)
             return F.linear(x, weight, bias)
         tensors = {name: getattr(self, name) for name in self._matrix}
         y = dispatch.product(x, tensors, self.format, self.params, self.shape)
-        return y if bias is None else y + bias
+        return _plus(y, bias)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
