@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,12 @@ CACHE_LIMIT = 1 << 30  # bytes
 Derived = tuple[Tensor, ...]
 
 
+class _Entry(NamedTuple):
+    built_from: Hashable  # the state of the tensors of the module
+    derived: Derived
+    nbytes: int
+
+
 class WeightCache:
     """Tensors derived from the stored tensors of modules, at most `limit` bytes together.
 
@@ -46,35 +54,53 @@ class WeightCache:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Derived]]] = WeakKeyDictionary()
+        self._entries: dict[ref[nn.Module], dict[Hashable, _Entry]] = {}
+        self._total = 0  # bytes of all entries, and of those in `_freed`
+        self._freed: deque[int] = deque()  # bytes that died with their module, which may be in the middle of anything
         self._lock = threading.RLock()  # a server may run a model in several threads
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for entries in self._entries.values() for _, derived in entries.values() for t in derived)
+        with self._lock:
+            while self._freed:
+                self._total -= self._freed.popleft()
+            return self._total
 
     def get(self, module: nn.Module, key: Hashable, build: Callable[[], Derived]) -> Derived:
         """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
         own = module._parameters.values()  # module.parameters() costs more than a small product
         state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in own if t is not None)
-        built_from, derived = self._entries.get(module, {}).get(key, (None, ()))
-        if built_from == state:
-            return derived
+        found = self._entries.get(ref(module), {}).get(key)
+        if found is not None and found.built_from == state:
+            return found.derived
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be trained through
             derived = build()
+        entry = _Entry(state, derived, sum(t.nbytes for t in derived))
         with self._lock:
-            self._entries.get(module, {}).pop(key, None)
-            if self.nbytes + sum(t.nbytes for t in derived) <= self.limit:
-                self._entries.setdefault(module, {})[key] = (state, derived)
+            stale = self._entries.get(ref(module), {}).pop(key, None)
+            self._total -= 0 if stale is None else stale.nbytes
+            if self.nbytes + entry.nbytes <= self.limit:
+                self._entries.setdefault(ref(module, self._died), {})[key] = entry
+                self._total += entry.nbytes
         return derived
+
+    def _died(self, module: ref[nn.Module]) -> None:
+        """Free the entries of a module; called when it dies, in any thread and between any two steps of another."""
+        if (entries := self._entries.pop(module, None)) is not None:
+            self._freed.append(sum(entry.nbytes for entry in entries.values()))
+
+    def _drop(self, module: ref[nn.Module]) -> None:
+        entries = self._entries.pop(module, {})
+        self._total -= sum(entry.nbytes for entry in entries.values())
 
     def drop(self, module: nn.Module) -> None:
         with self._lock:
-            self._entries.pop(module, None)
+            self._drop(ref(module))
 
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
+            for module in list(self._entries):  # one by one: what dies meanwhile is taken off once
+                self._drop(module)
 
 
 CACHE = WeightCache(CACHE_LIMIT)
