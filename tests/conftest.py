@@ -44,6 +44,6 @@ def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from compress.kernels.cpu import rows
 
     monkeypatch.setattr(rows, "SMALL", 0)
-    dispatch.supported.cache_clear()
+    dispatch.forget()
     yield
-    dispatch.supported.cache_clear()
+    dispatch.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import problems
 from compress import jit
 from compress.formats import lowrank
+from compress.kernels import dispatch
+from compress.runtime import integer
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight
+from compress.types import Activations, PackedWeight
 
 BF16 = torch.bfloat16
 
@@ -56,3 +59,45 @@ def test_a_layer_that_was_moved_computes_the_same(name: str) -> None:
     layer._apply(lambda tensor: tensor.clone())
     gc.collect()
     assert torch.equal(layer(x), before)
+
+
+# ---------------------------------------------------------------- what is chosen for a processor
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The second one is too old for the kernels, and for products of integers."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: ((9, 0), (7, 0))[device])
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_each_gpu_has_a_choice_of_its_own() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    weight = int_weight(*INT[0])
+    choices = {name: dispatch.supported(name, "int", weight.params, weight.shape) for name in ("cuda:1", "cuda:0")}
+    assert choices["cuda:1"] is None and choices["cuda:0"] is not None
+    assert dispatch.supported("cuda", "int", weight.params, weight.shape) is choices["cuda:0"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_integers_are_multiplied_where_the_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, current = int_weight((64, 512), 8, -1, True), 1
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    given = ("int", weight.params, weight.shape, Activations())
+    assert not integer.is_real(*given, "cuda") and not integer.is_real(*given, "cuda:1")
+    current = 0
+    assert integer.is_real(*given, "cuda") and integer.is_real(*given, "cuda:0")
+
+
+@pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+def test_a_cpu_with_other_instructions_has_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = codebook_weight(*CODEBOOK[0])
+    features = jit.features() | {"avx512vbmi"}
+    for present, known in ((True, features), (False, features - {"avx512vbmi"}), (True, features)):
+        monkeypatch.setattr(jit, "features", lambda known=known: known)
+        assert (dispatch.supported("cpu", "codebook", weight.params, weight.shape) is not None) == present
