@@ -36,7 +36,7 @@ The files:
     kv/         codecs of the key-value cache, one a file; its store, what transformers sees, both ways to read it, its
                 calibration; recipe_kv: its section of a recipe; cache_allocation: one budget for it and the weights
     formats/    one a file: how are the codes stored and decoded? packing: n-bit fields <-> words
-    kernels/    how does a product run on them? cpu/, triton/: a file a format; dispatch: which of them;
+    kernels/    how does a product run on them? cpu, triton: a file a format; dispatch: which of them;
                 jit: functions compiled for the CPU at hand
     runtime/    modules that hold them: linear, experts; hf: loading through transformers
     autoload    how transformers finds runtime/hf without an import

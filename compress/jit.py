@@ -3,7 +3,8 @@
 An `Emitter` writes a function in LLVM's language, `compiled` turns it into machine code for the CPU at hand within a
 second or two, and the function is called through ctypes, which lets go of the interpreter lock, so that `parallel` runs
 it on as many threads as torch uses. Vectors of a width that the CPU does not have are split by LLVM. Where
-llvmlite is missing or knows no target for this machine, `available` says so, and callers keep to torch.
+llvmlite is missing or knows no target for this machine, `available` says so, and callers keep to torch. Machine code is
+kept on disk (compress/jit_cache.py): a later process writes functions anew, but compiles only those that are new.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from compress import jit_cache
+
+OPTIMIZED = {"opt": 3}  # of the machine code
+PASSES = {"speed_level": 2}  # before that
 
 _log = logging.getLogger(__name__)
 
@@ -56,12 +62,19 @@ def _machine() -> Any:
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
+    cpu, flags = _processor()
+    return binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=flags, **OPTIMIZED)
+
+
+@cache
+def _processor() -> tuple[str, str]:
+    """Name and flags of this CPU, as LLVM has them."""
+    from llvmlite import binding
+
     flags = binding.get_host_cpu_features().flatten()
     if "avx512f" in features():
         flags += ",-prefer-256-bit"
-    return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=flags, opt=3
-    )
+    return binding.get_host_cpu_name(), flags
 
 
 class Emitter:
@@ -163,17 +176,36 @@ def compiled(emitter: Emitter) -> Callable[..., None]:
     """What was written, as a function of addresses and then integers."""
     from llvmlite import binding
 
-    machine = _machine()
-    module = binding.parse_assembly(str(emitter.module))
-    module.verify()
-    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(module, builder)
+    source = str(emitter.module)
+    key = _key(source)
+    stored, machine = jit_cache.load(key), _machine()
+    module = binding.parse_assembly(source) if stored is None else binding.parse_assembly("")
+    if stored is None:
+        _optimize(module, machine)
     engine = binding.create_mcjit_compiler(module, machine)
+    engine.set_object_cache(lambda _, code: jit_cache.store(key, code), lambda _: stored)
     engine.finalize_object()
     kinds = [ctypes.c_void_p] * len(emitter.pointers) + [ctypes.c_int64] * len(emitter.integers)
     function = ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(emitter.name))
     function.engine = engine  # type: ignore[attr-defined]  # which must live as long as the function
     return function
+
+
+def _key(source: str) -> bytes:
+    """Of all that machine code depends on."""
+    import llvmlite
+    from llvmlite import binding
+
+    versions = (".".join(map(str, llvm_version())), llvmlite.__version__)
+    return jit_cache.key((source, *versions, binding.get_default_triple(), *_processor(), f"{OPTIMIZED} {PASSES}"))
+
+
+def _optimize(module: Any, machine: Any) -> None:
+    from llvmlite import binding
+
+    module.verify()
+    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(**PASSES))
+    builder.getModulePassManager().run(module, builder)
 
 
 @cache

@@ -1,13 +1,19 @@
-"""What all tests share: no network, one thread, pico checkpoints that are written once a session."""
+"""What all tests share: no network, one thread, caches and pico checkpoints that are written once a session."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by torch.compile for one
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers and commands inherit it: each function is compiled once a session
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="compress-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 import torch
@@ -38,6 +44,6 @@ def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from compress.kernels.cpu import rows
 
     monkeypatch.setattr(rows, "SMALL", 0)
-    dispatch.supported.cache_clear()
+    dispatch.forget()
     yield
-    dispatch.supported.cache_clear()
+    dispatch.forget()

@@ -197,7 +197,7 @@ def test_the_products_of_a_gpu_are_padded(tokens: int, monkeypatch: pytest.Monke
 def test_layers_of_a_gpu(kind: Activations, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer, "_missing", lambda *_: "")
     monkeypatch.setattr(integer, "_is_on_cpu", lambda _: False)
-    integer.obstacle.cache_clear()
+    integer._obstacle.cache_clear()
     for bits in (2, 4, 5):
         weight = int_weight(shape, bits, -1)
         name = integer.describe("int", weight.params, shape, kind, "cpu")
@@ -206,10 +206,10 @@ def test_layers_of_a_gpu(kind: Activations, shape: tuple[int, int], monkeypatch:
         assert codes.dtype == (torch.float8_e4m3fn if kind == FP8 else torch.int8) and codes.shape == (48, 64)
         layer, x = layer_of(weight, kind), random(5, shape[1])
         torch.testing.assert_close(layer(x).double(), reference(layer, x), rtol=1e-5, atol=1e-4)
-    integer.obstacle.cache_clear()
+    integer._obstacle.cache_clear()
     weight = int_weight(shape, 6, -1)
     assert integer.is_real("int", weight.params, shape, kind, "cpu") == (kind == INT8), "6 bits are not numbers of fp8"
-    integer.obstacle.cache_clear()
+    integer._obstacle.cache_clear()
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from collections.abc import Iterator
 
@@ -12,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress import formats
-from compress.formats import dense
+from compress.formats import dense, lowrank
 from compress.formats import int as int_format
+from compress.runtime import linear
 from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
-from compress.types import PackedWeight
+from compress.types import Activations, LowRank, PackedWeight
 from pico import round_to_nearest
 
 BF16 = torch.bfloat16
@@ -213,3 +215,31 @@ def test_first_used_in_inference_mode_then_trained_through() -> None:
     layer(x).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, layer.dequantize(torch.float32).sum(0).expand(2, -1))
+
+
+# ---------------------------------------------------------------- the bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32])
+@pytest.mark.parametrize("kind", ["kernel", "decoded", "lowrank", "quantized", "traced"])
+@pytest.mark.usefixtures("small_weights_too")
+def test_the_type_of_the_outputs_is_that_of_the_inputs(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the type of the bias: in a model that is cast part by part it may be another."""
+    monkeypatch.setattr(linear, "_traced", lambda: kind == "traced")
+    weight = round_to_nearest(random(64, 128) * 0.1, 4, 64)
+    if kind == "quantized":
+        weight = dataclasses.replace(weight, activations=Activations())
+    if kind == "lowrank":
+        a, b = (random(5, columns, seed=3) * 0.1 for columns in (128, 64))
+        part = {lowrank.PREFIX + name: t for name, t in lowrank.pack(a, b, LowRank(5)).items()}
+        weight = dataclasses.replace(weight, tensors={**weight.tensors, **part}, lowrank=LowRank(5))
+    for bias_dtype in (torch.float32, torch.float64, torch.float16):
+        bias = random(64, seed=1)
+        layer = PackedLinear.from_packed(weight, bias, bias_dtype)
+        x = random(33 if kind == "decoded" else 2, 128, dtype=dtype)
+        with torch.no_grad():
+            y, without = layer(x), PackedLinear.from_packed(weight)(x)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, (without + bias.to(bias_dtype)).to(dtype), rtol=2e-2, atol=2e-2)

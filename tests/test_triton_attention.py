@@ -28,11 +28,11 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused, "runs_on", lambda device, dtype: True)
     empty = kernel._empty
     monkeypatch.setattr(kernel, "_empty", lambda q, values: poisoned(empty(q, values)))
-    splits.workspace.cache_clear()
+    splits.forget()
     splits.workspace(torch.device("cpu")).partials.fill_(torch.nan)
     yield
     assert not splits.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
-    splits.workspace.cache_clear()
+    splits.forget()
 
 
 def poisoned(found: Attended) -> Attended:

@@ -75,7 +75,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = codebook.matmul(x, tensors, params, shape)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    splits.workspace.cache_clear()
+    splits.forget()
     assert torch.equal(codebook.matmul(x, tensors, params, shape), first)
     assert torch.equal(codebook.matmul(x, tensors, params, shape), first)  # the counters are 0 again
 

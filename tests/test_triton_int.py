@@ -64,10 +64,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(77)
 
     monkeypatch.setattr(torch, "empty", poison)
-    splits.workspace.cache_clear()
+    splits.forget()
     yield
     assert not splits.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
-    splits.workspace.cache_clear()
+    splits.forget()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

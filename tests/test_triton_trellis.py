@@ -88,7 +88,7 @@ def test_results_do_not_depend_on_old_contents_of_the_workspace(monkeypatch: pyt
         return empty(*size, **options).fill_(float("nan"))
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    splits.workspace.cache_clear()
+    splits.forget()
     assert torch.equal(trellis.matmul(x, tensors, params, shape), first)
     assert torch.equal(trellis.matmul(x, tensors, params, shape), first)  # the counters are 0 again
 

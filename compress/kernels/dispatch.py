@@ -27,13 +27,13 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress import formats
+from compress import formats, jit
 from compress import ops as operations
 from compress.types import Ops, PackedWeight
 
@@ -58,6 +58,32 @@ class Kernel(Protocol):
     def matmul(self, x: Tensor, tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Tensor: ...
 
 
+class Processor(NamedTuple):
+    """What the choice of a kernel depends on, beside the weight."""
+
+    type: str
+    capability: tuple[int, int] | None = None  # of an NVIDIA GPU; None where there is none: Triton's interpreter
+    features: frozenset[str] = frozenset()  # of a CPU
+
+
+def processor(device: torch.device | str) -> Processor:
+    """The processor behind a device; a type alone stands for the current device of that type."""
+    device = torch.device(device) if isinstance(device, str) else device
+    if device.type == "cpu":
+        return Processor("cpu", features=jit.features() if jit.available() else frozenset())
+    if device.type != "cuda":
+        return Processor(device.type)
+    if device.index is not None:
+        return _gpu(device.index)
+    return _gpu(torch.cuda.current_device()) if torch.cuda.device_count() else Processor("cuda")
+
+
+@cache
+def _gpu(index: int) -> Processor:
+    """Looked up once: a GPU keeps its index for as long as a process lives."""
+    return Processor("cuda", torch.cuda.get_device_capability(index))
+
+
 @cache
 def _module(device: str, format: str) -> Kernel | None:
     if device not in FOLDERS or (device == "cuda" and not _has_triton()):
@@ -68,23 +94,34 @@ def _module(device: str, format: str) -> Kernel | None:
 
 @cache
 def _has_triton() -> bool:
-    """Whether the kernels for NVIDIA's GPUs can be compiled, for all that are here: other GPUs go by the same name."""
-    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
-        return False
-    count = torch.cuda.device_count()
-    return all(torch.cuda.get_device_capability(i) >= LEAST_CAPABILITY for i in range(count))
+    """Whether kernels for NVIDIA's GPUs can be compiled; AMD's go by the same name."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+def _is_able(on: Processor) -> bool:
+    return on.capability is None or on.capability >= LEAST_CAPABILITY
+
+
+def supported(device: torch.device | str, format: str, params: Any, shape: Shape) -> Kernel | None:
+    """The kernel for this weight on a device, None if it has to be decoded there."""
+    return _supported(processor(device), format, params, shape)
 
 
 @cache
-def supported(device: str, format: str, params: Any, shape: Shape) -> Kernel | None:
-    """The kernel for this weight on a type of device, None if it has to be decoded there."""
-    module = _module(device, format)
+def _supported(on: Processor, format: str, params: Any, shape: Shape) -> Kernel | None:
+    module = _module(on.type, format) if _is_able(on) else None
     return module if module is not None and module.supports(params, shape) else None
+
+
+def forget() -> None:
+    """Choose anew from now on: what a choice depends on has changed that is not part of `Processor`."""
+    _supported.cache_clear()
+    _gpu.cache_clear()
 
 
 def find(format: str, params: Any, shape: Shape, x: Tensor) -> Kernel | None:
     """The kernel for this weight and the type and device of x; `suits` says whether these rows may take it."""
-    kernel = supported(x.device.type, format, params, shape)
+    kernel = supported(x.device, format, params, shape)
     return kernel if x.dtype in getattr(kernel, "TYPES", TYPES) else None
 
 
@@ -137,12 +174,16 @@ class Prepared:
     def __init__(self, format: str, params: Any, shape: Shape) -> None:
         self.format, self.params, self.shape = format, params, shape
         self._names = list(formats.specs(format, params, shape))
-        self._places: list[int] = []  # addresses of the tensors that were prepared
-        self._bound: Bound | None = None
-        self._most: dict[torch.dtype, int] = {}  # rows of activations
+        self.forget()
 
     def __reduce__(self) -> Any:
         return Prepared, (self.format, self.params, self.shape)  # addresses do not go into copies
+
+    def forget(self) -> None:
+        """Let go of the tensors: a layer that is about to replace them calls this, so that their memory is freed."""
+        self._places: list[int] = []  # addresses of the tensors that were prepared
+        self._bound: Bound | None = None
+        self._most: dict[torch.dtype, int] = {}  # rows of activations
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """As the function `product`, of the tensors of a layer by name; None if that has to be called."""
@@ -158,7 +199,7 @@ class Prepared:
         return None if x.requires_grad and torch.is_grad_enabled() else bound(x.contiguous())
 
     def _prepare(self, x: Tensor, tensors: Mapping[str, Tensor | None], places: list[int]) -> None:
-        kernel: Any = supported(x.device.type, self.format, self.params, self.shape)
+        kernel: Any = supported(x.device, self.format, self.params, self.shape)
         stored = {name: tensors[name] for name in self._names}
         able = hasattr(kernel, "bind") and all(t is not None and _readable(t, x) for t in stored.values())
         self._bound = kernel.bind(stored, self.params, self.shape) if able else None
@@ -201,8 +242,8 @@ def product_with_lowrank(
     return y.to(x.dtype).view(*x.shape[:-1], shape[0])
 
 
-def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y [..., out] + x A^T B + bias; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
+def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """y [..., out] + x A^T B; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
 
     The second product is added where the first kernel has left its results: no other pass over them.
     """
@@ -213,8 +254,7 @@ def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None
         total = torch.addmm(flat, hidden, b)
     else:
         total = flat.addmm_(hidden, b)
-    total = total.view(y.shape)
-    return total if bias is None else total + bias
+    return total.view(y.shape)
 
 
 def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -235,6 +275,8 @@ def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _one_launch(x: Tensor, names: tuple[str, ...], fused: tuple[str, ...]) -> bool:
     if names != fused or x.device.type != "cuda" or torch.compiler.is_compiling() or not _has_triton():
+        return False
+    if not _is_able(processor(x.device)):
         return False
     return not (x.requires_grad and torch.is_grad_enabled())
 

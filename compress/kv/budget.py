@@ -12,8 +12,9 @@ The published c are squared norms of W_K and W_V, which say that keys need more 
 channels; keys grouped along tokens can turn it round, so c is the measured error instead. `choose` solves the
 allocation with the solver of the weights' bits (within a bound of the optimum); `raised` is the published greedy: all
 units at their fewest bits, then again and again the raise of largest gain a bit that still fits.
+`measure` is that of compress/evaluate/cache_options.py.
 
-    costs = measure(model, windows, candidates, sized(model, tokens, candidates, 65536), say)   (cache_options.py)
+    costs = measure(model, windows, candidates, sized(model, tokens, candidates, 65536), say)
     asked = problem(costs.units, options, budget)
     recipe = laid_out(recipe, chosen(asked.units, choose(asked).choice), layers, options)
 

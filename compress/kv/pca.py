@@ -16,7 +16,8 @@ component; at run time `back` and its inverse in float32, and for compiled reade
 are rounded to bfloat16, which costs up to 0.7 % of their error.
 
 On CPUs with AVX-512, blocks of tokens are decoded, turned and multiplied with the queries, or written out, by compiled
-code (compress/kernels/cpu/cached_turned.py), and probabilities meet the codes of values (cached_pieces.py).
+code (compress/kernels/cpu/cached_turned.py), and probabilities meet the codes of values
+(compress/kernels/cpu/cached_pieces.py).
 
 Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
 errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);

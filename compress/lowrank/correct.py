@@ -5,7 +5,7 @@ best product of rank k is min tr[(W - Q - B^T A) H (W - Q - B^T A)^T]: `linalg.t
 (arXiv 2410.21271) and the exact form of QERA (arXiv 2410.06040), which solve it through the eigenvectors and the root
 of H; here H may be singular. `metric: sizes` is QERA's approximation (the diagonal of H alone; LQER is near it),
 `metric: none` a plain SVD, as in LoftQ and ZeroQuant-V2. `metric: fisher` is that of LQ-LoRA (arXiv 2311.12023): rows
-and columns weigh what the gradients of the model's loss say (compress/calib/fisher.py).
+and columns weigh what the gradients of the model's loss say (calib/fisher.py).
 
 By default the part comes first: the best product of rank k in place of W itself is taken off W, the method rounds the
 rest, and the better one of that product and of the best one for what Q leaves is stored. The rest is smaller just where

@@ -1,10 +1,11 @@
 """GLVQ: each group of columns learns the lattice that its weights are rounded to.
 
-A group of 128 columns has a generation matrix G; d columns of a row become G z, z small integers (compress/formats/
-lattice.py). The column loop of compress/quant/feedback.py learns G when it reaches the group, on targets that carry
-the errors so far, and rounds each block to it by nearest plane in the block's metric C_BB: with C_BB^T G = Q R,
-coordinates follow from the last to the first, clamped to the group's bits. Bits move from unimportant to important
-groups. After the loop, lattices are refitted to the codes on the layer's whole Hessian and codes revisited, in turn.
+A group of 128 columns has a generation matrix G; d columns of a row become G z, z small integers
+(compress/formats/lattice.py). The column loop of compress/quant/feedback.py learns G when it reaches the group, on
+targets that carry the errors so far, and rounds each block to it by nearest plane in the block's metric C_BB: with
+C_BB^T G = Q R, coordinates follow from the last to the first, clamped to the group's bits. Bits move from unimportant
+to important groups. After the loop, lattices are refitted to the codes on the layer's whole Hessian and codes
+revisited, in turn.
 
 Differences from the paper (its code is not published), and why (relative layer loss over four layers of a trained 8M
 model, 2 bits unless said otherwise):

@@ -27,6 +27,7 @@ from compress import activations as inputs
 from compress import formats
 from compress.formats import int as int_format
 from compress.kernels import dispatch
+from compress.kernels.dispatch import Processor
 from compress.types import Activations
 
 LEAST_GROUP = 64  # columns: with smaller groups, adding up their float32 outputs costs more than the integers save
@@ -62,36 +63,39 @@ def describe(
     if reason := obstacle(product, on):
         return f"fake: {reason}"
     name = "fp8 x fp8 matmul" if activations.dtype == "fp8" else "int8 x int8 integer matmul"
-    packed = not is_direct(product, on) and dispatch.supported(on.type, format, params, shape) is not None
+    packed = not is_direct(product, on) and dispatch.supported(on, format, params, shape) is not None
     return f"{name}; few rows by the kernel of packed weights" if packed else name
 
 
-@cache
 def obstacle(product: Product, device: torch.device) -> str:
     """Why a product has to be computed from dequantized numbers; empty if it has not."""
+    return _obstacle(product, dispatch.processor(device))
+
+
+@cache
+def _obstacle(product: Product, on: Processor) -> str:
     params, (_, columns), activations = product.params, product.shape, product.activations
     if product.format != "int":
         return f"the format {product.format} has no integer codes"
     if not params.symmetric:
         return "the weight has zero points"
     group = min(params.group(columns), columns)
-    if group < columns and (device.type != "cpu" or activations.dtype == "fp8" or group < LEAST_GROUP):
+    if group < columns and (on.type != "cpu" or activations.dtype == "fp8" or group < LEAST_GROUP):
         return f"the weight has a scale for {group} columns"
     if activations.dtype == "fp8" and params.bits > EXACT_IN_FP8:
         return f"codes of {params.bits} bits are not numbers of fp8"
     if group * 2**params.bits * inputs.largest(activations) > LARGEST_INT32 and activations.dtype == "int":
         return f"sums over {group} columns leave int32"
-    return _missing(activations.dtype, device)
+    return _missing(activations.dtype, on)
 
 
-def _missing(dtype: str, device: torch.device) -> str:
-    """What the device lacks."""
-    if device.type == "cuda" and torch.version.hip is None:
-        capable = torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[dtype]
-        return "" if capable else f"the GPU has no {dtype} matrix multiplication"
-    if device.type == "cpu" and dtype == "int":
+def _missing(dtype: str, on: Processor) -> str:
+    """What the processor lacks."""
+    if on.capability is not None and torch.version.hip is None:
+        return "" if on.capability >= LEAST_CAPABILITY[dtype] else f"the GPU has no {dtype} matrix multiplication"
+    if on.type == "cpu" and dtype == "int":
         return "" if _cpu_is_exact() else "int8 products are not exact on this CPU"
-    return f"no {dtype} matrix multiplication on {device.type}"
+    return f"no {dtype} matrix multiplication on {on.type}"
 
 
 @cache

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,12 @@ CACHE_LIMIT = 1 << 30  # bytes
 Derived = tuple[Tensor, ...]
 
 
+class _Entry(NamedTuple):
+    built_from: Hashable  # the state of the tensors of the module
+    derived: Derived
+    nbytes: int
+
+
 class WeightCache:
     """Tensors derived from the stored tensors of modules, at most `limit` bytes together.
 
@@ -46,35 +54,53 @@ class WeightCache:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Derived]]] = WeakKeyDictionary()
+        self._entries: dict[ref[nn.Module], dict[Hashable, _Entry]] = {}
+        self._total = 0  # bytes of all entries, and of those in `_freed`
+        self._freed: deque[int] = deque()  # bytes that died with their module, which may be in the middle of anything
         self._lock = threading.RLock()  # a server may run a model in several threads
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for entries in self._entries.values() for _, derived in entries.values() for t in derived)
+        with self._lock:
+            while self._freed:
+                self._total -= self._freed.popleft()
+            return self._total
 
     def get(self, module: nn.Module, key: Hashable, build: Callable[[], Derived]) -> Derived:
         """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
         own = module._parameters.values()  # module.parameters() costs more than a small product
         state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in own if t is not None)
-        built_from, derived = self._entries.get(module, {}).get(key, (None, ()))
-        if built_from == state:
-            return derived
+        found = self._entries.get(ref(module), {}).get(key)
+        if found is not None and found.built_from == state:
+            return found.derived
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be trained through
             derived = build()
+        entry = _Entry(state, derived, sum(t.nbytes for t in derived))
         with self._lock:
-            self._entries.get(module, {}).pop(key, None)
-            if self.nbytes + sum(t.nbytes for t in derived) <= self.limit:
-                self._entries.setdefault(module, {})[key] = (state, derived)
+            stale = self._entries.get(ref(module), {}).pop(key, None)
+            self._total -= 0 if stale is None else stale.nbytes
+            if self.nbytes + entry.nbytes <= self.limit:
+                self._entries.setdefault(ref(module, self._died), {})[key] = entry
+                self._total += entry.nbytes
         return derived
+
+    def _died(self, module: ref[nn.Module]) -> None:
+        """Free the entries of a module; called when it dies, in any thread and between any two steps of another."""
+        if (entries := self._entries.pop(module, None)) is not None:
+            self._freed.append(sum(entry.nbytes for entry in entries.values()))
+
+    def _drop(self, module: ref[nn.Module]) -> None:
+        entries = self._entries.pop(module, {})
+        self._total -= sum(entry.nbytes for entry in entries.values())
 
     def drop(self, module: nn.Module) -> None:
         with self._lock:
-            self._entries.pop(module, None)
+            self._drop(ref(module))
 
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
+            for module in list(self._entries):  # one by one: what dies meanwhile is taken off once
+                self._drop(module)
 
 
 CACHE = WeightCache(CACHE_LIMIT)
@@ -91,6 +117,11 @@ def set_cache_limit(nbytes: int) -> None:
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the module computes just what `nn.Linear` does, so that a PackedLinear can take its place."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y + bias of the type of y, whatever the type of the bias."""
+    return y if bias is None else (y + bias).to(y.dtype)
 
 
 def _traced() -> bool:
@@ -195,8 +226,8 @@ class PackedLinear(nn.Module):
             tensors = {name: getattr(self, name) for name in self._matrix}
             y = dispatch.product_with_lowrank(x, tensors, (self.format, self.params, self.shape), a, b)
             if y is not None:
-                return y if bias is None else y + bias
-        return dispatch.with_lowrank(self._matrix_product(x, None), x, a, b, bias)
+                return _plus(y, bias)
+        return _plus(dispatch.with_lowrank(self._matrix_product(x, None), x, a, b), bias)
 
     def _factors(self, dtype: torch.dtype) -> Derived:
         """The factors of the low-rank part, A [rank, in_features] and B [rank, out_features]."""
@@ -216,7 +247,7 @@ class PackedLinear(nn.Module):
         if self.activations is None:
             return self._multiply(x, bias)
         y = self._quantized(x, integer.Product(self.format, self.params, self.shape, self.activations))
-        return y if bias is None else y + bias
+        return _plus(y, bias)
 
     def _quantized(self, x: Tensor, product: integer.Product) -> Tensor:
         in_scale = self._parameters.get(inputs.IN_SCALE)
@@ -236,17 +267,19 @@ class PackedLinear(nn.Module):
         """x [..., in_features] as it is times the stored matrix, plus bias."""
         if _traced():
             y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
-            return y if bias is None else y + bias
+            return _plus(y, bias)
         few = self._prepared.product(x, self._parameters)
         if few is not None:
-            return few if bias is None else few + bias
+            return _plus(few, bias)
         kernel = dispatch.find(self.format, self.params, self.shape, x)
         if kernel is None:
             (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
+            if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
+                return _plus(F.linear(x, weight), bias)
             return F.linear(x, weight, bias)
         tensors = {name: getattr(self, name) for name in self._matrix}
         y = dispatch.product(x, tensors, self.format, self.params, self.shape)
-        return y if bias is None else y + bias
+        return _plus(y, bias)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -266,5 +299,6 @@ class PackedLinear(nn.Module):
             return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
 
         CACHE.drop(self)
+        self._prepared.forget()  # it holds the tensors that are replaced
         super()._apply(move, recurse)
         return self

@@ -1,7 +1,7 @@
 """Products of a stored weight with a few rows of activations, bound once and called many times.
 
-A call is three compiled steps: the activations become int16 (`_Activations`), the kernel of the format sums, and the
-sums are scaled and rounded to the type of the activations (`_Outputs`). What a step needs to know is found once for a
+A call is three compiled steps: the activations become int16 (`_Quantize`), the kernel of the format sums, and the
+sums are scaled and rounded to the type of the activations (`_Finish`). What a step needs to know is found once for a
 weight: in small layers, each operation of torch and each conversion of an argument costs as much as the product.
 """
 

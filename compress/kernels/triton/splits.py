@@ -1,9 +1,12 @@
 """Products split along their columns: how many parts, and the memory in which the parts meet.
 
 Each part writes its sums (float32) to the workspace and counts itself in; the last one adds them in the order of the
-parts, so that results do not depend on which part came last, and sets the counter back to zero. A device has one
-workspace, allocated before the first launch and kept: CUDA graphs hold its address. It serves one stream at a time:
-kernels that run at once on two streams of a device would mix their parts.
+parts, so that results do not depend on which part came last, and sets the counter back to zero.
+
+Every stream of a device has a workspace of its own, allocated before its first launch and kept: kernels that run at
+once on two streams would mix their parts. CUDA graphs hold the address of another one, which is allocated with the
+first of the device, because nothing that lasts can be allocated inside a graph. All graphs of a device share it: they
+are to be replayed one after another, on whatever streams.
 """
 
 from __future__ import annotations
@@ -30,11 +33,39 @@ class Device(NamedTuple):
     major: int = 9  # compute capability
 
 
-@cache
+GRAPHS = -1  # takes the place of a stream: what is captured runs on a stream that is not known yet
+_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
+
+
 def workspace(device: torch.device) -> Workspace:
-    """The workspace of a device. RuntimeError if it would have to be allocated inside a CUDA graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """The workspace of the current stream of a device, or that of its CUDA graphs.
+
+    RuntimeError if it would have to be allocated inside a CUDA graph.
+    """
+    stream = _stream(device)
+    found = _WORKSPACES.get((device, stream))
+    if found is not None:
+        return found
+    if stream == GRAPHS:
         raise RuntimeError("no kernel has run on this device yet: run one step before capturing a CUDA graph")
+    if device.type == "cuda" and (device, GRAPHS) not in _WORKSPACES:
+        _WORKSPACES.setdefault((device, GRAPHS), _allocated(device))
+        torch.cuda.current_stream(device).synchronize()  # graphs run on other streams than the one that sets zeros
+    return _WORKSPACES.setdefault((device, stream), _allocated(device))
+
+
+def forget() -> None:
+    """Let go of all workspaces; no CUDA graph may be replayed after that."""
+    _WORKSPACES.clear()
+
+
+def _stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return GRAPHS if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
+
+
+def _allocated(device: torch.device) -> Workspace:
     return Workspace(
         torch.empty(FLOATS, dtype=torch.float32, device=device),
         torch.zeros(COUNTERS, dtype=torch.int32, device=device),
