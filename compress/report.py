@@ -117,7 +117,7 @@ def build(facts: Facts, total_seconds: float, self_check: str) -> dict[str, Any]
         "memory": {
             "limit": asked.max_memory,
             "predicted_peak": prepared.arrangement.peak_nbytes,
-            "measured_peak": memory.peak(),
+            "measured_peak": memory.measured_peak(),  # None: of an earlier run, see there
         },
         "arrangement": dataclasses.asdict(prepared.arrangement),
         "blocks": blocks,
