@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from compress.checkpoint import open_checkpoint, read_config
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line
+from compress.model import no_bars
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
@@ -184,12 +185,10 @@ def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars or load reports from transformers, and its settings left as they were."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with no_bars():
+            yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from compress import formats, job, memory, recipe, report, verify
+from compress import formats, job, memory, recipe, report, trained, verify
 from compress.checkpoint import (
     CONFIG,
     INDEX,
@@ -171,15 +171,15 @@ def finish(
     if facts.layers:
         config["quantization_config"] = quantization.to_dict()
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
-    cache, cache_facts = kv_checkpoint.build(directory, facts, progress)
+    write_text(directory / "recipe.yaml", recipe.dump(facts.job.recipe))
+    probes = _train(output, facts, probes, progress)
+    cache, cache_facts = kv_checkpoint.build(output, facts, progress)
     if cache is not None:
         config["quantization_config"] = {**quantization.to_dict(), "kv_cache": cache}
         write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_text(directory / "recipe.yaml", recipe.dump(facts.job.recipe))
-    verify.self_check(directory, probes, torch.device(facts.job.device), progress)
-    _train(directory, facts, progress)
+    outcome = verify.self_check(directory, probes, torch.device(facts.job.device), progress)
     memory.check(facts.job.max_memory)
-    result = {**report.build(facts, time.monotonic() - started), "kv_cache": cache_facts}
+    result = {**report.build(facts, time.monotonic() - started, outcome), "kv_cache": cache_facts}
     text = (README if facts.layers else TRANSFORMED).format(
         model=result["model"],
         recipe=result["recipe"],
@@ -195,22 +195,32 @@ def finish(
     return result
 
 
-def _train(directory: Path, facts: report.Facts, progress: Progress) -> None:
-    """Train the low-rank parts of the finished checkpoint together, if the recipe asks for it."""
-    prepared, blocks = facts.prepared, len(facts.prepared.skeleton.blocks)
+def _train(output: Output, facts: report.Facts, probes: list[str], progress: Progress) -> list[str]:
+    """Train the low-rank parts of the checkpoint together, if the recipe asks for it and no former run has done so.
+
+    probes: hashes of the blocks' outputs. Training starts from what gives these; returns those with trained parts.
+    """
+    prepared, directory, blocks = facts.prepared, output.model, len(facts.prepared.skeleton.blocks)
     wanted = train.asked({layer.spec.name: layer.scheme.lowrank for layer in prepared.plan.layers})
     if wanted is None or facts.calibration is None:
-        return
-    source = prepared.skeleton.checkpoint.directory
-    result = train.whole(
-        directory,
-        source,
-        facts.calibration.tokens,
-        wanted,
-        facts.job.device,
-        lambda text: progress(text, blocks, blocks),
-    )
-    facts.notes["low-rank parts"] = [result.note]
+        return probes
+    device = torch.device(facts.job.device)
+    verify.self_check(directory, probes, device, progress)
+    kept = trained.kept(output)
+    if kept is None:
+        source, tokens = prepared.skeleton.checkpoint.directory, facts.calibration.tokens
+
+        def say(text: str) -> None:
+            progress(text, blocks, blocks)
+
+        result, factors = train.whole(directory, source, tokens, wanted, facts.job.device, say)
+        kept = trained.keep(output, result.note, factors)
+    facts.notes["low-rank parts"] = [kept.note]
+    if not kept.factors:
+        return probes
+    expected = verify.replay(directory, device, progress, kept.factors)
+    trained.put_in(output, kept)
+    return expected
 
 
 def stored(row: LayerReport) -> Stored:

@@ -132,10 +132,11 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     used, took = report["memory"], report["seconds"]
     plain = "weights as they are, with a kv_cache" if report.get("kv_cache") else "transformed, in full precision"
     what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else plain
+    peak = "unknown" if used["measured_peak"] is None else size(used["measured_peak"])
     lines = [
         f"{directory}: {what}, {size(report['nbytes']['total'])} of "
         f"{size(report['source_nbytes'])}, self-check {report['self_check']}",
-        f"peak memory {size(used['measured_peak'])} (predicted {size(used['predicted_peak'])}"
+        f"peak memory {peak} (predicted {size(used['predicted_peak'])}"
         + (f", limit {size(used['limit'])})" if used["limit"] else ")"),
     ]
     if took["predicted_quantize"] is not None:

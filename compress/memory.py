@@ -38,6 +38,7 @@ KEPT = 128 << 20  # bytes that a process has come to hold when the blocks are do
 SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
+_former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
 
 
@@ -70,20 +71,37 @@ def show(nbytes: float) -> str:
 
 def resident() -> int:
     """Memory of this process that is resident now, in bytes."""
-    return _status("VmRSS") or peak()
+    return _status("VmRSS") or _highest()
 
 
 def peak() -> int:
-    """Largest resident memory of this process so far (since `reset_peak`, where the system can), in bytes."""
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident memory of this process since `reset_peak` that is known, in bytes.
+
+    Where the system did not reset its counter and this is still at the former peak, it is what is resident now.
+    """
+    found = measured_peak()
+    return _status("VmRSS") if found is None else found
+
+
+def measured_peak() -> int | None:
+    """The largest resident memory since `reset_peak` in bytes; None where the system has only an earlier one."""
+    highest = _highest()
+    return highest if highest > _former["peak"] else None
 
 
 def reset_peak() -> None:
-    """Start a new measurement of `peak`; without the kernel's help the peak is that of the whole process."""
+    """Start a new measurement of `peak`; where the kernel refuses, the peak so far is no longer taken for one."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return
+        _former["peak"] = _highest()
+    else:
+        _former["peak"] = 0
+
+
+def _highest() -> int:
+    """The largest resident memory that the system has counted, in bytes."""
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def available() -> int:

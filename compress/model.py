@@ -16,6 +16,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,6 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
 
 from compress.checkpoint import CONFIG, Checkpoint, StoredTensor
 from compress.edits import Edits
@@ -46,7 +48,6 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
-        transformers.utils.logging.disable_progress_bar()
         with init_empty_weights(include_buffers=False), _one_line(checkpoint):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         self.model.eval()
@@ -189,7 +190,8 @@ class Skeleton:
             device_map={"": str(device)},
             weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
         )
-        info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
+        with no_bars():
+            info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
         if info.conversion_errors or info.mismatched_keys or info.error_msgs:
             found = [*info.conversion_errors, *info.mismatched_keys, *info.error_msgs]
             raise CheckpointError(f"the checkpoint does not fit its configuration: {str(found[0])[:200]}")
@@ -310,6 +312,22 @@ def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # packed linears are put in place here, not by transformers
     return config
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """No progress bars from transformers and the hub, and the settings of both left as they were."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    is_hub_quiet = are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's too
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+        if is_hub_quiet:
+            disable_progress_bars()
 
 
 @contextmanager

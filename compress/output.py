@@ -4,11 +4,12 @@ A run into OUT works in the sibling OUT.partial:
 
     OUT.partial/lock        held (flock) while a run lives; made first, removed last
     OUT.partial/run.json    what the run is: model, recipe, calibration, versions; how it was arranged
-    OUT.partial/blocks/     one file for each finished block, written after its shard
+    OUT.partial/blocks/     one file for each finished block, written after its shard, and for each finished stage: what
+                            was done to all blocks together
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
     OUT.partial/calibration text that the model wrote to be calibrated on; kept for the next run
     OUT.partial/rotation    the rotation that was searched or learned
-    OUT.partial/stream      hidden states that do not fit into memory; OUT.partial/gradients likewise
+    OUT.partial/stream      hidden states that do not fit into memory; OUT.partial/gradients and cache-states likewise
     OUT.partial/old         the former OUT, while the new one takes its place
 
 Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
@@ -36,7 +37,7 @@ from compress.verify import MANIFEST
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
-NAMES |= {"rotation", "rotation.part", "gradients"}
+NAMES |= {"rotation", "rotation.part", "gradients", "cache-states"}
 
 
 class Output:
@@ -115,8 +116,23 @@ class Output:
         with writing(self.work):
             write_text(self._block(index), json.dumps(record))
 
+    def finished_stage(self, name: str) -> dict[str, Any] | None:
+        """The record of a stage, None where it is not done."""
+        path = self.blocks / f"{name}.json"
+        if not path.is_file():
+            return None
+        try:
+            return read_json(path)
+        except CheckpointError as error:
+            raise OutputError(f"{path} is damaged; use --restart to start over") from error
+
+    def finish_stage(self, name: str, record: dict[str, Any]) -> None:
+        """Record that a stage is done; `name` is letters, so that `forget_from` takes it for later than any block."""
+        with writing(self.work):
+            write_text(self.blocks / f"{name}.json", json.dumps(record))
+
     def forget_from(self, index: int) -> None:
-        """Drop the records of block `index` and all after it, which are then computed again."""
+        """Drop the records of all stages and of the blocks from `index` on, which are then computed again."""
         with writing(self.work):
             for path in sorted(self.blocks.glob("*.json"), reverse=True):  # the last first: never a gap
                 if path >= self._block(index):
@@ -199,7 +215,7 @@ class Output:
         self.forget_from(0)
         for directory in (self.blocks, self.model):
             self._remove(directory)
-        for name in ("stream", "gradients", "rotation", "rotation.part", "run.json.part", "run.json"):
+        for name in ("stream", "gradients", "cache-states", "rotation", "rotation.part", "run.json.part", "run.json"):
             (self.work / name).unlink(missing_ok=True)
 
     def _remove(self, directory: Path) -> None:

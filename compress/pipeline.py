@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from compress import (
     propagate,
     pruning,
     report,
+    trained,
     verify,
 )
 from compress.calib import fisher
 from compress.calib.data import Calibration
-from compress.checkpoint import sha256
 from compress.errors import CheckpointError, NumericalError
 from compress.job import Job, Prepared
 from compress.lowrank import train
@@ -186,12 +187,10 @@ class _Run:
 
     def _intact(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The finished blocks up to the first whose shard is not the file that was recorded; the rest is done again."""
-        for index, record in enumerate(records):
-            path = self.output.model / record["file"]
-            if not path.is_file() or sha256(path) != record["sha256"]:
-                self.output.forget_from(index)
-                return records[:index]
-        return records
+        intact = list(takewhile(partial(trained.is_intact, self.output), records))
+        if len(intact) < len(self.skeleton.blocks):
+            self.output.forget_from(len(intact))
+        return intact
 
     @torch.no_grad()
     def trial_seconds(self, batches: int) -> float:

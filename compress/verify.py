@@ -3,17 +3,20 @@
 During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded
 weights in plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger
 would: a fresh module tree with packed linears is filled from the files block by block, and the same probe must give
-the same hashes, bit for bit. `verify` repeats on any finished checkpoint what does not need the original: file
-hashes, names, shapes and types against the configuration, and that every block decodes to finite outputs.
+the same hashes, bit for bit. Where low-rank parts are trained after that, new hashes are taken before they are written,
+of the checked files with the trained parts in memory. `verify` repeats on any finished checkpoint what does not need
+the original: file hashes, names, shapes and types against the configuration, and that every block decodes to finite
+outputs.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress import propagate
 from compress.checkpoint import open_checkpoint, read_json, sha256
@@ -46,14 +49,18 @@ class Probe:
         return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> None:
-    """Reload a checkpoint just written and compare every block with what was computed; else CheckpointError."""
-    for index, found in enumerate(_replay(directory, device, progress)):
+def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> str:
+    """Reload a checkpoint just written and compare every block with what was computed; else CheckpointError.
+
+    Returns the outcome, for the report.
+    """
+    for index, found in enumerate(replay(directory, device, progress)):
         if found != expected[index]:
             raise CheckpointError(
                 f"self-check failed: block {index} read back from {directory} gives another result than the one "
                 "computed; run again with --restart, and report this if it happens twice"
             )
+    return "passed"
 
 
 def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
@@ -70,13 +77,19 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
             raise CheckpointError(f"{path} is missing; download or write the checkpoint again")
         if sha256(path) != expected:
             raise CheckpointError(f"{path} is not the file that was written; download or write the checkpoint again")
-    blocks = _replay(directory, torch.device("cpu"), progress)
+    blocks = replay(directory, torch.device("cpu"), progress)
     stored = open_checkpoint(directory)
     return {"files": len(files), "tensors": len(stored.tensors), "nbytes": stored.nbytes, "blocks": len(blocks)}
 
 
-def _replay(directory: Path, device: torch.device, progress: Progress) -> list[str]:
-    """Fill a fresh module tree from disk, block by block, and run the probe; one hash for each block."""
+def replay(
+    directory: Path, device: torch.device, progress: Progress, changed: Mapping[str, Tensor] | None = None
+) -> list[str]:
+    """Fill a fresh module tree from disk, block by block, and run the probe; one hash for each block.
+
+    changed: stored tensors of packed linears, by name, that take the place of those on disk.
+    """
+    changed = changed or {}
     skeleton = Skeleton(open_checkpoint(directory))
     skeleton.check_tensors()
     probe = Probe(skeleton, device)
@@ -86,6 +99,9 @@ def _replay(directory: Path, device: torch.device, progress: Progress) -> list[s
         block = skeleton.load_block(index, device)
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
+                for key in module.specs:
+                    if (other := changed.get(f"{skeleton.block_prefix(index)}{name}.{key}")) is not None:
+                        setattr(module, key, nn.Parameter(other.to(device), requires_grad=False))
                 block.set_submodule(name, module.to_linear(skeleton.dtype))
             if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
                 module.pruning = None

@@ -135,3 +135,19 @@ def test_a_conversation_goes_on(method: str, path: Path) -> None:
         found.append(generated("full", how, "greedy", cache, torch.cat((said, more), 1)))
         assert cache.get_seq_length() == found[-1].shape[1] - 1
     assert torch.equal(*found)
+
+
+def test_a_short_prompt_of_a_padded_batch_says_what_it_says_alone(path: Path) -> None:
+    """Two bits change what is said, so that it matters which tokens stay exact."""
+    recipe = {"method": "lloyd", "bits": 2, "keys": {"centre": "none"}, "sink": 4, "residual_length": 4, "flush": 1}
+    made, ids, said = prepared("full", path), prompt(2, 24, seed=11), []
+    ids[1, :21] = 0
+    mask = torch.ones_like(ids)
+    mask[1, :21] = 0
+    for rows, start in ((slice(0, 2), 0), (slice(1, 2), 21)):
+        own = make_cache(made.config, recipe, path=path)
+        given = {"attention_mask": mask[rows, start:], "max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
+        said.append(made.generate(ids[rows, start:], past_key_values=own, **given)[-1, -30:])
+    assert torch.equal(*said)
+    exact = made.generate(ids[1:, 21:], **given)[-1, -30:]
+    assert not torch.equal(said[1], exact)

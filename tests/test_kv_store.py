@@ -313,3 +313,40 @@ def test_settings() -> None:
 def test_bad_settings(recipe: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         resolve(recipe, 4)
+
+
+LLOYD = {"method": "lloyd", "bits": 2, "rope": "post", "policy": Policy(4, 8, flush=1)}
+
+
+@pytest.mark.parametrize("real", [0, 1, 4, 5])
+@pytest.mark.parametrize("chunks", [[12, *[1] * 28], [12, 2, 26], [6, 6, 28]])
+def test_a_short_row_of_a_padded_batch_is_coded_as_alone(real: int, chunks: list[int]) -> None:
+    """Its first real tokens are the sink, and no pad is, however few they are."""
+    x, pads = states(40), torch.tensor([0, 12 - real])
+    if chunks[0] == 6:  # what a chunk of a prompt shows
+        pads = pads.clamp(max=6)
+    first, padded, alone = int(pads[1]), store(**LLOYD), store(**LLOYD)
+    for part in x.split(chunks, 2):
+        padded.append(part, pads)
+    for part in x[1:, :, first:].split(1, 2):
+        alone.append(part)
+    found = padded.read()
+    assert torch.equal(found[1, :, first:], alone.read()[0])
+    assert torch.equal(found[1, :, first : first + 4], x[1, :, first : first + 4])
+    assert torch.equal(found[0], fed(x[:1], [1] * 40, **LLOYD).read()[0])
+    assert padded.coded and not padded.waits
+
+
+def test_a_batch_that_waits_for_real_tokens_is_selected_cropped_and_cleared() -> None:
+    x, pads = states(40), torch.tensor([0, 10])
+    padded, plain = store(**LLOYD), store(**LLOYD)
+    padded.append(x[:, :, :12], pads)
+    assert padded.waits and torch.equal(padded.read(), x[:, :, :12])
+    padded.crop(1)
+    swap = torch.tensor([1, 0])
+    padded.select(swap)
+    padded.append(x[swap, :, 11:], pads[swap])
+    plain.append(x[swap], pads[swap])
+    assert torch.equal(padded.read(), plain.read())
+    padded.clear()
+    assert not padded.waits and not len(padded)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress import memory, pipeline, propagate
+from compress import display, memory, pipeline, propagate
 from compress.checkpoint import open_checkpoint
 from compress.errors import BudgetError
 from compress.memory import Arrangement, parse_size, show, split
@@ -174,6 +174,33 @@ def test_the_peak_is_measured() -> None:
         memory.reset_peak()
         assert memory.peak() < during - 60 * MIB
     assert 0 < memory.available() < 1 << 50
+
+
+def test_a_counter_that_is_not_reset_refuses_nothing(
+    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier peak above the limit counts no more; a later one above it does, and is measured."""
+    real_write, real_status, peaks = Path.write_text, memory._status, [1 << 40]
+
+    def write_text(path: Path, *args: Any, **kwargs: Any) -> int:
+        if str(path) == "/proc/self/clear_refs":
+            raise PermissionError
+        return real_write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(memory, "_former", {"peak": 0})
+    monkeypatch.setattr(memory, "_status", lambda field: peaks[-1] if field == "VmHWM" else real_status(field))
+    report = pipeline.quantize(dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), max_memory=1 << 39))
+    assert report["memory"]["measured_peak"] is None
+    assert "peak memory unknown (predicted" in "\n".join(display.result_lines(report, "out"))
+    memory.check(1 << 39)
+    assert memory.peak() <= memory.resident() + MIB
+    with pytest.raises(BudgetError):
+        memory.check(MIB)
+    peaks.append((1 << 40) + 1)
+    assert memory.peak() == memory.measured_peak() == peaks[-1]
+    with pytest.raises(BudgetError):
+        memory.check(1 << 39)
 
 
 def test_check(monkeypatch: pytest.MonkeyPatch) -> None:

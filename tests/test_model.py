@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
+from compress.calib import lm
 from compress.checkpoint import CONFIG, open_checkpoint
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import MIN_FEATURES, Skeleton
@@ -282,3 +285,24 @@ def test_the_dtype_of_most_values_where_the_configuration_names_none(tmp_path: P
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps({k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}))
     assert skeleton(tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_hub_quiet", [False, True])
+def test_loading_shows_no_progress_and_keeps_the_settings(
+    is_hub_quiet: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, before = save_pico("llama", tmp_path / "model"), logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    logging.enable_progress_bar()
+    (disable_progress_bars if is_hub_quiet else enable_progress_bars)()
+    try:
+        skeleton = Skeleton(open_checkpoint(directory))
+        skeleton.load_block(0, torch.device("cpu"))
+        lm.load_model(directory)
+        assert logging.is_progress_bar_enabled() and are_progress_bars_disabled() == is_hub_quiet
+        logging.disable_progress_bar()
+        skeleton.load_block(1, torch.device("cpu"))
+        assert not logging.is_progress_bar_enabled() and are_progress_bars_disabled()
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+    assert capfd.readouterr() == ("", "")

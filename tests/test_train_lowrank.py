@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,16 @@ def copied(directory: Path, out: Path) -> Path:
     return out
 
 
+def trained(directory: Path, model: Path, tokens: Tensor, asked: train.Asked, *more: Any) -> train.Result:
+    """Train a checkpoint, and write what is better into its shards."""
+    before = contents(directory)
+    result, factors = train.whole(directory, model, tokens, asked, *more)
+    assert contents(directory) == before and bool(factors) == result.improved
+    for path in sorted(directory.glob("*.safetensors")):
+        train.write(path, factors)
+    return result
+
+
 def kl(model: Path, packed: Path, tokens: Tensor) -> float:
     original, other = (lm.load_model(path, "float32")(input_ids=tokens).logits.double() for path in (model, packed))
     p, q = original.log_softmax(-1), other.log_softmax(-1)
@@ -55,7 +66,7 @@ def test_the_whole_model_comes_nearer_to_the_original(made: tuple[Path, Path], t
     out = copied(packed, tmp_path / "out")
     said: list[str] = []
     asked = train.Asked(40, 3e-3, names(packed))
-    result = train.whole(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
+    result = trained(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
     assert (
         result.improved
         and result.after < 0.8 * result.before
@@ -75,12 +86,12 @@ def test_only_the_asked_parts_and_only_if_it_is_better(made: tuple[Path, Path], 
     model, packed = made
     one = frozenset({"model.layers.1.mlp.down_proj"})
     out = copied(packed, tmp_path / "out")
-    assert train.whole(out, model, TOKENS.repeat(2, 1), train.Asked(20, 3e-3, one), "cpu", lambda _: None).improved
+    assert trained(out, model, TOKENS.repeat(2, 1), train.Asked(20, 3e-3, one), "cpu", lambda _: None).improved
     before, after = stored_tensors(packed), stored_tensors(out)
     changed = {name.rsplit(".", 1)[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == one
     worse = copied(packed, tmp_path / "worse")
-    result = train.whole(worse, model, TOKENS, train.Asked(8, 3.0, names(packed)), "cpu", lambda _: None)
+    result = trained(worse, model, TOKENS, train.Asked(8, 3.0, names(packed)), "cpu", lambda _: None)
     assert not result.improved and "no better, so the parts stay as they were" in result.note
     assert contents(worse) == contents(packed)
 
@@ -90,7 +101,7 @@ def test_the_same_again(made: tuple[Path, Path], tmp_path: Path) -> None:
     asked = train.Asked(5, 1e-3, names(packed))
     outs = [copied(packed, tmp_path / name) for name in "ab"]
     for out in outs:
-        train.whole(out, model, TOKENS, asked, "cpu", lambda _: None)
+        trained(out, model, TOKENS, asked, "cpu", lambda _: None)
     assert contents(outs[0]) == contents(outs[1])
 
 

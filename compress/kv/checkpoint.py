@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from compress import memory, plugins, recipe_kv
-from compress.checkpoint import open_checkpoint
+from compress.checkpoint import open_checkpoint, sha256
 from compress.errors import RecipeError
 from compress.kv import stored
 from compress.kv.cache import CODED, make_cache
@@ -19,9 +19,11 @@ from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, Settings, exact, resolve
 from compress.model import Skeleton
 
+STAGE = "cache"  # of a run (compress/output.py)
 CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all of them are in memory
 
 if TYPE_CHECKING:
+    from compress.output import Output
     from compress.progress import Progress
     from compress.recipe_kv import CacheRecipe
     from compress.report import Facts
@@ -70,17 +72,35 @@ def coded(config: Any, settings: Settings) -> Settings:
     return replace(settings, layers=tuple(layers))
 
 
-def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def build(output: Output, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The section for a finished checkpoint by the recipe of its job, and what the report says of it.
 
-    Codecs are calibrated on the text of the job, CALIBRATED tokens of it, and on the model as it was written. None
-    without a recipe, and where only the transforms of a recipe were asked for.
+    Codecs are calibrated on the text of the job, CALIBRATED tokens of it, and on the model as it was written. What an
+    interrupted run has calibrated is taken from it. None without a recipe, and where only the transforms of a recipe
+    were asked for.
     """
     asked = facts.job
-    recipe = asked.recipe.kv_cache
-    if recipe is None or (asked.recipe.packs and not asked.pack):
+    if asked.recipe.kv_cache is None or (asked.recipe.packs and not asked.pack):
         return None, None
-    progress("calibrating the cache", 0, 0)
+    record = output.finished_stage(STAGE)
+    if record is None or not _is_intact(output.model, record["section"]):
+        progress("calibrating the cache", 0, 0)
+        section, found = _calibrated(output.model, facts, asked.recipe.kv_cache)
+        record = {"section": section, "calibration": found}
+        output.finish_stage(STAGE, record)
+    section = record["section"]
+    return section, {"calibration": record["calibration"], **section}
+
+
+def _is_intact(directory: Path, section: dict[str, Any]) -> bool:
+    """Whether the file of calibrated tensors, where there is one, is the one that the section speaks of."""
+    static, path = section.get("static"), directory / stored.FILE
+    return static is None or (path.is_file() and sha256(path) == static["sha256"])
+
+
+def _calibrated(directory: Path, facts: Facts, recipe: CacheRecipe) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Calibrate and write the cache of a checkpoint: its section, and facts of the calibration if there was one."""
+    asked = facts.job
     skeleton = Skeleton(open_checkpoint(directory))
     settings = check(skeleton.config, recipe)
     static: dict[str, Tensor] = {}
@@ -95,4 +115,4 @@ def build(directory: Path, facts: Facts, progress: Progress) -> tuple[dict[str, 
         memory.check(asked.max_memory)
     section = stored.write(directory, settings, static)
     stored.table(section, len(settings.layers))  # reads it back
-    return section, {"calibration": found, **section}
+    return section, found

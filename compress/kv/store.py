@@ -6,7 +6,8 @@ geometrically, so that a long generation costs time in proportion to its length,
 
 Left padding: where the number of pads of each row is known, the first real tokens are the sink, and pads are coded as
 copies of the next real token, so that no group sees them. Storage order then differs from token order in the first
-columns; `columns` says how.
+columns; `columns` says how. Where a row of the first chunk has no more real tokens than the sink takes, all tokens stay
+exact until those that follow have given every row more.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Store:
         self.coded = 0
         self.columns: Tensor | None = None  # int64 [B, c]: the column that stands at each of the first c places
         self.source: Tensor | None = None  # int64 [B, c]: the same, but for pads the column that they are copies of
+        self.waits = False  # for rows that do not have a sink of real tokens yet; all is in the tail
         self._has_runs = any(field.tokens == 0 for field in codec.fields.values())
 
     def __len__(self) -> int:
@@ -95,14 +97,22 @@ class Store:
         return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
 
     def append(self, x: Tensor, pads: Tensor | None = None, queries: Tensor | None = None) -> None:
-        """x [B, h, n, width]; pads int [B], of a first chunk: how many columns of each row are padding."""
+        """x [B, h, n, width]; pads int [B], with each chunk: how many first columns of each row are padding."""
         if not x.shape[2]:
             return
-        if not len(self) and pads is not None:
+        if pads is not None and (self.waits or not len(self)):
+            if self.tail.length:
+                x = torch.cat((self.tail.view(), x), 2)
+                self.tail.drop(self.tail.length)
+            most = int(pads.max())
+            self.waits = most > 0 and x.shape[2] <= most + self.policy.sink
+            if self.waits:
+                self.tail.append(x)
+                return
             if queries is not None:  # those of pads do not count
-                real = torch.arange(queries.shape[2], device=queries.device) >= pads.to(queries.device)[:, None]
-                queries = queries * real[:, None, :, None]
-            x = self._in_front(x, pads)
+                column = torch.arange(x.shape[2] - queries.shape[2], x.shape[2], device=queries.device)
+                queries = queries * (column >= pads.to(queries.device)[:, None])[:, None, :, None]
+            x = self._in_front(x, pads, most)
         if not self.coded and not self.tail.length and self.sink.length < self.policy.sink:
             missing = self.policy.sink - self.sink.length
             self.sink.append(x[:, :, :missing])
@@ -205,7 +215,7 @@ class Store:
     def clear(self) -> None:
         for buffer in (self.sink, self.tail, *self.fields.values()):
             buffer.clear()
-        self.state, self.runs, self.coded = {}, [], 0
+        self.state, self.runs, self.coded, self.waits = {}, [], 0, False
         self.columns = self.source = None
 
     def nbytes(self) -> Bytes:
@@ -315,10 +325,10 @@ class Store:
             rows[name] = self.fields[name].view(*ends)
         return rows
 
-    def _in_front(self, x: Tensor, pads: Tensor) -> Tensor:
+    def _in_front(self, x: Tensor, pads: Tensor, most: int) -> Tensor:
         """The first real tokens of each row before its pads, which become copies of the next one."""
-        most, sink = int(pads.max()), self.policy.sink
-        if not most or most + sink >= x.shape[2]:  # a chunk of pads: they are tokens as others are
+        sink = self.policy.sink
+        if not most:
             return x
         place = torch.arange(most + sink, device=x.device)[None]
         pads = pads.to(x.device)[:, None]

@@ -68,7 +68,7 @@ class Result(NamedTuple):
     steps: int
     seconds: float
     parameters: int
-    improved: bool  # and so written
+    improved: bool  # and so kept
 
     @property
     def note(self) -> str:
@@ -117,9 +117,10 @@ def block_workspace(weights: int, packed: int, trained: int, states: int) -> int
 
 def whole(
     directory: Path, original: Path, tokens: Tensor, wanted: Asked, device: str, say: Callable[[str], None]
-) -> Result:
-    """Train the packed checkpoint in `directory` against the original; rewrites shards if that made it better.
+) -> tuple[Result, dict[str, Tensor]]:
+    """Train the packed checkpoint in `directory` against the original; its files stay as they are.
 
+    Also returns the trained factors by their names on disk, none if they are no better.
     tokens [samples, seq_len], at least 2 samples or the only one is used for both.
     """
     started = time.monotonic()
@@ -141,10 +142,10 @@ def whole(
     for layer in layers.values():
         _close(layer)
     after = _divergence(teacher, student, unseen.to(device))
-    if after < before:
-        _write(directory, {f"{name}.{key}": layers[name].get_parameter(key) for name in layers for key in FACTORS})
     seconds, count = time.monotonic() - started, sum(master.numel() for master in masters)
-    return Result(before, after, wanted.steps, seconds, count, after < before)
+    trained = {f"{name}.{key}": layers[name].get_parameter(key).detach().cpu() for name in layers for key in FACTORS}
+    result = Result(before, after, wanted.steps, seconds, count, after < before)
+    return result, trained if result.improved else {}
 
 
 def blocks(
@@ -281,9 +282,8 @@ def endless(batches: Callable[[], Iterable[Any]]) -> Any:
         yield from batches()
 
 
-def _write(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Put these in the place of the stored tensors of the same names."""
-    for path in sorted(directory.glob("*.safetensors")):
-        stored: dict[str, Tensor | StoredTensor] = dict(read_header(path))
-        if changed := {name: tensor.detach().cpu() for name, tensor in tensors.items() if name in stored}:
-            write_shard(path, {**stored, **changed})
+def write(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
+    """Put those of these that a shard has in the place of its tensors of the same names."""
+    stored: dict[str, Tensor | StoredTensor] = dict(read_header(path))
+    if changed := {name: tensor for name, tensor in tensors.items() if name in stored}:
+        write_shard(path, {**stored, **changed})
