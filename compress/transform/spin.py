@@ -91,11 +91,11 @@ def learn(rotation: Rotation, bench: Workbench) -> tuple[dict[str, Tensor], str]
                 cayley_step(matrix, rate, rotation.keep_mean and name == "residual")
         after = model.divergence(held)
     seconds, used_nbytes = time.monotonic() - started, memory.measured_peak()
-    used = "" if used_nbytes is None else f" with {memory.show(used_nbytes)} at most"
+    most = "" if used_nbytes is None else f" with {memory.show(used_nbytes)} at most"
     memory.trim()
     note = (
         f"rotations learned in {steps} steps: KL {before.mean():.5g} -> {after.mean():.5g} on {len(held)} samples, in "
-        f"{seconds:.0f} s{used}"
+        f"{seconds:.0f} s{most}"
     )
     if not is_better(before, after):
         return {}, f"{note}; they are not clearly better, and not used"
