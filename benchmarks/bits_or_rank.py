@@ -34,11 +34,12 @@ SETS = {"bits": (0, 2, 4), "rank beside 2 bits": (0, 1), "both": (0, 1, 2, 3, 4,
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from compress import allocation, recipe
+    from compress import recipe
+    from compress.allocate import session
     from compress.allocate.problem import Problem
     from compress.allocate.solver import damages_of, solve
-    from compress.job import Job
-    from compress.recipe_types import Target
+    from compress.recipe.schema import Target
+    from compress.run.job import Job
 
     args.work.mkdir(parents=True, exist_ok=True)
     path = args.work / "bits-or-rank.yaml"
@@ -48,7 +49,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows: list[dict[str, Any]] = []
     choices = []
-    with allocation.session(job, lambda text, done, total: None) as opened:
+    with session.session(job, lambda text, done, total: None) as opened:
         found = opened.table(frozenset({"swap"}))
         for target in args.targets:
             whole = found.problem(Target(target))

@@ -128,7 +128,8 @@ def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
     from peers import peak_rss
     from safetensors.torch import load_file
 
-    from compress import formats, incoherence, plugins
+    from compress import formats, plugins
+    from compress.quant import incoherence
     from compress.types import NO_OPS, LayerPlan, LinearSpec, Stats
 
     chosen = scheme(entry)

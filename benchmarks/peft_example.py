@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import compress
-from compress import adapter
-from compress.calib import lm
 from compress.calib.data import token_windows
+from compress.export import peft as adapter
+from compress.model import load
 from compress.runtime.linear import PackedLinear
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     model, parameters = with_adapter(base, directory)
     size = sum(parameter.numel() for parameter in parameters)
     print(f"{count} adapters, {size} trained parameters; the base stays packed")
-    windows, _ = token_windows(asked.text, lm.load_tokenizer(base), 128, model.config.get_text_config().vocab_size)
+    windows, _ = token_windows(asked.text, load.load_tokenizer(base), 128, model.config.get_text_config().vocab_size)
     losses = train(model, parameters, windows, asked.steps, asked.rate)
     part = max(1, len(losses) // 5)
     print(f"loss {sum(losses[:part]) / part:.4f} -> {sum(losses[-part:]) / part:.4f} nats a token")

@@ -76,9 +76,10 @@ def write_tokens(model: Path, calib: Path, count: int, seq_len: int, out: Path) 
     """The windows that our pipeline calibrates on, for the peers."""
     from safetensors.torch import save_file
 
-    from compress.calib import data, lm
+    from compress.calib import data
+    from compress.model import load
 
-    tokenizer, vocab_size = lm.load_tokenizer(model), lm.load_config(model).vocab_size
+    tokenizer, vocab_size = load.load_tokenizer(model), load.load_config(model).vocab_size
     windows = data.calibration(calib, tokenizer, count, seq_len, SEED, vocab_size).tokens
     save_file({"tokens": windows.contiguous()}, out)
 

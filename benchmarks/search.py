@@ -93,7 +93,7 @@ class Synthetic:
 
 def traced(problem: Problem, config: Any, bench: Any) -> list[Row]:
     """The trace, with the KL on all sequences of what each generation ends with."""
-    from compress.allocate import evolve
+    from compress.allocate.methods import evolve
 
     known: dict[Choice, float] = {}
     rows = []
@@ -106,7 +106,7 @@ def traced(problem: Problem, config: Any, bench: Any) -> list[Row]:
 
 
 def config_of(settings: Row, generations: int) -> Any:
-    from compress.allocate import evolve
+    from compress.allocate.methods import evolve
 
     base = evolve.PUBLISHED if settings.pop("published", False) else evolve.Config()
     lists = {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
@@ -115,7 +115,7 @@ def config_of(settings: Row, generations: int) -> Any:
 
 def searched(args: argparse.Namespace, settings: Row, target: str, seed: int) -> Row:
     """One search from its beginning."""
-    from compress.allocate import evolve
+    from compress.allocate.methods import evolve
 
     config = config_of(dict(settings), args.generations)
     needed = evolve.needs(config) - {"joint"}
@@ -131,15 +131,17 @@ def searched(args: argparse.Namespace, settings: Row, target: str, seed: int) ->
 
 def on_model(args: argparse.Namespace, config: Any, target: str, seed: int, folder: Path) -> tuple[list[Row], float]:
     """A search on the measurements in --measurements, which are made where they are missing."""
-    from compress import allocation, display, recipe
-    from compress.allocate import evolve
-    from compress.job import Job
-    from compress.recipe_types import Target
+    from compress import recipe
+    from compress.allocate import session
+    from compress.allocate.methods import evolve
+    from compress.cli import tables
+    from compress.recipe.schema import Target
+    from compress.run.job import Job
 
     loaded = recipe.load(str(args.recipe), args.set)
     given = {"calib": str(args.calib), "processes": args.processes, "measurements": args.measurements}
     asked = Job(str(args.base), loaded, folder / "out", **given)
-    with display.progress_bar() as progress, allocation.session(asked, progress) as opened:
+    with tables.progress_bar() as progress, session.session(asked, progress) as opened:
         found = opened.table(evolve.needs(config))
         bench = opened.bench(found)
         bench.seed, bench.folder = seed, folder

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from compress.checkpoint import Checkpoint, open_checkpoint, read_header, read_json, write_shard, write_text
 from compress.errors import BudgetError, CalibrationError, CheckpointError, first_line
+from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_header, read_json, write_shard, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,13 +117,13 @@ def self_generated(
     last bits of the model's batched products. The whole model is loaded: if it and one window take more than
     max_nbytes, what may still be taken, that is a BudgetError. progress is told (tokens done, in all).
     """
-    from compress.calib import lm
+    from compress.model import load
 
     _check_counts(num_samples, seq_len)
     directory = Path(model_directory)
     checkpoint = open_checkpoint(directory)
-    size = _self_batch(checkpoint, lm.sequence_nbytes(lm.load_config(directory), seq_len), max_nbytes)
-    model = lm.load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
+    size = _self_batch(checkpoint, load.sequence_nbytes(load.load_config(directory), seq_len), max_nbytes)
+    model = load.load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
     written: list[Tensor] = []
     for begin in range(0, num_samples, size):
         generators = [_generator(seed, index) for index in range(begin, min(begin + size, num_samples))]
@@ -132,8 +132,8 @@ def self_generated(
             if progress is not None:
                 progress(begin * seq_len + rows * done, num_samples * seq_len)
 
-        draw = lm.Draw(directory.name, 1.0, generators, step)
-        written.append(lm.write(model, lm.start_tokens(model, generators), seq_len - 1, draw))
+        draw = load.Draw(directory.name, 1.0, generators, step)
+        written.append(load.write(model, load.start_tokens(model, generators), seq_len - 1, draw))
     return _of_model(torch.cat(written))
 
 

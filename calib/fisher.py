@@ -6,8 +6,8 @@ solution (compress/lowrank/factors.py). A row or column that hardly any gradient
 heaviest one, so that nothing is left without a measure.
 
 The gradients are those of the original model on the first `samples` calibration samples: a forward and a backward pass
-over the whole model, block by block (calib/sensitivity.py), before the first block is rounded. The paper takes
-10000 sequences of 1024 tokens.
+over the whole model, block by block (compress/allocate/block_scores.py), before the first block is rounded. The paper
+takes 10000 sequences of 1024 tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.calib.sensitivity import gradients
-from compress.model import Skeleton
+from compress.allocate.block_scores import gradients
+from compress.model.skeleton import Skeleton
 from compress.types import Fisher
 
 SMALLEST = 1e-3  # weight of a row or column against the heaviest one

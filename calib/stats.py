@@ -9,7 +9,7 @@ Beside it the drift of an input can be summed, (y - x) x^T with y the same input
 batch the full-precision stream goes first, under `expect`, and the other follows under `collect`. The difference is
 taken before the product, so that streams that agree give zero to the bit.
 
-A token of weight r (calib/importance.py) goes into the sums as r tokens would, but is counted once.
+A token of weight r (calib/token_importance.py) goes into the sums as r tokens would, but is counted once.
 """
 
 from __future__ import annotations

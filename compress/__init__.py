@@ -10,41 +10,25 @@
 
 Importing this package makes `from_pretrained` know packed checkpoints, and imports neither torch nor transformers.
 
-The files:
-    cli         the command line: parse, call one function, print, map errors to exit codes; display: what it prints
-    recipe      YAML -> Recipe: strict keys and types, every default visible; recipe_types: the data; recipe_blocks,
-                overrides, strict_yaml: the reading beneath it
-    plan        recipe and skeleton -> what happens to every linear, with exact bytes
-    job         what the user asked for, made ready; memory: the budget, what may be resident, what spills
-    pipeline    the loop over the blocks, the only module that sees everything
-    allocation  a recipe that leaves bits open -> one that says what every linear gets; measure, damages, sensitivities:
-                what that is decided by; database: packed levels; table, units: the choices; frontier: what bytes buy;
-                forecast: what a plan says before that
-    allocate/   allocators, one a file: which option for which part, within a budget?
-    candidates  the divergence of many variants of the model at once; prefixes, teacher, head: the parts of it
-    model       the skeleton: decoder blocks, linears, which of them share an input, experts; propagate: running blocks
-    checkpoint  reading safetensors lazily, writing shards; output: the directory that is renamed into place last
-    calib/      data.py: text -> tokens; stats.py: streamed statistics of the inputs; sensitivity.py: gradients, scores,
-                answers to noise; fisher.py: gradients of weights; routing.py: where tokens go among experts; lm.py:
-                whole models
-    incoherence random signs and Hadamard transforms around what a method sees; asymmetric: targets that make up for the
-                errors of earlier blocks; ops: the operations at run time; hadamard: transforms of any order
-    quant/      methods, one a file: which codes? feedback: the column loop that they share; sweeps: its clean-up;
-                linalg: factors and precision rules
-    lowrank/    two thin matrices that make up for what rounding loses: found, stored in few bits, trained; adapter: the
-                same in the form of PEFT
-    kv/         codecs of the key-value cache, one a file; its store, what transformers sees, both ways to read it, its
-                calibration; recipe_kv: its section of a recipe; cache_allocation: one budget for it and the weights
-    formats/    one a file: how are the codes stored and decoded? packing: n-bit fields <-> words
-    kernels/    how does a product run on them? cpu, triton: a file a format; dispatch: which of them;
-                jit: functions compiled for the CPU at hand
-    runtime/    modules that hold them: linear, experts; hf: loading through transformers
-    autoload    how transformers finds runtime/hf without an import
-    assemble    the finished directory; verify: is it what its manifest says?; report, progress: what happened
-    evaluate/   perplexity, divergence and what a model writes
-    plugins     finds a method or format by its file name and checks its contract
-    types       the data that modules pass to each other
-    errors      every error that the user's input can cause
+The packages, each of which imports only those before it:
+    errors, types, plugins, progress     what everything may use
+    numerics    factors of matrices, Hadamard transforms, packed words
+    formats     one file a format: how codes are stored and decoded; transforms: what lies around a stored matrix
+    kernels     products that read stored weights: kernels/cpu/ (compiled by LLVM), kernels/triton/; dispatch finds them
+    storage     safetensors and checkpoint directories; the working directory of a run, renamed into place last
+    kv          the key-value cache: store, cache, attention; kv/codecs/: one file a codec
+    runtime     modules that hold packed weights; how transformers loads them
+    model       the skeleton of a model, running it block by block, tracing what feeds what
+    recipe      YAML -> Recipe and back
+    calib       calibration text, statistics of inputs, gradients, samples for cache codecs
+    lowrank, tune    low-rank parts beside weights, and their training
+    quant       one file a weight method: which codes?
+    transform   what is done to weights before: rotation, scaling
+    run         a job from its plan to the finished checkpoint
+    evaluate    perplexity, divergence, speed, caches
+    allocate    bits within a budget: options, what they damage, allocators (allocate/methods/)
+    export      low-rank parts in the form of PEFT
+    cli         the command line
 """
 
 from __future__ import annotations
@@ -59,16 +43,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-_root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-if _os.path.isfile(_os.path.join(_root, "pyproject.toml")):
-    __path__.append(_root)  # a checkout: compress.recipes -> ./recipes, compress.calib -> ./calib
-
 __version__ = "0.1.0"
 __all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
 
 # Imported when asked for. `evaluate` is a package and `plan` a module: a function under either name would be hidden as
 # soon as anything imports the module.
-_HOMES = {"Job": "compress.job", "prepare": "compress.job", "quantize": "compress.pipeline"}
+_HOMES = {"Job": "compress.run.job", "prepare": "compress.run.job", "quantize": "compress.run.pipeline"}
 
 autoload.register()
 

@@ -1,5 +1,5 @@
 """`python -m compress` is the command line."""
 
-from compress.cli import main
+from compress.cli.app import main
 
 main()

@@ -1,7 +1,8 @@
 """Finds methods and formats by their file names; there is no registry to edit.
 
-A plugin is one file `compress/<kind>/<name>.py` with the names that `KINDS` lists for its kind. Listing reads the
-sources and runs nothing, so that it is instant and imports no torch; `load` imports one file and checks its contract.
+A plugin is one file `compress/<package of its kind>/<name>.py` with the names that `KINDS` lists for its kind. Listing
+reads the sources and runs nothing, so that it is instant and imports no torch; `load` imports one file and checks its
+contract.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ KINDS = {
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
 }
+PACKAGES = {kind: {"allocate": "allocate.methods", "kv": "kv.codecs"}.get(kind, kind) for kind in KINDS}
 
 _checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` has found to keep the contract
 
@@ -46,7 +48,7 @@ def load(kind: str, name: str) -> ModuleType:
 
     A module that has been checked is looked up from then on, as long as it stays the imported one.
     """
-    full = f"compress.{kind}.{name}"
+    full = f"compress.{PACKAGES[kind]}.{name}"
     known = _checked.get((kind, name))
     if known is not None and sys.modules.get(full) is known:
         return known
@@ -78,7 +80,7 @@ def _find(kind: str, name: str) -> ast.Module:
 
 def _files(kind: str) -> dict[str, Path]:
     """Files that may be plugins, by name."""
-    spec = importlib.util.find_spec(f"compress.{kind}")  # imports compress, but not the sub-package
+    spec = importlib.util.find_spec(f"compress.{PACKAGES[kind]}")  # imports the packages above it only
     folders = spec.submodule_search_locations if spec else None
     return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
 

@@ -33,7 +33,7 @@ class Stats:
     """Streamed statistics of one shared input: hessian = sum over tokens of x x^T [in, in], float32.
 
     drift = sum over tokens of (y - x) x^T [in, in], float32, y being the same input in the full-precision model; None
-    where it was not taken. The engine uses it up (compress/asymmetric.py): methods never see it.
+    where it was not taken. The engine uses it up (compress/quant/target_correction.py): methods never see it.
     """
 
     hessian: Tensor
@@ -43,7 +43,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Ops:
-    """Operations around a stored matrix M, by their names in compress/ops.py, in the order in which they are applied.
+    """Operations around a stored matrix M, by their names in formats/transforms.py, in the order of application.
 
     y = output ops(M input ops(x)): the effective weight is Out M In.
     """

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats
-from compress.propagate import Batches, Call
+from compress.model.blockwise import Batches, Call
+from compress.model.graph import Site
 from compress.quant import rtn
 from compress.runtime.experts import Experts, is_fused_experts
-from compress.structure import Site
 from compress.types import Activations, Scheme
 from pico import VOCAB_SIZE, build
 

@@ -41,9 +41,9 @@ def pico_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU kernels take weights of any size."""
     from compress.kernels import dispatch
-    from compress.kernels.cpu import rows
+    from compress.kernels.cpu import emitter
 
-    monkeypatch.setattr(rows, "SMALL", 0)
+    monkeypatch.setattr(emitter, "SMALL", 0)
     dispatch.forget()
     yield
     dispatch.forget()

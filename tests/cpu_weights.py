@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 import stored
-from compress import jit
 from compress.formats import codebook, e8p, trellis
 from compress.formats import int as int_format
-from compress.kernels import dispatch
+from compress.kernels import dispatch, llvm
 from compress.types import PackedWeight
 
 INT = [  # shape, bits, group, symmetric
@@ -89,7 +88,7 @@ WEIGHTS = [
 
 def kernel_of(weight: PackedWeight) -> dispatch.Kernel:
     kernel = dispatch.supported("cpu", weight.format, weight.params, weight.shape)
-    if weight.format == "codebook" and "avx512vbmi" not in jit.features():
+    if weight.format == "codebook" and "avx512vbmi" not in llvm.features():
         assert kernel is None
         pytest.skip("no byte permutations on this processor")
     assert kernel is not None

@@ -64,7 +64,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
-    """As compress/kv/calibrate.py gives it, from samples with a mean and channels of falling size."""
+    """As calib/kv.py gives it, from samples with a mean and channels of falling size."""
     fall, mean = torch.logspace(0, -1, WIDTH), normal(HEADS, WIDTH, seed=9)
     kinds = ("keys", "keys_pre", "values", "gradients")
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}

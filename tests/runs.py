@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 
 from compress import recipe
-from compress.job import Job
+from compress.run.job import Job
 
 TEXT = Path(__file__)  # to calibrate on: any text will do
 REPORTS = {"report.json", "compress_manifest.json"}  # hold times: the only files that two equal runs write differently
@@ -147,14 +147,14 @@ def cli(*words: str, prepare: str = "", cwd: Path | None = None) -> Result:
 PARENT = """
 import json, os, signal, sys, tempfile, traceback
 from pathlib import Path
-import compress.cli, compress.display, compress.evaluate, compress.pipeline
+import compress.cli.app, compress.cli.tables, compress.evaluate, compress.run.pipeline
 import pico, runs, torch
 from transformers.utils import logging
 
 logging.disable_progress_bar()
 with tempfile.TemporaryDirectory() as folder:  # the first run imports and caches much, for all that follow
     model = pico.save_pico("llama", Path(folder, "model"))
-    compress.pipeline.quantize(runs.job(model, runs.GPTQ, Path(folder, "out")))
+    compress.run.pipeline.quantize(runs.job(model, runs.GPTQ, Path(folder, "out")))
 
 def run(asked):
     for number, path in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
@@ -166,7 +166,7 @@ def run(asked):
     exec(asked["prepare"], {})
     sys.argv = ["compress", *asked["words"]]
     try:
-        compress.cli.main()
+        compress.cli.app.main()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

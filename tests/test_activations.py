@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import activations as inputs
-from compress.activations import LargestInput, fake_quantize, quantize, split
 from compress.errors import CheckpointError, NumericalError
 from compress.kernels import dispatch
+from compress.runtime import activation_quant as inputs
+from compress.runtime.activation_quant import LargestInput, fake_quantize, quantize, split
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressQuantizer, build_config, scheme
 from compress.runtime.linear import PackedLinear

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import compress
 import problems
-from compress import adapter, pipeline
 from compress.errors import CheckpointError, OutputError
+from compress.export import peft as adapter
 from compress.formats import lowrank
+from compress.run import pipeline
 from compress.runtime.linear import PackedLinear
 from compress.types import LowRank
 from pico import round_to_nearest, save_pico

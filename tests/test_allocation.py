@@ -13,15 +13,17 @@ import pytest
 import torch
 
 import compress
-from compress import allocation, damages, frontier, measure, pipeline, recipe, report, table
-from compress.allocate import uniform
+from compress import recipe
+from compress.allocate import metrics, pareto, quantize_options, session, table
+from compress.allocate.methods import uniform
 from compress.allocate.problem import Problem
-from compress.database import TABLE, Database
+from compress.allocate.variants import TABLE, Database
 from compress.errors import BudgetError, CompressError, OutputError, RecipeError
-from compress.job import Job
-from compress.output import Output
 from compress.progress import silent
-from compress.recipe_types import Target
+from compress.recipe.schema import Target
+from compress.run import pipeline, report
+from compress.run.job import Job
+from compress.storage.workdir import Output
 from pico import save_pico
 from runs import TEXT
 
@@ -47,16 +49,16 @@ def asked(model: Path, folder: Path, *overrides: str, text: str = RECIPE) -> Job
 
 
 @pytest.fixture(scope="module")
-def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[allocation.Session]:
+def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[session.Session]:
     folder = tmp_path_factory.mktemp("table")
-    with allocation.session(asked(model, folder), silent) as found:
+    with session.session(asked(model, folder), silent) as found:
         yield found
 
 
-def test_every_level_is_packed_and_counted(opened: allocation.Session) -> None:
+def test_every_level_is_packed_and_counted(opened: session.Session) -> None:
     found = opened.table(frozenset())
     assert len(found.units) == 8 and {len(unit.entries) for unit in found.units} == {5}
-    measured = dict(measure.linears(opened.opened, opened.database))
+    measured = dict(quantize_options.linears(opened.opened, opened.database))
     for unit in found.units:
         assert [entry.nbytes for entry in unit.entries] == sorted(entry.nbytes for entry in unit.entries)
         for entry in unit.entries:
@@ -68,18 +70,18 @@ def test_every_level_is_packed_and_counted(opened: allocation.Session) -> None:
                 assert entry.damage["hessian"] > 0
 
 
-def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: allocation.Session) -> None:
+def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: session.Session) -> None:
     skeleton, levels = opened.measured.source()
     name = "model.layers.1.mlp.down_proj"
     original = opened.measured.originals(skeleton, 1)[name]
     for number in range(3):
         change = levels.weight(name, str(number), original) - original
-        measured = dict(measure.linears(opened.opened, opened.database))[name][str(number)]
+        measured = dict(quantize_options.linears(opened.opened, opened.database))[name][str(number)]
         assert measured["weight"] == pytest.approx(change.double().square().sum().item(), rel=1e-5)
         assert measured["relative"] == pytest.approx((change.norm() / original.norm()).item() ** 2, rel=1e-4)
 
 
-def test_swaps_are_divergences_of_whole_models(opened: allocation.Session, model: Path) -> None:
+def test_swaps_are_divergences_of_whole_models(opened: session.Session, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     found = opened.table(frozenset({"swap"}))
@@ -98,8 +100,8 @@ def test_swaps_are_divergences_of_whole_models(opened: allocation.Session, model
     assert next(entry for entry in unit.entries if entry.option == "keep").damage["swap"] < 1e-9
 
 
-@pytest.mark.parametrize("name", sorted(damages.MEASURES))
-def test_every_damage_and_score_can_be_measured(name: str, opened: allocation.Session) -> None:
+@pytest.mark.parametrize("name", sorted(metrics.MEASURES))
+def test_every_damage_and_score_can_be_measured(name: str, opened: session.Session) -> None:
     found = opened.table(frozenset({name}))
     if name in found.units[0].scores:
         assert len({unit.scores[name] for unit in found.units}) == 2  # of two blocks
@@ -109,7 +111,7 @@ def test_every_damage_and_score_can_be_measured(name: str, opened: allocation.Se
         assert values["gptq bits=2"] > values["gptq bits=5"] >= values["keep"] >= 0
 
 
-def test_the_table_survives_its_file(opened: allocation.Session) -> None:
+def test_the_table_survives_its_file(opened: session.Session) -> None:
     found = opened.table(frozenset({"swap"}))
     assert table.load(opened.database.folder) == found
     held = json.loads((opened.database.folder / TABLE).read_text())
@@ -117,9 +119,9 @@ def test_the_table_survives_its_file(opened: allocation.Session) -> None:
 
 
 @pytest.mark.parametrize("bpw", [4.8, 5.5, 7.0, 20.0])
-def test_budgets_are_kept_and_spent(bpw: float, opened: allocation.Session) -> None:
+def test_budgets_are_kept_and_spent(bpw: float, opened: session.Session) -> None:
     settings = opened.opened.allocation
-    found, problem, result = allocation.solve(opened, settings, Target(f"{bpw}bpw"))
+    found, problem, result = session.solve(opened, settings, Target(f"{bpw}bpw"))
     used = problem.nbytes(result.choice)
     assert used <= problem.budget == int(bpw * found.numel / 8)
     estimator = settings.config.estimator
@@ -129,13 +131,13 @@ def test_budgets_are_kept_and_spent(bpw: float, opened: allocation.Session) -> N
             assert not (better and used - unit.entries[i].nbytes + entry.nbytes <= problem.budget)
 
 
-def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: allocation.Session) -> None:
+def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: session.Session) -> None:
     settings = opened.opened.allocation
     found = opened.table(frozenset({"swap"}))
     bench = opened.bench(found)
-    smallest = allocation.solve(opened, settings, Target("4.7bpw"))[2].choice
+    smallest = session.solve(opened, settings, Target("4.7bpw"))[2].choice
     bound = bench.divergence([smallest], range(2))[0] / 4
-    _, _, result = allocation.solve(opened, settings, Target(f"{bound:.8f}kl"))
+    _, _, result = session.solve(opened, settings, Target(f"{bound:.8f}kl"))
     assert bench.divergence([result.choice], range(2))[0] <= bound
     assert found.bpw(result.choice) < 8
 
@@ -144,18 +146,20 @@ def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: al
     ("target", "message"),
     [("1bpw", "below the least"), ("40bpw", "more than the linears take"), ("1KiB", "below the least")],
 )
-def test_impossible_targets(target: str, message: str, opened: allocation.Session) -> None:
+def test_impossible_targets(target: str, message: str, opened: session.Session) -> None:
     with pytest.raises(BudgetError, match=message) as error:
-        allocation.solve(opened, opened.opened.allocation, Target(target))
+        session.solve(opened, opened.opened.allocation, Target(target))
     assert "\n" not in str(error.value)
 
 
 def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
-    opened: allocation.Session, model: Path, tmp_path: Path
+    opened: session.Session, model: Path, tmp_path: Path
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5.5bpw")
-    shutil.copytree(opened.database.folder, measure.folder_of(job), ignore=shutil.ignore_patterns("candidates-*"))
-    decided = allocation.decided(job, silent)
+    shutil.copytree(
+        opened.database.folder, quantize_options.folder_of(job), ignore=shutil.ignore_patterns("candidates-*")
+    )
+    decided = session.decided(job, silent)
     assert decided.recipe.allocate is None and decided.allocation is not None
     result = pipeline.quantize(job)
     assert result["bpw"] == pytest.approx(decided.allocation["bpw"]) and result["bpw"] <= 5.5
@@ -163,14 +167,14 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
     written = recipe.load(str(tmp_path / "out" / "recipe.yaml"))
     assert written == dataclasses.replace(decided.recipe, name=written.name)
     assert report.load(tmp_path / "out")["allocation"]["units"] == decided.allocation["units"]
-    again = allocation.decided(job, silent)
+    again = session.decided(job, silent)
     assert again == decided
 
 
 def test_rules_decide_before_the_allocation(model: Path, tmp_path: Path) -> None:
     text = RECIPE + 'rules: [{match: "*.o_proj", bits: 8}]\nignore: ["*.down_proj"]\n'
     job = asked(model, tmp_path, "allocate.target=6bpw", "allocate.estimator=weight", text=text)
-    decided = allocation.decided(job, silent)
+    decided = session.decided(job, silent)
     result = pipeline.quantize(decided)
     bits = {row["name"].rsplit(".")[-1]: row["bpw"] for row in result["layers"]}
     assert "down_proj" not in bits and bits["o_proj"] > 8
@@ -184,7 +188,7 @@ def test_a_killed_measurement_goes_on_to_the_same_bytes(
         return {path.name: path.read_bytes() for path in sorted((folder / "levels").iterdir())}
 
     job = asked(model, tmp_path)
-    with allocation.session(dataclasses.replace(job, measurements=tmp_path / "whole"), silent):
+    with session.session(dataclasses.replace(job, measurements=tmp_path / "whole"), silent):
         pass
     job = dataclasses.replace(job, measurements=tmp_path / "killed")
     add, calls = Database.add, []
@@ -196,9 +200,9 @@ def test_a_killed_measurement_goes_on_to_the_same_bytes(
         add(self, block, *rest)
 
     monkeypatch.setattr(Database, "add", killed)
-    with pytest.raises(KeyboardInterrupt), allocation.session(job, silent):
+    with pytest.raises(KeyboardInterrupt), session.session(job, silent):
         pass
-    with allocation.session(job, silent):
+    with session.session(job, silent):
         pass
     assert calls == [0, 1, 1]
     assert levels(tmp_path / "killed") == levels(tmp_path / "whole")
@@ -209,21 +213,21 @@ def test_a_killed_measurement_goes_on_to_the_same_bytes(
     [("calibration.num_samples=3", "calibration text, recipe"), ("quantize.bits=6", "recipe")],
 )
 def test_measurements_of_something_else_are_refused(
-    override: str, what: str, opened: allocation.Session, model: Path, tmp_path: Path
+    override: str, what: str, opened: session.Session, model: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(opened.database.folder, copy, ignore=shutil.ignore_patterns("candidates-*"))
     other = asked(model, tmp_path, override, text=RECIPE.replace("{bits: 3}, ", "")) if "bits" in override else None
     job = dataclasses.replace(other or asked(model, tmp_path, override), measurements=copy)
-    with pytest.raises(OutputError, match=f"measured with another {what}"), allocation.session(job, silent):
+    with pytest.raises(OutputError, match=f"measured with another {what}"), session.session(job, silent):
         pass
 
 
-def test_two_runs_do_not_share_a_folder(opened: allocation.Session, model: Path, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(opened: session.Session, model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path)
     with (
         pytest.raises(OutputError, match="in use by another run"),
-        allocation.session(dataclasses.replace(job, measurements=opened.database.folder), silent),
+        session.session(dataclasses.replace(job, measurements=opened.database.folder), silent),
     ):
         pass
 
@@ -237,36 +241,36 @@ def test_two_runs_do_not_share_a_folder(opened: allocation.Session, model: Path,
 )
 def test_nothing_to_decide(text: str, overrides: tuple[str, ...], message: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
-        allocation.decided(asked(model, tmp_path, *overrides, text=text), silent)
+        session.decided(asked(model, tmp_path, *overrides, text=text), silent)
 
 
-def test_a_level_that_is_missing_is_named(opened: allocation.Session) -> None:
+def test_a_level_that_is_missing_is_named(opened: session.Session) -> None:
     with pytest.raises(CompressError, match="no level '9' of model.layers.0.mlp.up_proj"):
         opened.database.weight(0, "model.layers.0.mlp.up_proj", "9", torch.zeros(1))
 
 
 def test_the_frontier_never_rises(model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path, "allocate.target=5.5bpw")
-    found = frontier.measure(job, None, 5, silent)
+    found = pareto.measure(job, None, 5, silent)
     kls = [row["kl"] for row in found["allocated"]]
     assert kls == sorted(kls, reverse=True) and found["tokens"] == 2 * 24
     assert {row["option"] for row in found["uniform"]} == {"gptq bits=2", "gptq bits=3", "gptq bits=5", "rtn", "keep"}
     assert found["chosen"]["bpw"] <= 5.5
-    png, page = frontier.write(found, tmp_path / "plots")
+    png, page = pareto.write(found, tmp_path / "plots")
     assert png.read_bytes().startswith(b"\x89PNG") and "data:image/png" in page.read_text()
     assert all(name in page.read_text() for name in found["chosen"]["units"])
 
 
 def test_between_uniform_options_the_log_of_the_divergence_is_a_line() -> None:
     rows = [{"nbytes": 100, "kl": 1.0}, {"nbytes": 200, "kl": 0.01}, {"nbytes": 300, "kl": 0.0}]
-    assert frontier.between(rows, 150) == pytest.approx(0.1)
-    assert frontier.between(rows, 99) is None and frontier.between(rows, 250) is None
+    assert pareto.between(rows, 150) == pytest.approx(0.1)
+    assert pareto.between(rows, 99) is None and pareto.between(rows, 250) is None
 
 
 @pytest.mark.parametrize("transform", ["rotate", "smooth"])
 def test_behind_a_transform_kept_weights_change_nothing(transform: str, model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path, f"transform=[{{method: {transform}}}]")
-    with allocation.session(job, silent) as opened:
+    with session.session(job, silent) as opened:
         found = opened.table(frozenset())
         kept, low = found.uniform("keep"), found.uniform("gptq bits=2")
         assert kept is not None and low is not None
@@ -274,18 +278,18 @@ def test_behind_a_transform_kept_weights_change_nothing(transform: str, model: P
     assert kl[0] < 1e-6 and kl[1] > 1e-4
 
 
-def test_a_bound_that_the_method_itself_does_not_keep_is_not_claimed(opened: allocation.Session) -> None:
+def test_a_bound_that_the_method_itself_does_not_keep_is_not_claimed(opened: session.Session) -> None:
     found = opened.table(frozenset())
     bench = opened.bench(found)
     middle = found.uniform("gptq bits=5")
     assert middle is not None
     bound = 1.01 * bench.divergence([middle], range(2))[0]
     settings = dataclasses.replace(opened.opened.allocation, method="uniform", config=uniform.Config(fill="none"))
-    table, _, result = allocation.solve(opened, settings, Target(f"{bound:.9f}kl"))
+    table, _, result = session.solve(opened, settings, Target(f"{bound:.9f}kl"))
     assert result.choice == middle and bench.divergence([result.choice], range(2))[0] <= bound
 
 
-def test_scores_of_other_samples_are_measured_anew(opened: allocation.Session) -> None:
+def test_scores_of_other_samples_are_measured_anew(opened: session.Session) -> None:
     first = opened.table(frozenset({"lim"})).units[0].scores["lim"]
     opened.measured.samples = 1
     try:
@@ -295,7 +299,7 @@ def test_scores_of_other_samples_are_measured_anew(opened: allocation.Session) -
     assert opened.table(frozenset({"lim"})).units[0].scores["lim"] == first
 
 
-def test_bytes_of_a_choice_are_those_of_the_whole_model(opened: allocation.Session, model: Path) -> None:
+def test_bytes_of_a_choice_are_those_of_the_whole_model(opened: session.Session, model: Path) -> None:
     found = opened.table(frozenset())
     kept = found.uniform("keep")
     assert kept is not None
@@ -311,7 +315,7 @@ quantize: {{method: rtn, bits: 3, group_size: 32}}
 allocate: {{samples: 2, options: [{{bits: 3}}, {{bits: 3, lowrank: {{rank: 4}}}}, {{bits: 3, {part}}}]}}
 """
     name = "model.layers.0.mlp.down_proj"
-    with allocation.session(asked(model, tmp_path, text=text), silent) as found:
+    with session.session(asked(model, tmp_path, text=text), silent) as found:
         original = found.measured.originals(found.measured.source()[0], 0)[name]
         levels = [found.database.weight(0, name, number, original) for number in range(3)]
     assert (levels[1] - levels[2]).abs().max() > 1e-4
@@ -329,7 +333,7 @@ def test_the_output_is_checked_before_anything_is_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5bpw")
-    monkeypatch.setattr(measure, "options", None)  # nothing is measured without it
+    monkeypatch.setattr(quantize_options, "options", None)  # nothing is measured without it
     job.out.mkdir()
     with pytest.raises(OutputError, match="exists already"):
         pipeline.quantize(job)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from compress import plugins
-from compress.allocate import adaquant, experts, knapsack, layerwise, levels, lq_lora, uniform
+from compress.allocate import uniform_options
+from compress.allocate.methods import adaquant, experts, knapsack, layerwise, lq_lora, uniform
 from compress.allocate.problem import Allocated, Choice, Entry, Problem, Unit
 from compress.errors import BudgetError, RecipeError
 
@@ -117,11 +118,11 @@ def test_solver_limits_are_checked(method: ModuleType) -> None:
 def test_levels() -> None:
     units = model(1, (1, 2))
     units = (units[0], dataclasses.replace(units[1], entries=units[1].entries[1:3]))  # the second has 3 and 4 bits
-    assert levels.ranked(units) == ["bits=2", "bits=3", "bits=4", "bits=8"]
-    assert [levels.at(units, f"bits={b}") for b in BITS] == [[0, 0], [1, 0], [2, 1], [3, 1]]
-    assert levels.named(units, "high", None, -1) == "bits=8"
+    assert uniform_options.ranked(units) == ["bits=2", "bits=3", "bits=4", "bits=8"]
+    assert [uniform_options.at(units, f"bits={b}") for b in BITS] == [[0, 0], [1, 0], [2, 1], [3, 1]]
+    assert uniform_options.named(units, "high", None, -1) == "bits=8"
     with pytest.raises(RecipeError, match="allocate: high 'bits=5' is none of the options, which are bits=2, bits=3"):
-        levels.named(units, "high", "bits=5", -1)
+        uniform_options.named(units, "high", "bits=5", -1)
 
 
 # Uniform.

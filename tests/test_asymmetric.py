@@ -14,14 +14,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import pico
 import problems
-from compress import asymmetric, encode, flow, memory, pipeline, propagate, recipe
-from compress import job as jobs
-from compress.asymmetric import DAMP, TOKENS_PER_INPUT, correction, target
+from compress import recipe
 from compress.calib.stats import HessianSum
-from compress.checkpoint import open_checkpoint
-from compress.model import Skeleton
-from compress.plan import make
-from compress.quant import gptq
+from compress.model import blockwise
+from compress.model.skeleton import Skeleton
+from compress.quant import gptq, target_correction
+from compress.quant.target_correction import DAMP, TOKENS_PER_INPUT, correction, target
+from compress.run import calibration_stream, memory_plan, pipeline, quantize_linear
+from compress.run import job as jobs
+from compress.run.plan import make
+from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
 from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of
 
@@ -62,7 +64,7 @@ def corrected(stats: Stats, alpha: float = 1.0) -> Tensor:
 
 def test_the_target_is_the_least_squares_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of W y ~ V x, and the loss of any weight Q is its distance from V in the metric of the inputs, and a constant."""
-    monkeypatch.setattr(asymmetric, "DAMP", 0.0)
+    monkeypatch.setattr(target_correction, "DAMP", 0.0)
     (y, x), weight = streams(), problems.random(10, COLUMNS, seed=3)
     found = target(weight, corrected(paired(y, x)))
     y, x, weight = y.double(), x.double(), weight.double()
@@ -86,7 +88,7 @@ def test_damping_is_that_of_both_moments(monkeypatch: pytest.MonkeyPatch) -> Non
     for alpha in (0.25, 0.5):
         part = weight + alpha * (expected - weight)
         assert (target(weight, corrected(paired(y, x), alpha)) - part).abs().max() < 1e-4 * shift
-    monkeypatch.setattr(asymmetric, "PANEL", 7)  # rows at a time
+    monkeypatch.setattr(target_correction, "PANEL", 7)  # rows at a time
     assert (target(weight, corrected(stats)) - expected).abs().max() < 1e-4 * shift
 
 
@@ -171,7 +173,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Tensor, Stats | None]]:
     """Name -> the target in the layer's own basis, and the statistics that its method was given."""
     found: dict[str, tuple[Tensor, Stats | None]] = {}
-    real = encode._rounded
+    real = quantize_linear._rounded
 
     def rounded(layer: Any, weight: Tensor, stats: Stats | None, *rest: Any) -> Quantized:
         assert stats is None or stats.drift is None
@@ -179,7 +181,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Tensor, Stats | No
         found[layer.spec.name] = (weight.clone(), copy)
         return real(layer, weight, stats, *rest)
 
-    monkeypatch.setattr(encode, "_rounded", rounded)
+    monkeypatch.setattr(quantize_linear, "_rounded", rounded)
     return found
 
 
@@ -268,14 +270,14 @@ def test_experts_keep_the_plain_target(
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the blocks in the order in which the calibration stream is run through them, for one batch."""
     names: list[str] = []
-    real = propagate.run_block
+    real = blockwise.run_block
 
     def run_block(block: nn.Module, call: Any, hidden: Tensor, name: str) -> Tensor:
         if hidden.shape[0] > 1:  # the probe is one sample
             names.append(name.removeprefix("model.layers."))
         return real(block, call, hidden, name)
 
-    monkeypatch.setattr(propagate, "run_block", run_block)
+    monkeypatch.setattr(blockwise, "run_block", run_block)
     return names
 
 
@@ -285,7 +287,7 @@ def test_off_there_is_one_stream_and_one_sum(
 ) -> None:
     sides: list[int] = []
     pairs: list[bool] = []
-    real_stream, real_sum = propagate.Stream, HessianSum
+    real_stream, real_sum = blockwise.Stream, HessianSum
 
     def stream(*words: Any) -> Any:
         sides.append(words[2] if len(words) > 2 else 1)
@@ -296,8 +298,8 @@ def test_off_there_is_one_stream_and_one_sum(
         return real_sum(*words)
 
     names = passes(monkeypatch)
-    monkeypatch.setattr(propagate, "Stream", stream)
-    monkeypatch.setattr(flow.calib_stats, "HessianSum", total)
+    monkeypatch.setattr(blockwise, "Stream", stream)
+    monkeypatch.setattr(calibration_stream.calib_stats, "HessianSum", total)
     pipeline.quantize(job(deep, setup.set("calibration.asymmetric=0"), tmp_path / "zero"))
     assert names == (["0", "0", "1", "1", "2"] if setup is GPTQ else [])
     pipeline.quantize(job(deep, setup, tmp_path / "out"))
@@ -337,7 +339,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(deep: Path, tmp_path: Path) ->
 
 def test_an_arrangement_changes_no_byte(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both streams on disk, and a pass for each input."""
-    real = memory.arrange
+    real = memory_plan.arrange
     arrangements: list[dict[str, Any]] = [{"spill": False}, {"spill": True, "statistics_nbytes": 1, "passes": 4}]
     asked: list[int] = []
     monkeypatch.setattr(pipeline, "check_space", lambda directory, nbytes: asked.append(nbytes))
@@ -345,7 +347,7 @@ def test_an_arrangement_changes_no_byte(deep: Path, tmp_path: Path, monkeypatch:
     for number, changes in enumerate(arrangements):
         names.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "arrange", lambda *words, c=changes: dataclasses.replace(real(*words), **c))
+            patch.setattr(memory_plan, "arrange", lambda *words, c=changes: dataclasses.replace(real(*words), **c))
             pipeline.quantize(job(deep, FULL, tmp_path / str(number)))
     assert names.count("2") == 2 * 4 and names.count("0") == 4 + 1
     assert contents(tmp_path / "0") == contents(tmp_path / "1")
@@ -364,20 +366,18 @@ def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.M
     assert names == ["0", "0", "0"] and not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------- memory
-
-
 def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "TOKENIZING", 0)
-    monkeypatch.setattr(memory, "resident", lambda: 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "resident", lambda: 0)
     skeleton = Skeleton(open_checkpoint(deep))
     plan = make(GPTQ.load(), skeleton)
-    off, on = (memory.arrange(plan, skeleton, 10_000, 256, 1 << 40, memory.Extras(paired=p)) for p in (False, True))
+    extras = (memory_plan.Extras(paired=paired) for paired in (False, True))
+    off, on = (memory_plan.arrange(plan, skeleton, 10_000, 256, 1 << 40, extra) for extra in extras)
     assert on.statistics_nbytes == 2 * off.statistics_nbytes
     stream = 10_000 * 256 * 64 * 4
     waiting = on.batch * 256 * 4 * (3 * 64 + 192)  # inputs of the full-precision stream
     assert 1.05 * (stream + waiting) < on.peak_nbytes - off.peak_nbytes < 1.05 * (stream + 2 * waiting)
-    spilled = memory.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory.Extras(paired=True))
+    spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory_plan.Extras(paired=True))
     assert spilled.spill and spilled.peak_nbytes < on.peak_nbytes - 2 * stream
 
 
@@ -392,9 +392,9 @@ def test_a_limit_is_kept(deep: Path, tmp_path: Path) -> None:
 def test_solving_takes_no_more_than_said(columns: int) -> None:
     stats = Stats(torch.eye(columns), 10 * columns, 0.01 * problems.random(columns, columns))
     correction(Stats(torch.eye(50), 500, torch.zeros(50, 50)), 1.0, 500)  # the library's own buffers
-    memory.reset_peak()
-    before = memory.resident()
+    memory_plan.reset_peak()
+    before = memory_plan.resident()
     matrix, _ = correction(stats, 1.0, 10 * columns)
-    taken = memory.peak() - before
+    taken = memory_plan.peak() - before
     assert matrix is not None and torch.allclose(matrix, 0.01 / 1.01 * problems.random(columns, columns), atol=1e-6)
-    assert taken < asymmetric.solve_workspace(columns) + (4 << 20)
+    assert taken < target_correction.solve_workspace(columns) + (4 << 20)

@@ -129,8 +129,8 @@ assert set(compress.__all__) <= set(dir(compress))
 assert compress.__version__
 assert callable(compress.quantize) and callable(compress.prepare) and callable(compress.Job) and callable(compress.load)
 assert callable(compress.evaluate.evaluate)
-import compress.plan
-assert callable(compress.plan.make)  # a module, whoever imports it first
+import compress.run.plan
+assert callable(compress.run.plan.make)
 try:
     compress.nonsense
 except AttributeError as error:

@@ -15,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress import output, pipeline, recipe
-from compress.checkpoint import CONFIG, INDEX
+from compress import recipe
 from compress.errors import OutputError
+from compress.run import pipeline
+from compress.storage import workdir
+from compress.storage.checkpoint import CONFIG, INDEX
 from pico import save_pico
 from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
@@ -310,7 +312,7 @@ def test_too_little_space_is_found_before_the_work(model: Path, tmp_path: Path) 
     assert line.endswith("free some space or give another --out")
 
 
-NO_CHECK = "from compress import pipeline\npipeline.check_space = lambda directory, nbytes: None"
+NO_CHECK = "from compress.run import pipeline\npipeline.check_space = lambda directory, nbytes: None"
 
 
 @pytest.mark.parametrize(("setup", "blocks"), [(RTN, 1), (GPTQ, 2)], ids=["in a block", "in the rest"])
@@ -334,10 +336,10 @@ def test_a_disk_that_fills_up(setup: Setup, blocks: int, model: Path, tmp_path: 
 
 def test_check_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path).free
-    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
-    output.check_space(tmp_path / "not" / "yet", free - output.SPARE)
+    monkeypatch.setattr(workdir.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    workdir.check_space(tmp_path / "not" / "yet", free - workdir.SPARE)
     with pytest.raises(OutputError, match="free some space"):
-        output.check_space(tmp_path / "not" / "yet", free - output.SPARE + 1)
+        workdir.check_space(tmp_path / "not" / "yet", free - workdir.SPARE + 1)
 
 
 # ---------------------------------------------------------------- odd, but right

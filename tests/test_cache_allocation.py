@@ -13,12 +13,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from compress import cache_allocation, recipe
+from compress import recipe
+from compress.allocate import kv_budget, kv_session
+from compress.allocate.kv_budget import Measured
+from compress.allocate.kv_options import Costs
 from compress.allocate.problem import Entry, Problem, Unit
 from compress.errors import BudgetError, RecipeError
-from compress.evaluate.cache_options import Costs
-from compress.kv import budget, generation
-from compress.kv.budget import Measured
+from compress.kv import generation
 from compress.runtime import hf  # noqa: F401  # registers the format
 from pico import save_pico
 from runs import TEXT, cli, one_line
@@ -35,14 +36,14 @@ CONTEXT = 250
 SIZE = 529_664  # bytes of the model's tensors
 
 
-def offer(seed: int) -> cache_allocation.Offer:
+def offer(seed: int) -> kv_session.Offer:
     generator = torch.Generator().manual_seed(seed)
-    options = budget.options((2, 4))
+    options = kv_budget.options((2, 4))
     units = []
     for layer, kind in product(range(2), ("keys", "values")):
         damage = float(torch.rand(1, generator=generator))
         units.append(Measured(layer, kind, 800, (300, 500), (1.0, 0.1), (damage, damage / 16)))
-    return cache_allocation.Offer(options, Costs(tuple(units), 70, 100), 64, 2)
+    return kv_session.Offer(options, Costs(tuple(units), 70, 100), 64, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -55,7 +56,7 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
         entries = tuple(Entry(f"bits={b}", 100 * b, b, {"swap": damage * 4.0 ** (2 - b)}) for b in (2, 3, 4))
         weights.append(Unit(f"model.layers.{number}.a", (f"model.layers.{number}.a",), number, 800, entries))
     for room in (70 + 4 * 300 + 600, 2300, 2750, 10**6):
-        nbytes, choice = cache_allocation.divided(found, weights, room)
+        nbytes, choice = kv_session.divided(found, weights, room)
         units = [*weights, *found.units]
         best = min(
             sum(unit.entries[i].damage["swap"] for unit, i in zip(units, each, strict=True))
@@ -70,13 +71,13 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
         )
         taken = rest + sum(u.entries[i].damage["swap"] for u, i in zip(found.units, choice, strict=True))
         assert best * (1 - 1e-9) <= taken <= 1.05 * best  # the greedy, on seven units
-        for estimator, spent in (("output_error", budget.choose), ("rule", budget.raised)):
-            total, other = cache_allocation.divided(found, weights, room, estimator)  # type: ignore[arg-type]
+        for estimator, spent in (("output_error", kv_budget.choose), ("rule", kv_budget.raised)):
+            total, other = kv_session.divided(found, weights, room, estimator)  # type: ignore[arg-type]
             share = Problem(found.units, nbytes - 70)
             anew = spent(share)  # type: ignore[operator]
             assert total <= nbytes and other == (anew if estimator == "rule" else anew.choice)
     with pytest.raises(BudgetError, match="smallest options take .* 1.24 KiB of it the cache of 64 tokens"):
-        cache_allocation.divided(found, weights, 70 + 4 * 300 + 599)
+        kv_session.divided(found, weights, 70 + 4 * 300 + 599)
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +176,14 @@ def test_bad_input(tmp_path: Path) -> None:
     cache = recipe.load(str(path)).kv_cache
     assert cache is not None
     with pytest.raises(RecipeError, match="9 bits"):
-        cache_allocation.options(cache, (2, 9))
+        kv_session.options(cache, (2, 9))
     fp8 = recipe.load("kv8", ["kv_cache={method: fp8}"]).kv_cache
     assert fp8 is not None
     for wanted in ((2,), (2, 2)):
         with pytest.raises(RecipeError, match="not two or more different numbers"):
-            cache_allocation.options(cache, wanted)
+            kv_session.options(cache, wanted)
     with pytest.raises(RecipeError, match="fp8 has no bits to choose"):
-        cache_allocation.options(fp8, ())
+        kv_session.options(fp8, ())
     cache_only = tmp_path / "only.yaml"
     cache_only.write_text("kv_cache: {method: kivi}\nallocate: {context: 9, options: [{bits: 2}, {bits: 3}]}")
     with pytest.raises(RecipeError, match="options are for weights"):

@@ -15,9 +15,10 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from compress.calib import data, lm
+from compress.calib import data
 from compress.calib.data import calibration, token_windows
 from compress.errors import CalibrationError, CheckpointError
+from compress.model import load
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 HERE = Path(__file__).parent
@@ -70,7 +71,7 @@ def all_tokens(source: str | Path, limit: int | None = None) -> list[int]:
 
 
 def test_samples_are_distinct_windows_of_the_whole_text(tmp_path: Path, books_text: str) -> None:
-    tokenizer = lm.load_tokenizer(BOOKS)
+    tokenizer = load.load_tokenizer(BOOKS)
     ids = tokenizer(books_text, add_special_tokens=False, verbose=False)["input_ids"]
     windows = [tuple(ids[i : i + 64]) for i in range(0, len(ids) - 63, 64)]
     assert len(set(windows)) == len(windows) > 40
@@ -114,7 +115,7 @@ def test_a_long_text_is_read_in_pieces_to_the_same_tokens(
     tmp_path: Path, books_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "books.txt", books_text)
-    tokenizer = lm.load_tokenizer(BOOKS)
+    tokenizer = load.load_tokenizer(BOOKS)
     whole, _ = token_windows(source, tokenizer, 1, 4096)
     monkeypatch.setattr(data, "PIECE_NBYTES", 1001)
     assert len(list(data.documents(source))) > 10
@@ -128,7 +129,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 
 def test_tokenizing_a_long_text_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = lm.load_tokenizer(BOOKS)
+    tokenizer = load.load_tokenizer(BOOKS)
     logging.getLogger("transformers").addHandler(caplog.handler)  # its records do not reach the root logger
     try:
         calibration(write(tmp_path / "a.txt", "word " * 5000), tokenizer, 1, 8, 0, 4096)

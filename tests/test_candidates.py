@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compress import candidates, head, prefixes, teacher
-from compress.candidates import Candidates, Means, Room
-from compress.checkpoint import open_checkpoint
+from compress.allocate import joint_kl, prefix_tree, reference_logprobs
+from compress.allocate.joint_kl import Candidates, Means, Room
 from compress.errors import BudgetError, NumericalError
-from compress.model import Skeleton
+from compress.model import lm_head
+from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
 
 SAMPLES, LENGTH = 5, 12
@@ -222,7 +223,7 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
             assert torch.equal(mine.per_sample(asked, range(SAMPLES)), whole)
             if not room.keeps:
                 assert all(p.is_meta for p in mine.own.skeleton.model.parameters())
-    assert [file.name for file in tmp_path.iterdir()] == [teacher.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
 
 
 def test_any_number_of_processes(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_what_is_shared_is_computed_once(
     late = [name for name in names if ".1." in name]
     asked = [{}, {late[0]: 2}, {late[0]: 3}, {late[1]: 2}, {names[0]: 2}, {names[0]: 2, late[0]: 2}, {late[0]: 2}]
     levels, runs, loads = Rounded(), [], []
-    real, load = prefixes.propagate.run_block, Skeleton.load_block
+    real, load = prefix_tree.blockwise.run_block, Skeleton.load_block
 
     def counted(block: Any, call: Any, hidden: Tensor, name: str) -> Tensor:
         runs.append(hidden.shape[0])
@@ -281,7 +282,7 @@ def test_what_is_shared_is_computed_once(
 
     with Candidates(partial(source, directory, levels), TOKENS, tmp_path, ALL) as mine:
         mine.divergence([{}], [0])  # the teacher's own passes
-        monkeypatch.setattr(prefixes.propagate, "run_block", counted)
+        monkeypatch.setattr(prefix_tree.blockwise, "run_block", counted)
         monkeypatch.setattr(Skeleton, "load_block", loading)
         mine.forwards = 0
         mine.divergence(asked, [0, 1, 4])
@@ -318,7 +319,7 @@ def test_room(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(("paths", "batches", "processes"), [(1, 1, 1), (7, 5, 2), (7, 2, 8), (3, 1, 4), (1, 1, 4)])
 def test_shares_are_everything_once(paths: int, batches: int, processes: int) -> None:
     seen = torch.zeros(paths, batches)
-    parts = candidates.shares(paths, batches, processes)
+    parts = joint_kl.shares(paths, batches, processes)
     for rows, columns in parts:
         assert seen[rows, columns].numel()
         seen[rows, columns] += 1
@@ -342,4 +343,4 @@ def test_what_cannot_be_asked(pico_dir: Callable[..., Path], tmp_path: Path) -> 
         assert mine.divergence([{}], [0])[0] < 1e-12, "all is as before"
     with pytest.raises(ValueError, match="processes 0 is less than 1"):
         Means(processes=0)
-    assert head.LOGITS_NBYTES > 0
+    assert lm_head.LOGITS_NBYTES > 0

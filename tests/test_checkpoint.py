@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress import checkpoint
-from compress.checkpoint import CONFIG, DTYPES, INDEX, open_checkpoint, read_header, write_shard, write_text
 from compress.errors import CheckpointError
+from compress.storage import checkpoint
+from compress.storage.checkpoint import CONFIG, DTYPES, INDEX, open_checkpoint, read_header, write_shard, write_text
 
 
 def every_dtype() -> dict[str, Tensor]:

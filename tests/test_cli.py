@@ -15,9 +15,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from compress import pipeline, plugins, recipe, verify
-from compress.cli import app
+from compress import plugins, recipe
+from compress.cli.app import app
 from compress.errors import CheckpointError
+from compress.run import pipeline, verify
 from runs import GPTQ, RTN, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 BOOKS = Path(__file__).parent / "models" / "books-8m"
@@ -62,7 +63,7 @@ def test_help_of_every_command(name: str) -> None:
 def test_help_is_instant() -> None:
     """It imports none of the heavy packages."""
     source = (
-        "import sys\nfrom compress.cli import main\nsys.argv = ['compress', '--help']\n"
+        "import sys\nfrom compress.cli.app import main\nsys.argv = ['compress', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'scipy'} & set(sys.modules)\nassert not heavy, heavy\n"
     )

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import formats, pipeline, plugins, structure
-from compress.checkpoint import open_checkpoint
+from compress import formats, plugins
 from compress.errors import UnsupportedModelError
 from compress.formats import cut as cut_format
-from compress.model import Skeleton
-from compress.propagate import Call
+from compress.model import graph as structure
+from compress.model.blockwise import Call
+from compress.model.skeleton import Skeleton
 from compress.quant import cut
 from compress.recipe import load
-from compress.transform import clover, gains, scores
+from compress.run import pipeline
+from compress.storage.checkpoint import open_checkpoint
+from compress.transform import clover, qk_pairs
+from compress.tune import channel_scales
 from pico import PICO, save_pico
 from runs import Setup, job, report_of
 
@@ -136,7 +139,7 @@ def called(model: nn.Module, name: str) -> tuple[nn.Module, Tensor, Call]:
     ],
 )
 def test_where_scores_come_from(name: str, queries: str, keys: str, free: int) -> None:
-    found = scores.find(*called(PICO[name](), name))
+    found = qk_pairs.find(*called(PICO[name](), name))
     assert found is not None and (found.queries.name, found.keys.name) == (queries, keys)
     assert len(found.free) == free and len(found.pairs) == (16 - free) // 2
     half = len(found.pairs)
@@ -150,7 +153,7 @@ def test_where_scores_come_from(name: str, queries: str, keys: str, free: int) -
 def test_norms_of_queries_and_keys_are_seen(name: str) -> None:
     model = PICO[name]()
     block, hidden, call = called(model, name)
-    assert scores.find(block, hidden, call) is None
+    assert qk_pairs.find(block, hidden, call) is None
     attention = structure.Attention("self_attn.v_proj", "self_attn.o_proj", 0, 16, 1, 2, 4, 16)
     with pytest.raises(UnsupportedModelError, match="leave out prune_keys"):
         sites = structure.Sites([], attention)
@@ -166,10 +169,10 @@ def test_pairs_of_neighbours_are_seen() -> None:
         turned = torch.view_as_real(torch.view_as_complex(x[..., 2:].unflatten(-1, (3, 2)).contiguous()) * turn)
         return torch.cat((x[..., :2].expand(-1, 5, -1), turned.flatten(-2)), -1)
 
-    found = scores._split([(x, arrived(x)) for x in given])
+    found = qk_pairs._split([(x, arrived(x)) for x in given])
     assert found is not None
     assert found[0].tolist() == [0, 1] and found[1].tolist() == [[2, 3], [4, 5], [6, 7]]
-    assert scores._split([(x, arrived(x) * x.sign()) for x in given]) is None
+    assert qk_pairs._split([(x, arrived(x) * x.sign()) for x in given]) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt", "phi3", "gemma2", "mixtral"])
@@ -177,7 +180,7 @@ def test_at_full_rank_scores_are_the_same(name: str) -> None:
     model = PICO[name]()
     before = logits(model)
     block, hidden, call = called(model, name)
-    found = scores.find(block, hidden, call)
+    found = qk_pairs.find(block, hidden, call)
     assert found is not None
     original = rows_of(block, found.keys)
     assert clover.decompose_keys(block, found)[:2] == (0, 0.0)
@@ -193,14 +196,14 @@ def test_at_full_rank_scores_are_the_same(name: str) -> None:
     assert (first.norm(dim=-1) >= second.norm(dim=-1)).all()
 
 
-def rows_of(block: nn.Module, heads: scores.Heads) -> Tensor:
+def rows_of(block: nn.Module, heads: qk_pairs.Heads) -> Tensor:
     linear = block.get_submodule(heads.name)
     part = linear.get_parameter("weight").detach()[heads.rows]
     bias = getattr(linear, "bias", None)
     return part if bias is None else torch.cat((part, bias.detach()[heads.rows][..., None]), -1)
 
 
-def naive_sizes(queries: Tensor, keys: Tensor, found: scores.Scores) -> list[tuple[int, list[int], float]]:
+def naive_sizes(queries: Tensor, keys: Tensor, found: qk_pairs.Scores) -> list[tuple[int, list[int], float]]:
     """Head, channels, mean squared score of unit-normal inputs per channel, for what goes together in `queries`
     [heads, head_dim, n] and `keys`, by the full matrix of each angle."""
     units = []
@@ -223,7 +226,7 @@ def naive_sizes(queries: Tensor, keys: Tensor, found: scores.Scores) -> list[tup
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_the_least_query_key_channels_become_zero(name: str) -> None:
     block, hidden, call = called(PICO[name](), name)
-    found = scores.find(block, hidden, call)
+    found = qk_pairs.find(block, hidden, call)
     assert found is not None
     clover.decompose_keys(block, found)
     keys, queries = rows_of(block, found.keys), rows_of(block, found.queries)
@@ -249,7 +252,7 @@ def test_the_least_query_key_channels_become_zero(name: str) -> None:
 def test_channels_that_matter_least_on_the_inputs(name: str) -> None:
     """Against mean squares of what the linears of the decomposed block give, taken by hand."""
     block, hidden, call = called(PICO[name](), name)
-    found = scores.find(block, hidden, call)
+    found = qk_pairs.find(block, hidden, call)
     assert found is not None
     clover.decompose_keys(block, found)
     given: dict[str, Tensor] = {}
@@ -313,8 +316,8 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
 def test_training_that_does_not_help_is_left_out() -> None:
     block, hidden, call = called(PICO["llama"](), "llama")
     before = {"self_attn.v_proj.weight": block.get_parameter("self_attn.v_proj.weight").detach().clone()}
-    group = gains.Group("self_attn.v_proj", torch.arange(32)[:, None])
-    note = gains.train(
+    group = channel_scales.Group("self_attn.v_proj", torch.arange(32)[:, None])
+    note = channel_scales.train(
         block, before, [group], lambda: [(hidden, call)], 2, 1.0
     )  # nothing is wrong that could be mended
     assert note.endswith("no better, so they are left out")

@@ -14,7 +14,7 @@ from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import codebook
 from compress.formats.codebook import Params, Parts
-from compress.packing import plane_widths
+from compress.numerics.packing import plane_widths
 
 Settings = dict[str, object]
 CASES: list[tuple[tuple[int, int], Settings]] = [

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import assemble, formats, memory, pipeline, plan, plugins, recipe, verify
+from compress import formats, plugins, recipe
 from compress.errors import RecipeError
 from compress.formats import lowrank
-from compress.linalg import truncated
 from compress.lowrank import correct, factors
+from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
+from compress.run import memory_plan, pipeline, plan, verify, write_checkpoint
 from compress.types import NO_OPS, Correction, Fisher, LayerPlan, LinearSpec, LowRank, PackedWeight, Quantized, Stats
 from pico import save_pico
 from runs import GPTQ, RTN, contents, job, report_of, stored_tensors
@@ -196,7 +197,7 @@ def test_an_interrupted_run_goes_on_from_what_is_stored(tmp_path: Path, monkeypa
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(assemble, "finish", stop)
+        patched.setattr(write_checkpoint, "finish", stop)
         pipeline.quantize(job(model, setup, tmp_path / "out"))
     result = pipeline.quantize(job(model, setup, tmp_path / "out"))
     assert result["resumed_blocks"] == result["blocks"]
@@ -227,9 +228,9 @@ def test_statistics_are_collected_for_a_correction_alone() -> None:
     chosen = recipe.load("int8", ["lowrank={rank: 4}"]).quantize
     params = plugins.load("quant", "rtn").plan_params(chosen.config, SHAPE)
     layer = LayerPlan(spec, chosen, "int", params, formats.nbytes("int", params, SHAPE))
-    assert list(memory.readers([layer])) == ["a.b"]
+    assert list(memory_plan.readers([layer])) == ["a.b"]
     blind = dataclasses.replace(chosen, lowrank=Correction(4, metric="none"))
-    assert not memory.readers([dataclasses.replace(layer, scheme=blind)])
+    assert not memory_plan.readers([dataclasses.replace(layer, scheme=blind)])
 
 
 # ---------------------------------------------------------------- weights for rows and columns

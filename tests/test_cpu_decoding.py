@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from cpu_weights import WEIGHTS, int_weight, kernel_of
 
 import problems
-from compress import formats, jit
+from compress import formats
 from compress.formats import trellis
-from compress.kernels import dispatch
-from compress.kernels.cpu import codebook_decode, decoding
+from compress.kernels import dispatch, llvm
+from compress.kernels.cpu import codebook_decode, row_decoder
 from compress.kernels.cpu.trellis import two_floats
 from compress.runtime.linear import PackedLinear
 
 pytestmark = [
-    pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
+    pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
     pytest.mark.usefixtures("small_weights_too"),
 ]
 
@@ -33,7 +33,7 @@ pytestmark = [
 )
 def test_decoders(make: Any, case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the format's own decoder, any rows of it, on any number of threads, and nothing past the end."""
-    monkeypatch.setattr(decoding, "THREAD", 1)
+    monkeypatch.setattr(row_decoder, "THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     weight = make(*case)
     kernel: Any = kernel_of(weight)
@@ -67,10 +67,10 @@ def test_decoders_without_some_instructions(make: Any, case: Any, monkeypatch: p
     """What an older processor runs instead, on this one."""
     weight = make(*case)
     kernel: Any = kernel_of(weight)
-    monkeypatch.setattr(jit, "features", frozenset)
+    monkeypatch.setattr(llvm, "features", frozenset)
     module = codebook_decode if weight.format == "codebook" else kernel
     name = "_compiled" if weight.format == "codebook" else "_compiled_decode"
-    monkeypatch.setattr(module, name, lambda *settings: jit.compiled(module._Decode(*settings)))
+    monkeypatch.setattr(module, name, lambda *settings: llvm.compiled(module._Decode(*settings)))
     for dtype in (torch.bfloat16, torch.float16):
         found = torch.empty(weight.shape, dtype=dtype)
         kernel.decoder(weight.tensors, weight.params, weight.shape, dtype)(found, 0)

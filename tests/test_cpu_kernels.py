@@ -14,14 +14,13 @@ from torch import Tensor
 
 import problems
 import stored
-from compress import jit
 from compress.formats import codebook, trellis
-from compress.kernels import dispatch
-from compress.kernels.cpu import rows
+from compress.kernels import dispatch, llvm
+from compress.kernels.cpu import emitter
 from compress.runtime.linear import PackedLinear
 
 pytestmark = [
-    pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
+    pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
     pytest.mark.usefixtures("small_weights_too"),
 ]
 
@@ -42,7 +41,7 @@ def test_products(make: Any, case: Any) -> None:
 @pytest.mark.parametrize("make, case", WEIGHTS)
 def test_a_row_does_not_depend_on_others(make: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on the number of threads: to the bit."""
-    monkeypatch.setattr(rows, "THREAD", 1)
+    monkeypatch.setattr(emitter, "THREAD", 1)
     weight = make(*case)
     kernel = kernel_of(weight)
     x = problems.random(13, weight.shape[1])
@@ -128,11 +127,11 @@ def test_other_codes_of_trellises_decode(code: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_layer_takes_the_kernel_for_few_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MOST_FLOAT16", rows.MOST)
+    monkeypatch.setattr(emitter, "MOST_FLOAT16", emitter.MOST)
     weight = int_weight((64, 256), 4, 64, False)
     layer = PackedLinear.from_packed(weight, torch.ones(64, dtype=dtype))
     kernel = kernel_of(weight)
-    x = (problems.random(rows.MOST, 256) + 0.5).to(dtype)
+    x = (problems.random(emitter.MOST, 256) + 0.5).to(dtype)
     few = kernel.matmul(x, weight.tensors, weight.params, weight.shape).to(dtype) + layer.bias
     assert torch.equal(layer(x), few)
     many = torch.cat([x, x])
@@ -157,7 +156,7 @@ def test_gradients_pass_where_a_kernel_has_none() -> None:
     torch.testing.assert_close(x.grad.float(), expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("count", [1, rows.MOST + 1])
+@pytest.mark.parametrize("count", [1, emitter.MOST + 1])
 def test_a_layer_compiles_whole(count: int) -> None:
     """One graph, the same numbers; the operator's fake and gradient agree with what it does."""
     weight = int_weight((64, 256), 4, 64, False)
@@ -183,7 +182,7 @@ def gradient_of(layer: Any, x: Tensor) -> Tensor:
 
 
 def test_without_a_compiler_everything_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "available", lambda: False)
+    monkeypatch.setattr(llvm, "available", lambda: False)
     weight = int_weight((64, 256), 4, 64, False)
     layer, x = PackedLinear.from_packed(weight), problems.random(1, 256).bfloat16()
     assert torch.equal(layer(x), F.linear(x, layer.dequantize(torch.bfloat16)))
@@ -238,7 +237,7 @@ def test_threads_are_waited_for() -> None:
     torch.set_num_threads(3)
     try:
         with pytest.raises(KeyboardInterrupt):
-            jit.parallel(work, 3)
+            llvm.parallel(work, 3)
     finally:
         torch.set_num_threads(threads)
     assert sorted(done) == [1, 2]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress.calib import lm
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.evaluate import Comparison, Execution, Scores, evaluate, generate, scores
+from compress.model import load
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 HERE = Path(__file__).parent
@@ -333,9 +333,9 @@ def test_drawn_text_depends_on_seed_and_temperature(base: Path) -> None:
 
 def test_generation_stops_at_the_end_of_text(base: Path, tmp_path: Path) -> None:
     whole = generate(base, "abc", 12)
-    model = lm.load_model(base)
+    model = load.load_model(base)
     ids = tokens_of("abc")
-    drawn = lm.write(model, torch.tensor([ids]), 12, lm.Draw("base", 0.0, torch.Generator()))[0].tolist()[3:]
+    drawn = load.write(model, torch.tensor([ids]), 12, load.Draw("base", 0.0, torch.Generator()))[0].tolist()[3:]
     assert len(drawn) == 12
     stop = next(token for i, token in enumerate(drawn) if i > 3 and token not in drawn[:i])
     end = drawn.index(stop) + 1

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from compress.allocate import evolve, search_state, solver
-from compress.allocate.evolve import PUBLISHED, Config
+from compress.allocate import search_state, solver
+from compress.allocate.methods import evolve
+from compress.allocate.methods.evolve import PUBLISHED, Config
 from compress.allocate.problem import Choice, Problem
 from compress.errors import BudgetError
 from landscape import Landscape

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from compress.checkpoint import open_checkpoint
 from compress.errors import CheckpointError
-from compress.model import Skeleton
+from compress.model.skeleton import Skeleton
 from compress.runtime.experts import Experts, counting, is_fused_experts, magnitude, prune
 from compress.runtime.hf import CompressConfig, CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
+from compress.storage.checkpoint import open_checkpoint
 from compress.types import ExpertPruning, Pruning
 from pico import PICO, build, round_to_nearest
 

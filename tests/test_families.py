@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import pipeline
 from compress.errors import CompressError, UnsupportedModelError
+from compress.run import pipeline
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 from runs import GPTQ, RTN, Setup, job
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import problems
-from compress.linalg import upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant import feedback
 
 ROWS = 5

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import pipeline
 from compress.calib import fisher
-from compress.checkpoint import open_checkpoint
-from compress.model import Skeleton
+from compress.model.skeleton import Skeleton
+from compress.run import pipeline
+from compress.storage.checkpoint import open_checkpoint
 from pico import save_pico
 from runs import RTN, contents, job, report_of
 

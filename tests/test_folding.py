@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from blocks import SITES, Case, difference, outputs
-from compress.structure import Site
+from compress.model.graph import Site
 from compress.transform import folding
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
 from problems import random

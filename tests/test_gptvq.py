@@ -9,7 +9,7 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.formats import codebook
-from compress.linalg import upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant import codebooks, gptq, gptvq
 from compress.types import PackedWeight, Quantized, Stats
 

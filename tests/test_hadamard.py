@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress import hadamard
-from compress.hadamard import Order, order, table, transform, transpose
+from compress.numerics import hadamard
+from compress.numerics.hadamard import Order, order, table, transform, transpose
 from problems import random
 
 # Dimensions of common models, and K * 2^power they are made of.

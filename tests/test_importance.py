@@ -16,12 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import problems
-from compress import recipe_types
-from compress.calib import importance
+from compress.calib import token_importance
 from compress.calib.data import Calibration, expanded, rolled
-from compress.calib.importance import SCORES_OF, Probabilities, effective, mass, weights
+from compress.calib.token_importance import SCORES_OF, Probabilities, effective, mass, weights
 from compress.errors import UnsupportedModelError
-from compress.propagate import Batches, Call, run_block
+from compress.model.blockwise import Batches, Call, run_block
+from compress.recipe import schema
 from pico import VOCAB_SIZE, build
 
 SAMPLES, LENGTH = 5, 48  # more tokens than the sliding windows of 32
@@ -98,12 +98,12 @@ def materialized(model: PreTrainedModel, index: int, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("scores", [importance.SCORES, 4 * LENGTH * 7])  # in the second case chunks of seven rows
+@pytest.mark.parametrize("scores", [token_importance.SCORES, 4 * LENGTH * 7])  # in the second case chunks of seven rows
 @pytest.mark.parametrize("name", SEEN)
 def test_attention_received_is_that_of_the_model(
     models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str, scores: int, index: int
 ) -> None:
-    monkeypatch.setattr(importance, "SCORES", scores)
+    monkeypatch.setattr(token_importance, "SCORES", scores)
     model, tokens = built(models, name), text()
     got = SCORES_OF["attention"](blocks(model)[index], "block", received(model, index, tokens), tokens)
     expected = materialized(model, index, tokens)
@@ -122,13 +122,13 @@ def test_outputs_and_the_table_of_attention_functions_stay_as_they_are(implement
     before = dict(ALL_ATTENTION_FUNCTIONS)
     (hidden, call), *_ = batches()
     plain = run_block(block, call, hidden, "block")
-    with importance._watched(block, "block") as masses:
+    with token_importance._watched(block, "block") as masses:
         assert model.config._attn_implementation == implementation
         assert torch.equal(run_block(block, call, hidden, "block"), plain) and len(masses) == 1
         model(input_ids=tokens, use_cache=False)
     assert len(masses) == 2  # the attention of the other block goes by
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
-    with pytest.raises(KeyError), importance._watched(block, "block"):
+    with pytest.raises(KeyError), token_importance._watched(block, "block"):
         raise KeyError
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
     run_block(block, call, hidden, "block")
@@ -223,11 +223,11 @@ def variants() -> dict[str, tuple[Probabilities, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("scores", [importance.SCORES, 4 * 13 * 3, 1])
+@pytest.mark.parametrize("scores", [token_importance.SCORES, 4 * 13 * 3, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", variants())
 def test_column_sums(monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, scores: int) -> None:
-    monkeypatch.setattr(importance, "SCORES", scores)
+    monkeypatch.setattr(token_importance, "SCORES", scores)
     query, key = problems.random(3, 4, 13, 8).to(dtype), problems.random(3, 2, 13, 8, seed=1).to(dtype)
     how, allowed = variants()[variant]
     got, expected = mass(query, key, how), reference(query, key, how, allowed)
@@ -246,7 +246,7 @@ def test_column_sums_of_a_sequence_do_not_depend_on_the_others() -> None:
 
 
 def test_recipes_know_the_scores() -> None:
-    assert typing.get_args(recipe_types.Importance) == ("none", *SCORES_OF)
+    assert typing.get_args(schema.Importance) == ("none", *SCORES_OF)
 
 
 @torch.no_grad()

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import formats, incoherence, memory, ops, pipeline, plan, verify
-from compress import job as jobs
-from compress.checkpoint import open_checkpoint
+from compress import formats
 from compress.errors import CheckpointError, RecipeError
-from compress.model import Skeleton
-from compress.quant import gptq, rtn
+from compress.formats import transforms
+from compress.model.skeleton import Skeleton
+from compress.quant import gptq, incoherence, rtn
+from compress.run import job as jobs
+from compress.run import memory_plan, pipeline, plan, verify
 from compress.runtime.linear import PackedLinear
+from compress.storage.checkpoint import open_checkpoint
 from compress.types import NO_OPS, LinearSpec, PackedWeight, Quantized, Stats
 from pico import PICO
 from runs import GPTQ, RTN, Setup, contents, job, report_of, stored_tensors
@@ -75,7 +77,7 @@ def test_errors_are_those_of_the_weight_that_is_decoded(run: Callable[[str], Pat
     tensors = stored_tensors(out)
     for row in report_of(out)["layers"]:
         params = formats.params_from_dict(row["format"], row["params"])
-        around, shape = ops.from_dict(row["ops"], "x"), (row["shape"][0], row["shape"][1])
+        around, shape = transforms.from_dict(row["ops"], "x"), (row["shape"][0], row["shape"][1])
         own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around)}
         weight = source.get_submodule(row["name"]).get_parameter("weight").detach()
         decoded = formats.decode(PackedWeight(row["format"], params, own, shape, around), torch.float32)
@@ -123,7 +125,7 @@ def test_draws_depend_on_seed_and_names_alone() -> None:
     assert not torch.equal(incoherence.draw(one, 2)["in_signs"], first["in_signs"])
     torch.rand(3)  # the global generator has no part in it
     assert all(torch.equal(first[key], tensor) for key, tensor in incoherence.draw(one, 1).items())
-    signs = ops.unpack_signs(first["out_signs"], 4096, torch.float32)
+    signs = transforms.unpack_signs(first["out_signs"], 4096, torch.float32)
     assert abs(float(signs.mean())) < 4 / 4096**0.5
     seeds = {incoherence.derived_seed(s, what, name) for s in (0, 1) for what in ("a", "b") for name in ("x", "y")}
     assert len(seeds) == 8 and all(0 <= seed < 1 << 63 for seed in seeds)
@@ -133,7 +135,7 @@ def test_an_outlier_is_spread_over_the_weight() -> None:
     spec = LinearSpec("m.q", (64, 96), torch.float32, 0, "m.q")
     weight = torch.zeros(64, 96)
     weight[5, 7] = 1
-    rotated = ops.rotate(weight, incoherence.OPS, incoherence.draw(spec, 0))
+    rotated = transforms.rotate(weight, incoherence.OPS, incoherence.draw(spec, 0))
     assert torch.allclose(rotated.abs(), torch.full((64, 96), (64 * 96) ** -0.5), atol=1e-6)
 
 
@@ -147,7 +149,7 @@ def test_methods_get_the_rotated_problem_and_a_seed(
     given: list[tuple[Tensor, Stats, int]] = []
     measured: dict[str, tuple[Tensor, Stats]] = {}
     rotations: list[Any] = []
-    real_quantize, real_measure, real_rotate = gptq.quantize, pipeline.report.measure, ops.rotate_hessian
+    real_quantize, real_measure, real_rotate = gptq.quantize, pipeline.report.measure, transforms.rotate_hessian
 
     def quantize(weight: Tensor, stats: Stats, config: gptq.Config, seed: int) -> Quantized:
         given.append((weight.clone(), Stats(stats.hessian.clone(), stats.count), seed))
@@ -163,7 +165,7 @@ def test_methods_get_the_rotated_problem_and_a_seed(
 
     monkeypatch.setattr(gptq, "quantize", quantize)
     monkeypatch.setattr(pipeline.report, "measure", measure)
-    monkeypatch.setattr(ops, "rotate_hessian", rotate)
+    monkeypatch.setattr(transforms, "rotate_hessian", rotate)
     pipeline.quantize(job(pico_dir("llama"), ROTATED, tmp_path / "out"))
     assert len(rotations) == 2 * 4 and len(given) == len(measured) == 2 * 7
     for (weight, stats, _), (original, unrotated) in zip(given, measured.values(), strict=True):
@@ -228,7 +230,7 @@ def test_what_cannot_be_for_a_shape_names_the_layer(
 def test_a_size_without_a_transform_names_the_layer(
     pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.hadamard.LARGEST_TABLE", 2)
+    monkeypatch.setattr("compress.numerics.hadamard.LARGEST_TABLE", 2)
     incoherence.hadamard.order.cache_clear()
     try:
         with pytest.raises(RecipeError, match=r"gate_proj \(192 x 64\): no Hadamard .* 192: .* incoherence: false"):
@@ -239,11 +241,11 @@ def test_a_size_without_a_transform_names_the_layer(
 
 def test_rotation_is_counted_in_memory(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
-    monkeypatch.setattr(memory, "TOKENIZING", 0)
-    monkeypatch.setattr(memory, "resident", lambda: 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "resident", lambda: 0)
 
     def peak(setup: Setup) -> int:
-        return memory.arrange(plan.make(setup.load(), skeleton), skeleton, 1, 1, 1 << 40).peak_nbytes
+        return memory_plan.arrange(plan.make(setup.load(), skeleton), skeleton, 1, 1, 1 << 40).peak_nbytes
 
     weight, hessian = 4 * 64 * 192, 4 * 192**2  # of the largest layer, down_proj
     assert peak(ROTATED) - peak(GPTQ) > weight + hessian + incoherence.BUFFERS * hessian

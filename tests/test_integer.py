@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress import activations as inputs
-from compress import formats, jit
-from compress.activations import quantize
+from compress import formats
 from compress.formats import dense
 from compress.formats import int as int_format
-from compress.kernels import dispatch
+from compress.kernels import dispatch, llvm
+from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
+from compress.runtime.activation_quant import quantize
 from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
 from compress.types import Activations, PackedWeight
 from pico import round_to_nearest
@@ -324,7 +324,7 @@ def test_without_gradients_integers_may_be_used(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_bytes
-@pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+@pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 @pytest.mark.usefixtures("small_weights_too")
 def test_few_rows_are_left_to_the_kernel_that_reads_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, few, many = layer_of(int_weight((32, 128), 4, -1), INT8), random(3, 128, dtype=BF16), random(99, 128)

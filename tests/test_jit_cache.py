@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from compress import jit, jit_cache
+from compress.kernels import llvm, object_cache
 
-needs_compiler = pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
-KEY, OTHER, CODE = jit_cache.key(["a"]), jit_cache.key(["b"]), bytes(range(256)) * 9
+needs_compiler = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
+KEY, OTHER, CODE = object_cache.key(["a"]), object_cache.key(["b"]), bytes(range(256)) * 9
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +28,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows with every function that is compiled."""
     found: list[None] = []
-    optimize = jit._optimize
-    monkeypatch.setattr(jit, "_optimize", lambda *given: (found.append(None), optimize(*given))[1])
+    optimize = llvm._optimize
+    monkeypatch.setattr(llvm, "_optimize", lambda *given: (found.append(None), optimize(*given))[1])
     return found
 
 
 def adder(number: int = 5) -> Callable[[int], int]:
     """Compiled or loaded anew: x -> x + number."""
-    emitter = jit.Emitter("add", 1, 1)
+    emitter = llvm.Emitter("add", 1, 1)
     emitter.store(emitter.b.add(emitter.integers[0], emitter.i64(number)), emitter.pointers[0], emitter.i64(0))
     emitter.b.ret_void()
-    function, place = jit.compiled(emitter), ctypes.c_int64()
+    function, place = llvm.compiled(emitter), ctypes.c_int64()
     return lambda x: (function(ctypes.addressof(place), x), place.value)[1]
 
 
 def path_of(folder: Path, key: bytes = KEY) -> Path:
-    return folder / (key.hex() + jit_cache.SUFFIX)
+    return folder / (key.hex() + object_cache.SUFFIX)
 
 
 # ---------------------------------------------------------------- functions
@@ -61,7 +61,7 @@ def test_what_was_compiled_once_is_loaded(compilations: list[None], folder: Path
 def test_another_process_loads_it(compilations: list[None]) -> None:
     assert adder()(37) == 42
     here = Path(__file__).parent
-    code = "import test_jit_cache as t; t.jit._optimize = None; print(t.adder()(37))"  # compiling would raise
+    code = "import test_jit_cache as t; t.llvm._optimize = None; print(t.adder()(37))"  # compiling would raise
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "42"
@@ -69,17 +69,17 @@ def test_another_process_loads_it(compilations: list[None]) -> None:
 
 @needs_compiler
 def test_code_for_another_processor_is_not_found(compilations: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, flags = jit._processor()
+    cpu, flags = llvm._processor()
     adder()
     for other in ((cpu, flags + ",-mmx"), (cpu + "-", flags)):
-        monkeypatch.setattr(jit, "_processor", lambda other=other: other)
-        key = jit._key("source")
-        monkeypatch.setattr(jit, "_processor", lambda: (cpu, flags))
-        assert key != jit._key("source")
+        monkeypatch.setattr(llvm, "_processor", lambda other=other: other)
+        key = llvm._key("source")
+        monkeypatch.setattr(llvm, "_processor", lambda: (cpu, flags))
+        assert key != llvm._key("source")
     for name, value in (("llvm_version", lambda: (1, 2)), ("OPTIMIZED", {"opt": 2}), ("PASSES", {"speed_level": 1})):
-        known = jit._key("source")
-        monkeypatch.setattr(jit, name, value)
-        assert jit._key("source") != known
+        known = llvm._key("source")
+        monkeypatch.setattr(llvm, name, value)
+        assert llvm._key("source") != known
 
 
 @needs_compiler
@@ -119,65 +119,65 @@ def test_without_a_folder_functions_are_compiled(
 
 
 def test_what_is_stored_is_loaded(folder: Path) -> None:
-    assert jit_cache.load(KEY) is None
-    jit_cache.store(KEY, CODE)
-    assert jit_cache.load(KEY) == CODE and jit_cache.load(OTHER) is None
+    assert object_cache.load(KEY) is None
+    object_cache.store(KEY, CODE)
+    assert object_cache.load(KEY) == CODE and object_cache.load(OTHER) is None
     assert [path.name for path in folder.iterdir()] == [path_of(folder).name], "no temporary file is left"
 
 
 def test_keys_tell_texts_apart() -> None:
     texts = [["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""], ["c", "ab"]]
-    assert len({jit_cache.key(parts) for parts in texts}) == len(texts)
+    assert len({object_cache.key(parts) for parts in texts}) == len(texts)
 
 
 def test_a_file_under_another_name_is_ignored(folder: Path) -> None:
-    jit_cache.store(KEY, CODE)
+    object_cache.store(KEY, CODE)
     path_of(folder).rename(path_of(folder, OTHER))
-    assert jit_cache.load(OTHER) is None
+    assert object_cache.load(OTHER) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files")
 def test_what_others_may_write_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jit_cache.store(KEY, CODE)
+    object_cache.store(KEY, CODE)
     assert folder.stat().st_mode & 0o777 == 0o700 and path_of(folder).stat().st_mode & 0o777 == 0o600
     for path, rights in ((path_of(folder), 0o600), (folder, 0o700)):
         for more in (0o020, 0o002):
             path.chmod(rights | more)
-            assert jit_cache.load(KEY) is None
+            assert object_cache.load(KEY) is None
         path.chmod(rights)
-        assert jit_cache.load(KEY) == CODE
+        assert object_cache.load(KEY) == CODE
     folder.chmod(0o777)
-    jit_cache.store(OTHER, CODE)
+    object_cache.store(OTHER, CODE)
     assert not path_of(folder, OTHER).exists()
     folder.chmod(0o700)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert jit_cache.load(KEY) is None
+    assert object_cache.load(KEY) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed")
 def test_links_are_ignored(folder: Path, tmp_path: Path) -> None:
-    jit_cache.store(KEY, CODE)
+    object_cache.store(KEY, CODE)
     path_of(folder).rename(tmp_path / "elsewhere")
     path_of(folder).symlink_to(tmp_path / "elsewhere")
-    assert jit_cache.load(KEY) is None
+    assert object_cache.load(KEY) is None
 
 
 def test_a_folder_that_is_not_absolute_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setenv("LOCALAPPDATA", "somewhere")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    folder = jit_cache._folder()
+    folder = object_cache._folder()
     assert folder is not None and folder.is_relative_to(tmp_path / "home")
 
 
 def test_the_oldest_files_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [jit_cache.key([str(i)]) for i in range(6)]
+    keys = [object_cache.key([str(i)]) for i in range(6)]
     for i, key in enumerate(keys[:5]):
-        jit_cache.store(key, CODE)
+        object_cache.store(key, CODE)
         os.utime(path_of(folder, key), ns=(i, i))
     size = path_of(folder, keys[0]).stat().st_size
-    assert jit_cache.load(keys[1]) == CODE  # which is as good as new
-    monkeypatch.setattr(jit_cache, "LIMIT", 3 * size)
-    jit_cache.store(keys[5], CODE)
-    assert [i for i, key in enumerate(keys) if jit_cache.load(key)] == [1, 4, 5]
+    assert object_cache.load(keys[1]) == CODE  # which is as good as new
+    monkeypatch.setattr(object_cache, "LIMIT", 3 * size)
+    object_cache.store(keys[5], CODE)
+    assert [i for i, key in enumerate(keys) if object_cache.load(key)] == [1, 4, 5]

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 from yaml import compose
 
-from compress import cli, recipe_kv
+from compress.cli.app import app
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import cache as bench
 from compress.evaluate import cache_error, cache_scores, cache_speed
@@ -24,7 +24,8 @@ from compress.evaluate.scores import Execution
 from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
 from compress.kv.settings import resolve
-from compress.recipe_kv import CacheRecipe
+from compress.recipe import kv as recipe_kv
+from compress.recipe.kv import CacheRecipe
 from pico import build
 from runs import TEXT
 
@@ -152,7 +153,7 @@ def recipes(tmp_path: Path) -> Iterator[Callable[[int], str]]:
 
 
 def lines(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, list(words))
+    result = CliRunner().invoke(app, list(words))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output if result.exit_code == 0 else result.stderr

@@ -12,19 +12,20 @@ import yaml
 from torch import Tensor
 from transformers import DynamicCache
 
-from compress import recipe_kv
+from compress.allocate import kv_budget, kv_options
+from compress.allocate.kv_budget import Measured
 from compress.errors import BudgetError, CalibrationError
-from compress.evaluate import cache_error, cache_options, cache_scores
+from compress.evaluate import cache_error, cache_scores
 from compress.evaluate.cache_scores import Candidate
-from compress.kernels.cpu import cached
-from compress.kv import budget, generation, hooks
-from compress.kv.budget import Measured
+from compress.kernels.cpu import kv_affine
+from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, resolve
-from compress.recipe_kv import CacheRecipe
-from compress.strict_yaml import compose, mapping
+from compress.recipe import kv
+from compress.recipe.kv import CacheRecipe
+from compress.recipe.yaml import compose, mapping
 from pico import build
 
-OFFERED = budget.options((2, 3, 4, 8))
+OFFERED = kv_budget.options((2, 3, 4, 8))
 RECIPE = {"method": "kivi", "group_size": 16, "residual_length": 16, "flush": 16, "sink": 2}
 
 
@@ -43,11 +44,11 @@ def units(layers: int = 3, seed: int = 0) -> list[Measured]:
 def test_no_choice_within_the_budget_has_less_damage(seed: int) -> None:
     measured = units(seed=seed)
     for room in (0, 130, 700, 1500, 10**6):
-        asked = budget.problem(measured, OFFERED, 6 * 375 + room)
-        found = budget.choose(asked)
+        asked = kv_budget.problem(measured, OFFERED, 6 * 375 + room)
+        found = kv_budget.choose(asked)
         assert asked.nbytes(found.choice) <= asked.budget
         choices = [c for c in product(range(4), repeat=6) if asked.nbytes(c) <= asked.budget]
-        best = min(asked.damage(c, budget.MEASURED) for c in choices)
+        best = min(asked.damage(c, kv_budget.MEASURED) for c in choices)
         assert best * (1 - 1e-9) <= found.damage <= 1.02 * best
         assert found.bound <= best * (1 + 1e-9)
 
@@ -68,45 +69,45 @@ def test_the_published_greedy() -> None:
             i, b = max(gains, key=lambda pair: gains[pair])
             left -= 10 * (b - at[i])
             at[i] = b
-        asked = budget.problem(measured, OFFERED, 60 + room)
-        choice = budget.raised(asked)
+        asked = kv_budget.problem(measured, OFFERED, 60 + room)
+        choice = kv_budget.raised(asked)
         assert [asked.units[i].entries[j].bits for i, j in enumerate(choice)] == at, room
 
 
 def test_a_budget_below_the_fewest_bits() -> None:
-    for solver in (budget.choose, budget.raised):
+    for solver in (kv_budget.choose, kv_budget.raised):
         with pytest.raises(BudgetError, match="the fewest bits take 2250 bytes, more than the budget of 2249"):
-            solver(budget.problem(units(), OFFERED, 2249))
+            solver(kv_budget.problem(units(), OFFERED, 2249))
 
 
 def test_what_is_chosen_is_what_the_cache_gets() -> None:
     text = "kv_cache: {method: kivi, bits: 3, layers: [LAYERS]}"
     for said in ("{match: 1, keys: {residual_length: 64}}", "{match: 0-1, keys: {residual_length: 64}}"):
         recipe = _recipe(text.replace("LAYERS", said))
-        chosen = budget.chosen(budget.units(units(2), OFFERED), (0, 3, 2, 1))
+        chosen = kv_budget.chosen(kv_budget.units(units(2), OFFERED), (0, 3, 2, 1))
         assert chosen == {0: {"keys": "bits=2", "values": "bits=8"}, 1: {"keys": "bits=4", "values": "bits=3"}}
-        found = budget.laid_out(recipe, chosen, 2, OFFERED)
-        settings = resolve(recipe_kv.table(found), 2)
+        found = kv_budget.laid_out(recipe, chosen, 2, OFFERED)
+        settings = resolve(kv.table(found), 2)
         assert [[layer[kind].config.bits for kind in KINDS] for layer in settings.layers] == [[2, 8], [4, 3]]
         assert settings.layers[1]["keys"].policy.residual_length == 64
         assert settings.layers[1]["values"].policy.residual_length == 128
-        assert _recipe(yaml.safe_dump({"kv_cache": recipe_kv.plain(found)})) == found
+        assert _recipe(yaml.safe_dump({"kv_cache": kv.plain(found)})) == found
     uniform = {layer: {"keys": "bits=2", "values": "bits=4"} for layer in range(4)}
     rules = "{match: 3, group_size: 16}, {match: 2-3, group_size: 64}, {match: '1', sink: 2, keys: {method: lloyd}}"
     recipe = _recipe(text.replace("LAYERS", rules))
-    before, alike = resolve(recipe_kv.table(recipe), 4), budget.laid_out(recipe, uniform, 4, OFFERED)
-    after = resolve(recipe_kv.table(alike), 4)
+    before, alike = resolve(kv.table(recipe), 4), kv_budget.laid_out(recipe, uniform, 4, OFFERED)
+    after = resolve(kv.table(alike), 4)
     assert [rule.match for rule in alike.layers] == [(0,), (1,), (2, 3)]
     for old, new in zip(before.layers, after.layers, strict=True):
         for kind, bits in (("keys", 2), ("values", 4)):
             config = replace(old[kind].config, bits=bits)
             assert new[kind] == replace(old[kind], config=config)
-    assert _recipe(yaml.safe_dump({"kv_cache": recipe_kv.plain(alike)})) == alike
+    assert _recipe(yaml.safe_dump({"kv_cache": kv.plain(alike)})) == alike
 
 
 def _recipe(text: str) -> CacheRecipe:
     entries = mapping(compose(text, "test"), "a recipe")
-    return recipe_kv.read(*entries["kv_cache"])
+    return kv.read(*entries["kv_cache"])
 
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -125,9 +126,9 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
     recipe = {**RECIPE, **CODECS[method], "method": method, "skip_layers": [0]}
     if method in ("lloyd", "pca"):
         del recipe["group_size"]
-    candidates = cache_options.offered(model, recipe, OFFERED[:2], tokens[:, :120])
+    candidates = kv_options.offered(model, recipe, OFFERED[:2], tokens[:, :120])
     for context in (100, 150, 199):
-        sizes = cache_options.sized(model, tokens[:1, :120], candidates, context)
+        sizes = kv_options.sized(model, tokens[:1, :120], candidates, context)
         for size, candidate in zip(sizes, candidates, strict=True):
             cache = candidate.cache(model.config)
             for start in range(0, context, 16):
@@ -139,7 +140,7 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
                 assert layer == 1 and nbytes == own.total + own.static
                 assert size.elements[layer, kind] == 2 * 16 * context
     with pytest.raises(CalibrationError, match="30 tokens are too few"):
-        cache_options.sized(model, tokens[:1, :30], candidates, 100)
+        kv_options.sized(model, tokens[:1, :30], candidates, 100)
 
 
 def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +150,9 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     generation.switch(model)
     tokens = torch.randint(0, 250, (8, 200), generator=torch.Generator().manual_seed(0))
     recipe = {"method": "pca", "residual_length": 16, "flush": 16, "sink": 2}
-    (candidate,) = cache_options.offered(model, recipe, OFFERED[:1], tokens[:, :120])
-    (size,) = cache_options.sized(model, tokens[:1, :100], [candidate], 198)
-    monkeypatch.setattr(cached, "SMALL", 0)
+    (candidate,) = kv_options.offered(model, recipe, OFFERED[:1], tokens[:, :120])
+    (size,) = kv_options.sized(model, tokens[:1, :100], [candidate], 198)
+    monkeypatch.setattr(kv_affine, "SMALL", 0)
     cache = replace(candidate, path="scores").cache(model.config)
     for start in range(0, 198, 16):
         model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)
@@ -163,9 +164,9 @@ def test_measured_errors_and_divergences() -> None:
     model = build("llama")
     hooks.attach(model)
     windows = torch.randint(0, 250, (2, 160), generator=torch.Generator().manual_seed(0))
-    candidates = cache_options.offered(model, RECIPE, OFFERED[:2], windows)
-    sizes = cache_options.sized(model, windows[:1], candidates, 1000)
-    costs = cache_options.measure(model, windows, candidates, sizes, lambda done: None)
+    candidates = kv_options.offered(model, RECIPE, OFFERED[:2], windows)
+    sizes = kv_options.sized(model, windows[:1], candidates, 1000)
+    costs = kv_options.measure(model, windows, candidates, sizes, lambda done: None)
     assert [(unit.layer, unit.kind) for unit in costs.units] == list(product(range(2), KINDS))
     start = min(80, 2 + 16 + 4 * 16)
     assert costs.fixed_nbytes == 0 and costs.tokens == 2 * (159 - start)

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CompressError, RecipeError
-from compress.kv import attention, hooks, identity
+from compress.kv import attention, hooks
 from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.codecs import identity
 from pico import build
 
 MODELS = ("llama", "qwen3", "gpt_neox", "gemma2", "mistral")

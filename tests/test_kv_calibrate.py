@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint import open_checkpoint
+from compress.calib.kv import SAMPLES, calibrate
 from compress.errors import CalibrationError, UnsupportedModelError
-from compress.kv import identity
-from compress.kv.calibrate import SAMPLES, calibrate
 from compress.kv.codec import Spec
+from compress.kv.codecs import identity
 from compress.kv.settings import resolve
-from compress.model import Skeleton
+from compress.model.skeleton import Skeleton
 from compress.runtime.linear import PackedLinear
+from compress.storage.checkpoint import open_checkpoint
 from pico import build, round_to_nearest, save_pico
 
 FULL = {"layer_types": ["full_attention"] * 2}

@@ -13,13 +13,15 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import job as jobs
-from compress import memory, pipeline, recipe, verify
+from compress import recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
-from compress.job import Job
-from compress.kv import attention, generation, hooks, stored
+from compress.kv import attention, generation, hooks
 from compress.kv.cache import KVCache, make_cache
 from compress.kv.settings import resolve
+from compress.run import job as jobs
+from compress.run import memory_plan, pipeline, verify
+from compress.run.job import Job
+from compress.runtime import kv_config
 from pico import build, save_pico
 from runs import TEXT, contents
 
@@ -114,13 +116,13 @@ def test_batches_with_padding_and_beams(written: dict[str, Path]) -> None:
 def test_what_is_on_disk(written: dict[str, Path], tmp_path: Path) -> None:
     section = json.loads((written["both"] / "config.json").read_text())["quantization_config"]["kv_cache"]
     assert section["version"] == 1 and "static" not in section
-    table = stored.table(section, 2)
+    table = kv_config.table(section, 2)
     assert resolve(table, 2).layers == resolve(TABLE, 2).layers
     assert section["keys"]["flush"] == 32  # defaults are written out
     for name in ("both", "cache", "calibrated"):
         assert verify.verify(written[name])["blocks"] == 2
     index = json.loads((written["calibrated"] / "model.safetensors.index.json").read_text())
-    assert stored.FILE not in index["weight_map"].values()
+    assert kv_config.FILE not in index["weight_map"].values()
     report = json.loads((written["calibrated"] / "report.json").read_text())
     assert report["kv_cache"]["calibration"]["tokens"] == 4 * 32
     again = tmp_path / "calibrated"
@@ -140,7 +142,7 @@ def test_calibrated_tensors_travel_with_the_model(written: dict[str, Path], tmp_
 
 
 def test_a_file_that_is_not_what_was_written_is_refused(copy: Path) -> None:
-    path = copy / stored.FILE
+    path = copy / kv_config.FILE
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[-7] ^= 1
@@ -151,7 +153,7 @@ def test_a_file_that_is_not_what_was_written_is_refused(copy: Path) -> None:
         with pytest.raises(CheckpointError, match="is not the file that was written"):
             verify.verify(copy)
     path.unlink()
-    with pytest.raises(CheckpointError, match=f"{stored.FILE} is missing"):
+    with pytest.raises(CheckpointError, match=f"{kv_config.FILE} is missing"):
         load(copy)
 
 
@@ -177,7 +179,7 @@ def test_tensors_of_a_larger_model_are_refused(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     section = config["quantization_config"]["kv_cache"]
     tensors = {f"layers.5.keys.{i}": torch.zeros(1) for i in range(2)}
-    section |= stored.write(copy, resolve(stored.table(section, 2), 2), tensors)
+    section |= kv_config.write(copy, resolve(kv_config.table(section, 2), 2), tensors)
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="is of a model with more than 2 layers"):
         load(copy)
@@ -249,8 +251,8 @@ def test_what_calibration_takes_is_predicted(written: dict[str, Path], monkeypat
     """Up to as many tokens as it takes, and only where there is any."""
     peaks = {}
     for factor in (0, 1000):
-        monkeypatch.setattr(memory, "SAMPLED", factor)
-        monkeypatch.setattr(memory, "resident", lambda: 1 << 30)
+        monkeypatch.setattr(memory_plan, "SAMPLED", factor)
+        monkeypatch.setattr(memory_plan, "resident", lambda: 1 << 30)
         for cache, samples in ((KIVI, 600), (CALIBRATED, 100), (CALIBRATED, 600), (CALIBRATED, 1200)):
             settings = [f"kv_cache={cache}", "calibration.seq_len=64", f"calibration.num_samples={samples}"]
             out = written["model"].parent / "none"

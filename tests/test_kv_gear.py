@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
-from compress.kv import attention, gear, kivi
+from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
-from compress.kv.store import Policy, Store
+from compress.kv.codecs import gear, kivi
+from compress.kv.token_store import Policy, Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}

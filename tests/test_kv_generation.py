@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from compress import plugins
+from compress.calib.kv import calibrate
 from compress.kv import attention, hooks
 from compress.kv.cache import KVCache, Path, make_cache
-from compress.kv.calibrate import calibrate
 from compress.kv.settings import resolve
 from pico import build
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress import jit
 from compress.errors import RecipeError
-from compress.kernels.cpu import cached
-from compress.kv import fp8, kivi
+from compress.kernels import llvm
+from compress.kernels.cpu import kv_affine
 from compress.kv.codec import Codec, Spec
+from compress.kv.codecs import fp8, kivi
 
 # relative squared error of min-max integers on N(0, 1), by bits and group size
 GAUSSIAN = {
@@ -100,9 +100,9 @@ PLAIN = [(bits, width, 7) for bits in (1, 2, 3, 4, 5, 8) for width in (16, 80, 1
 def test_reading_without_decoding(
     bits: int, width: int, rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if compiled and not jit.available():
+    if compiled and not llvm.available():
         pytest.skip("no compiled functions here")
-    monkeypatch.setattr(cached, "SMALL", 0 if compiled else 1 << 40)
+    monkeypatch.setattr(kv_affine, "SMALL", 0 if compiled else 1 << 40)
     x, tokens = normal(2, 2, 96, width), 96
     q, p = normal(2, 2, rows, width, seed=1), normal(2, 2, rows, 101, seed=2).softmax(-1)
     for kind, axis in (("keys", "channel"), ("values", "token")):
@@ -131,9 +131,9 @@ def close(found: Tensor, expected: Tensor, relative: float) -> None:
 
 
 def test_kernels_read_other_strides_and_extremes() -> None:
-    if not jit.available():
+    if not llvm.available():
         pytest.skip("no compiled functions here")
-    sizes = cached.Sizes(4, 64, 32)
+    sizes = kv_affine.Sizes(4, 64, 32)
     made = codec("values", 64, bits=4, group_size=32)
     x = normal(1, 2, 128, 64)
     block = made.encode(x, {})
@@ -143,7 +143,7 @@ def test_kernels_read_other_strides_and_extremes() -> None:
     part = {name: rows[:, :, 100:228] for name, rows in held.items()}
     p = torch.zeros(1, 2, 4, 400)
     p[..., 7 + 5], p[..., 7 + 77] = 1.0, 1e-20
-    found = cached.mix(p[..., 7:135], [part["codes4"]], part["scales"], part["minima"], sizes)
+    found = kv_affine.mix(p[..., 7:135], [part["codes4"]], part["scales"], part["minima"], sizes)
     torch.testing.assert_close(found, made.decode(block)[:, :, 5:6].expand(-1, -1, 4, -1), atol=2e-4, rtol=0)
     keys = codec("keys", 64, bits=4)
     rows = keys.encode(x, {})

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calib.kv import calibrate
 from compress.errors import CalibrationError, RecipeError
-from compress.kv import attention, hooks, kvquant
+from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
-from compress.kv.calibrate import calibrate
 from compress.kv.codec import Codec, Spec, rotate, unrotate
+from compress.kv.codecs import kvquant
 from compress.kv.settings import resolve
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}

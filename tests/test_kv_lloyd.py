@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from compress.kernels.cpu import cached, cached_levels
-from compress.kv import attention, hooks, lloyd
+from compress.kernels.cpu import kv_affine, kv_levels
+from compress.kv import attention, hooks
 from compress.kv.cache import KVCache, make_cache
 from compress.kv.codec import Codec, Spec, rotate
+from compress.kv.codecs import lloyd
 from compress.kv.rope import Rope
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
 from pico import build as pico
 
 GAUSSIAN = {1: 0.3634, 2: 0.1175, 3: 0.03455, 4: 0.0095}  # relative squared error of N(0, 1)
@@ -137,9 +138,9 @@ PLAIN = [(3, 64, 3), (5, 64, 3), (2, 80, 3), (4, 96, 3)]
 def test_reading_without_decoding(
     bits: int, width: int, rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if compiled and not cached_levels.supports(bits, width):
+    if compiled and not kv_levels.supports(bits, width):
         pytest.skip("no compiled functions here")
-    monkeypatch.setattr(cached, "SMALL", 0 if compiled else 1 << 40)
+    monkeypatch.setattr(kv_affine, "SMALL", 0 if compiled else 1 << 40)
     x, q = normal(2, 2, 150, width), normal(2, 2, rows, width, seed=1)
     p = normal(2, 2, rows, 153, seed=2).softmax(-1)[..., 2:152] * 0.5
     for kind in ("keys", "values"):
@@ -161,7 +162,7 @@ def close(found: Tensor, expected: Tensor, relative: float) -> None:
 
 
 def test_kernels_do_not_overflow() -> None:
-    if not cached_levels.supports(2, 512):
+    if not kv_levels.supports(2, 512):
         pytest.skip("no compiled functions here")
     made = codec("keys", 512, bits=2, rope="post")
     block = made.encode(normal(1, 2, 160, 512), {})

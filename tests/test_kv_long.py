@@ -21,7 +21,7 @@ from compress.kv.buffer import Buffer
 from compress.kv.cache import CodedLayer, KVCache, make_cache
 from compress.kv.codec import Codec
 from compress.kv.settings import KINDS
-from compress.kv.store import Bytes, Store
+from compress.kv.token_store import Bytes, Store
 from kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal
 from pico import build
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from compress.calib.kv import calibrate
 from compress.errors import RecipeError
-from compress.kv import attention, hooks, lloyd, pca
+from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
-from compress.kv.calibrate import calibrate
 from compress.kv.codec import Codec, Spec, rotate
+from compress.kv.codecs import lloyd, pca
 from compress.kv.rope import Rope
 from compress.kv.settings import resolve
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
 from pico import build
 
 HEADS, WIDTH, QUERIES = 2, 32, 2

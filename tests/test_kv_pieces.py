@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import cached, cached_basis, cached_pieces, cached_turned
-from compress.kv import pca
+from compress.kernels.cpu import kv_affine, kv_basis, kv_mixed, kv_prerope
 from compress.kv.codec import Codec, Spec, rotate
-from compress.kv.pieces import Pieces
+from compress.kv.codecs import pca
+from compress.kv.codecs.mixed_packed import Pieces
 
 HEADS = 2
 
@@ -60,17 +60,17 @@ def test_bits_lie_where_they_are_said_to() -> None:
 @pytest.fixture(params=["tiles", "plain"])
 def compiled(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With AMX where there is such, and without."""
-    if not cached_pieces.supports():
+    if not kv_mixed.supports():
         pytest.skip("no compiled functions with AVX-512 here")
-    if request.param == "tiles" and not cached_basis.has_tiles():
+    if request.param == "tiles" and not kv_basis.has_tiles():
         pytest.skip("no AMX here")
-    monkeypatch.setattr(cached, "SMALL", 0)
+    monkeypatch.setattr(kv_affine, "SMALL", 0)
     if request.param == "plain":
-        for module in (cached_basis, cached_turned):
+        for module in (kv_basis, kv_prerope):
             monkeypatch.setattr(module, "has_tiles", lambda: False)
-    cached_turned._compiled.cache_clear()
+    kv_prerope._compiled.cache_clear()
     yield
-    cached_turned._compiled.cache_clear()
+    kv_prerope._compiled.cache_clear()
 
 
 def codec(kind: Any, width: int, dtype: torch.dtype, most: int = 8) -> Codec:
@@ -182,9 +182,9 @@ def test_the_same_however_blocks_and_rows_are_cut() -> None:
 @pytest.mark.parametrize("count", [1, 4, 7])
 @pytest.mark.parametrize("width", [64, 72])
 def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cached_pieces.supports():
+    if not kv_mixed.supports():
         pytest.skip("no compiled functions with AVX-512 here")
-    monkeypatch.setattr(cached, "SMALL", 0)
+    monkeypatch.setattr(kv_affine, "SMALL", 0)
     made = codec("values", width, torch.bfloat16)
     block = stored(made, 2, 75)
     assert isinstance(made, pca.Principal)
@@ -196,7 +196,7 @@ def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_values_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "SMALL", 0)
+    monkeypatch.setattr(kv_affine, "SMALL", 0)
     made = codec("values", 64, torch.float32)
     block = stored(made, 2, 75)
     out = torch.empty(2, HEADS, 75, 64)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from compress import plugins, recipe, recipe_kv
+from compress import plugins, recipe
 from compress.errors import RecipeError
 from compress.kv.settings import KINDS, resolve
 from compress.recipe import Recipe
+from compress.recipe import kv as recipe_kv
 
 Make = Callable[[str], Recipe]
 

@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import pipeline, recipe
+from compress import recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
-from compress.job import Job
-from compress.kv import generation, stored
+from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache, make_cache
 from compress.kv.settings import resolve
+from compress.run import pipeline
+from compress.run.job import Job
+from compress.runtime import kv_config
 from pico import VOCAB_SIZE, save_pico
 from runs import TEXT, cli, one_line
 
@@ -66,7 +68,7 @@ def refused(directory: Path, *words: str) -> str:
 
 def of_another_model(path: Path) -> None:
     static = {f"layers.{i}.keys.levels": torch.zeros(8, dtype=torch.float16) for i in range(2)}
-    stored.write(path.parent, resolve({"method": "kvquant"}, 2), static)
+    kv_config.write(path.parent, resolve({"method": "kvquant"}, 2), static)
 
 
 def cut(path: Path) -> None:
@@ -81,9 +83,9 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [of_another_model, cut, flip, Path.unlink])
 def test_a_file_of_something_else(copy: Path, harm: Callable[[Path], None]) -> None:
-    harm(copy / stored.FILE)
+    harm(copy / kv_config.FILE)
     line = refused(copy)
-    assert f"{copy / stored.FILE} is " in line and "write the checkpoint again" in line
+    assert f"{copy / kv_config.FILE} is " in line and "write the checkpoint again" in line
     assert ("missing" if harm is Path.unlink else "not the file that was written with this checkpoint") in line
     with pytest.raises(CheckpointError) as error:
         load(copy)
@@ -206,9 +208,9 @@ def test_a_checkpoint_of_the_hub(
     assert model.kv_cache.static.keys() == load(written).kv_cache.static.keys()
     assert torch.equal(generated(model).sequences, generated(load(written)).sequences)
 
-    blob = (snapshot / stored.FILE).resolve()
-    (snapshot / stored.FILE).unlink()  # from_pretrained has fetched the weights only
-    with pytest.raises(CheckpointError, match=f"{stored.FILE} is missing, which kv_cache needs; download"):
+    blob = (snapshot / kv_config.FILE).resolve()
+    (snapshot / kv_config.FILE).unlink()  # from_pretrained has fetched the weights only
+    with pytest.raises(CheckpointError, match=f"{kv_config.FILE} is missing, which kv_cache needs; download"):
         load(NAME, **where)
     asked = []
 
@@ -217,9 +219,9 @@ def test_a_checkpoint_of_the_hub(
         (snapshot / file).symlink_to(blob)
         return str(snapshot / file)
 
-    monkeypatch.setattr(stored, "cached_file", fetched)
+    monkeypatch.setattr(kv_config, "cached_file", fetched)
     assert load(NAME, **where).kv_cache.static.keys() == model.kv_cache.static.keys()
-    assert asked == [(NAME, stored.FILE, str(tmp_path / "hub"), COMMIT, folder)]
+    assert asked == [(NAME, kv_config.FILE, str(tmp_path / "hub"), COMMIT, folder)]
 
 
 def test_what_is_saved_is_what_the_configuration_says(written: Path, tmp_path: Path) -> None:

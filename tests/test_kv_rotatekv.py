@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress import hadamard
 from compress.errors import RecipeError
-from compress.kv import kivi, rotatekv
 from compress.kv.codec import Codec, Spec, rotate
+from compress.kv.codecs import kivi, rotatekv
 from compress.kv.rope import Rope
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
+from compress.numerics import hadamard
 
 HEADS, WIDTH = 4, 64
 GAUSSIAN = {(2, 128, 0.8): 0.1623, (3, 128, 1.0): 0.0458, (4, 128, 1.0): 0.0100, (3, 128, 0.8): 0.0346}

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calib.kv import calibrate
 from compress.errors import CompressError, RecipeError
-from compress.kv import attention, kivi, squat
+from compress.kv import attention
 from compress.kv.cache import make_cache
-from compress.kv.calibrate import calibrate
 from compress.kv.codec import Codec, Spec
+from compress.kv.codecs import kivi, squat
 from compress.kv.settings import resolve
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}

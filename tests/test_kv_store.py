@@ -13,10 +13,10 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Block, Codec, Field, Spec, rotate, unrotate
-from compress.kv.codes import Codes
+from compress.kv.codecs.packed import Codes
 from compress.kv.rope import Rope
 from compress.kv.settings import resolve
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
 
 HEADS, WIDTH = 2, 16
 

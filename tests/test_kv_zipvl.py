@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from compress.errors import RecipeError
-from compress.kv import attention, zipvl
+from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Spec, rotate
+from compress.kv.codecs import zipvl
 from compress.kv.rope import Rope
-from compress.kv.store import Policy, Store
+from compress.kv.token_store import Policy, Store
 
 WIDTH = 64
 

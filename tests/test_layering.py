@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,53 +13,29 @@ from compress import plugins
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
+LOOSE = 10  # modules beside the packages
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
-def shared(kind: str) -> set[str]:
-    """The files of a kind that are no plugins."""
-    return {f"compress.{kind}.{p.stem}" for p in (ROOT / "compress" / kind).glob("*.py")} - {
-        f"compress.{kind}.{name}" for name in plugins.names(kind)
-    }
+# The packages (and the modules that lie beside them) in order: each may import those before it and itself.
+ORDER = [
+    *("errors", "types", "plugins", "progress"),  # what everything may use
+    *("numerics", "formats", "kernels", "storage", "kv", "runtime"),  # what runs a checkpoint
+    *("model", "recipe", "calib", "lowrank", "tune", "quant", "transform"),  # what makes one
+    *("run", "evaluate", "allocate", "export", "cli"),  # who uses all this
+    *("recipes", "autoload", "__init__", "__main__"),
+]
 
-
-# What the modules under a prefix may import of ours; the longest prefix counts, other modules are free. A method may
-# use what methods share (feedback.py), not another method.
-BASE = {"compress.types", "compress.errors", "compress.packing"}
-AROUND = {"compress.ops", "compress.hadamard"}  # what lies around a stored matrix
-RECIPE = {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"}
-RECIPE |= {"compress.recipe_types", "compress.recipe_blocks", "compress.overrides", "compress.recipe_kv"}
-ALLOWED: dict[str, set[str]] = {
-    "compress.packing": set(),
-    "compress.errors": set(),
-    "compress.types": set(),
-    "compress.hadamard": set(),
-    "compress.jit": {"compress.jit_cache"},
-    "compress.jit_cache": set(),
-    "compress.ops": {"compress.types", "compress.errors", "compress.hadamard"},
-    "compress.autoload": {"compress.runtime"},
-    "compress.plugins": {"compress.errors"},
-    "compress.strict_yaml": {"compress.errors", "compress.plugins"},
-    "compress.recipe_types": {"compress.types", "compress.recipe_kv"},
-    "compress.recipe_blocks": {"compress.errors", "compress.plugins", "compress.strict_yaml", "compress.types"},
-    "compress.overrides": RECIPE - {"compress.overrides"},
-    "compress.recipe": RECIPE,
-    "compress.activations": BASE,
-    "compress.formats": BASE | AROUND | {"compress.formats.lowrank"},  # which any weight may have beside it
-    "compress.kernels": BASE | AROUND | {"compress.formats", "compress.jit", "compress.kernels"},
-    "compress.runtime": BASE
-    | AROUND
-    | {"compress.activations", "compress.formats", "compress.kernels", "compress.runtime", "compress.kv"},
-    "compress.lowrank": BASE | {"compress.formats", "compress.linalg"},
-    "compress.lowrank.correct": BASE | {"compress.formats", "compress.linalg", "compress.lowrank.factors"},
-    "compress.lowrank.train": BASE
-    | {"compress.calib.lm", "compress.checkpoint", "compress.formats.lowrank", "compress.runtime"},
-    "compress.quant": BASE
-    | {"compress.formats", "compress.linalg", "compress.hadamard", "compress.jit", "compress.lowrank.factors"}
-    | shared("quant"),
-    "compress.allocate": BASE | shared("allocate") | {"compress.checkpoint", "compress.output"},
+# Packages with plugins -> what these may import of ours beside what their package shares; never another plugin.
+BASE = {"compress.errors", "compress.types", "compress.numerics"}
+PLUGINS: dict[str, set[str]] = {
+    "quant": BASE | {"compress.formats", "compress.kernels.llvm", "compress.lowrank.factors"},
+    "allocate": BASE | {"compress.allocate"},
+    "formats": BASE | {"compress.formats.lowrank"},  # which any weight may have beside it
 }
-MAY_IMPORT_PIPELINE = {"compress", "compress.cli_jobs", "compress.pipeline"}  # compress/__init__.py is the public API
+
+KNOWN = {f"compress.{name}" for name in ("calib.fisher", "run.job", "run.pipeline", "runtime.kv_config")}  # to be cut
+KNOWN |= {"compress.storage.workdir", "compress.transform.spin"}
 
 # Model types that are also words of our own or plain English.
 ORDINARY = {"align", "beam", "canary", "clap", "clip", "ctrl", "encoder-decoder", "flint", "funnel", "radio"}
@@ -80,7 +56,6 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sources()}
-NAMED = pytest.mark.parametrize("name", MODULES)
 
 
 def parse(name: str) -> ast.Module:
@@ -113,13 +88,37 @@ def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
-def not_allowed(name: str, imported: set[str]) -> set[str]:
-    """Those of our modules that the module `name` may not import."""
-    prefix = max((p for p in ALLOWED if is_under(name, p)), key=len, default=None)
-    ours = {module for module in imported if is_under(module, "compress") or module.startswith(".")}
-    if prefix is None:
+def ours(imported: set[str]) -> set[str]:
+    return {module for module in imported if is_under(module, "compress")}
+
+
+def package(name: str) -> str:
+    """compress.run.job -> run, compress.types -> types, compress -> __init__."""
+    return (f"{name}.__init__").split(".")[1]
+
+
+def upward(name: str, imported: set[str]) -> set[str]:
+    """Those of our modules that come later in the order than the module `name`."""
+    place = ORDER.index(package(name))
+    return {m for m in ours(imported) if package(m) != package(name) and ORDER.index(package(m)) > place}
+
+
+def plugin_of(name: str) -> str | None:
+    """The kind of the plugin that a module is."""
+    for kind, folder in plugins.PACKAGES.items():
+        if name.rpartition(".")[0] == f"compress.{folder}" and name.rpartition(".")[2] in plugins.names(kind):
+            return kind
+    return None
+
+
+def beyond(name: str, imported: set[str]) -> set[str]:
+    """What a plugin may not import: other plugins of its kind, and what its kind has no business with."""
+    kind = plugin_of(name)
+    if kind not in PLUGINS:
         return set()
-    return {module for module in ours if not any(is_under(module, allowed) for allowed in ALLOWED[prefix])}
+    folder = f"compress.{plugins.PACKAGES[kind]}"
+    shared = {m for m in imported if is_under(m, folder) and plugin_of(m) != kind}
+    return {m for m in ours(imported) - shared if not any(is_under(m, allowed) for allowed in PLUGINS[kind])}
 
 
 def docstrings(tree: ast.Module) -> set[int]:
@@ -176,28 +175,41 @@ def unsafe(tree: ast.Module) -> list[str]:
     return found
 
 
-@NAMED
-def test_import_direction(name: str) -> None:
-    assert not_allowed(name, imports(ast.walk(parse(name)))) == set()
+def offenders(find: Callable[[str], object], names: Iterable[str] = ()) -> dict[str, object]:
+    """Module -> what is wrong with it, for those where something is."""
+    return {name: wrong for name in names or MODULES if (wrong := find(name))}
 
 
-@NAMED
-def test_imports_are_absolute(name: str) -> None:
-    assert not {module for module in imports(ast.walk(parse(name))) if module.startswith(".")}
+GRAPH = {name: (imports(ast.walk(parse(name))) & MODULES.keys()) - {name} for name in MODULES}
 
 
-@NAMED
-def test_only_the_entry_points_import_the_pipeline(name: str) -> None:
-    if name not in MAY_IMPORT_PIPELINE:
-        assert "compress.pipeline" not in imports(ast.walk(parse(name)))
+def test_every_package_has_its_place() -> None:
+    assert {package(name) for name in MODULES if name != "cli"} == set(ORDER)
 
 
-GENERAL = ("cli", *(f"compress.{m}" for m in ("cli", "pipeline", "plan", "report")))
+def test_packages_import_only_those_before_them() -> None:
+    found = offenders(lambda name: upward(name, GRAPH[name]), [name for name in MODULES if name != "cli"])
+    assert found.keys() == KNOWN
 
 
-@pytest.mark.parametrize("name", [name for name in GENERAL if name in MODULES])
-def test_no_method_names_in_the_general_modules(name: str) -> None:
-    assert mentions(parse(name), set(plugins.names("quant"))) == []
+def test_plugins_do_not_know_each_other() -> None:
+    assert offenders(lambda name: beyond(name, GRAPH[name])) == {}
+
+
+def test_few_modules_lie_beside_the_packages() -> None:
+    assert len(list((ROOT / "compress").glob("*.py"))) <= LOOSE
+
+
+def test_imports_are_absolute() -> None:
+    assert offenders(lambda name: {m for m in imports(ast.walk(parse(name))) if m.startswith(".")}) == {}
+
+
+GENERAL = [name for name in MODULES if package(name) in ("cli", "run")]
+
+
+def test_no_method_names_in_the_general_modules() -> None:
+    methods = set(plugins.names("quant"))
+    assert offenders(lambda name: mentions(parse(name), methods), GENERAL) == {}
 
 
 @pytest.fixture(scope="module")
@@ -207,74 +219,56 @@ def model_types() -> set[str]:
     return {name for name in CONFIG_MAPPING_NAMES if len(name) >= 4} - ORDINARY
 
 
-@NAMED
-def test_no_model_names(name: str, model_types: set[str]) -> None:
-    assert mentions(parse(name), model_types) == []
+def test_no_model_names(model_types: set[str]) -> None:
+    assert offenders(lambda name: mentions(parse(name), model_types)) == {}
 
 
-LIGHT = ("cli", *(f"compress{m}" for m in ("", ".cli", ".recipe", ".strict_yaml", ".plugins", ".autoload", ".errors")))
+LIGHT = [name for name in MODULES if package(name) in ("errors", "plugins", "autoload", "__init__", "recipe", "cli")]
 
 
-@pytest.mark.parametrize("name", [name for name in LIGHT if name in MODULES])
-def test_light_modules_import_nothing_heavy(name: str) -> None:
-    assert not {module.split(".")[0] for module in imports(at_import(parse(name)))} & HEAVY
+def test_light_modules_import_nothing_heavy() -> None:
+    assert offenders(lambda name: {m.split(".")[0] for m in imports(at_import(parse(name)))} & HEAVY, LIGHT) == {}
 
 
 # The third asks only where the user keeps caches: what it finds there saves time and changes no number.
-READS_ENVIRONMENT = ("compress.autoload", "compress.cli", "compress.jit_cache")
+READS_ENVIRONMENT = ("compress.autoload", "compress.cli.app", "compress.kernels.object_cache")
 
 
-@NAMED
-def test_environment_is_read_in_three_places_only(name: str) -> None:
-    if name not in READS_ENVIRONMENT:
-        assert environment_reads(parse(name)) == []
+def test_environment_is_read_in_three_places_only() -> None:
+    assert offenders(lambda name: environment_reads(parse(name))).keys() == set(READS_ENVIRONMENT)
 
 
 EVERYWHERE = [*sources(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", EVERYWHERE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled_and_no_remote_code_is_trusted(path: Path) -> None:
-    assert unsafe(ast.parse(path.read_text(encoding="utf-8"))) == []
+def test_nothing_is_unpickled_and_no_remote_code_is_trusted() -> None:
+    found = {str(path.relative_to(ROOT)): unsafe(ast.parse(path.read_text(encoding="utf-8"))) for path in EVERYWHERE}
+    assert {path: wrong for path, wrong in found.items() if wrong} == {}
 
 
 # The checks themselves, on sources that break the rules.
 
 
 def test_the_sources_are_found() -> None:
-    assert {"compress", "compress.packing", "compress.formats.int", "compress.quant.gptq", "compress.calib"} <= {
-        *MODULES
-    }
+    known = {"compress", "compress.numerics.packing", "compress.formats.int", "compress.quant.gptq", "compress.calib"}
+    assert known <= MODULES.keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "bad"),
-    [
-        ("compress.packing", "from compress import errors", "compress.errors"),
-        ("compress.formats.x", "def f():\n    from compress.formats import int", "compress.formats.int"),
-        ("compress.formats.x", "import compress.runtime", "compress.runtime"),
-        ("compress.runtime.x", "from compress.quant.gptq import Config", "compress.quant.gptq"),
-        ("compress.runtime.x", "from compress.recipe import load", "compress.recipe"),
-        ("compress.quant.x", "from compress.quant import feedback, gptq", "compress.quant.gptq"),
-        ("compress.quant.x", "from compress.calib.stats import Sums", "compress.calib.stats"),
-        ("compress.quant.x", "from . import feedback", "."),
-    ],
-)
-def test_check_of_the_import_direction(name: str, source: str, bad: str) -> None:
-    assert not_allowed(name, imports(ast.walk(ast.parse(source)))) == {bad}
+def test_check_of_the_order() -> None:
+    source = "if TYPE_CHECKING:\n    from compress.{} import x"
+    for name, module in (("numerics.x", "types"), ("kv.codecs.x", "kernels.cpu.int"), ("types", "types")):
+        assert upward(f"compress.{name}", imports(ast.walk(ast.parse(source.format(module))))) == set()
+    for name, module in (("numerics.x", "formats"), ("runtime.x", "recipe"), ("run.x", "allocate.session")):
+        found = upward(f"compress.{name}", imports(ast.walk(ast.parse(source.format(module)))))
+        assert found == {f"compress.{module}"}
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("compress.formats.x", "import torch\nfrom compress.types import PackedWeight"),
-        ("compress.runtime.x", "from compress.formats.int import decode\nfrom compress.runtime import x"),
-        ("compress.quant.x", "from compress.quant import feedback\nfrom compress.formats import int"),
-        ("compress.other", "from compress.quant import gptq"),
-    ],
-)
-def test_check_of_the_import_direction_accepts(name: str, source: str) -> None:
-    assert not_allowed(name, imports(ast.walk(ast.parse(source)))) == set()
+def test_check_of_plugins() -> None:
+    for module in ("quant.feedback", "formats.int", "types", "lowrank.factors"):
+        assert beyond("compress.quant.gptq", {f"compress.{module}"}) == set()
+    for module in ("quant.rtn", "calib.stats", "model.graph", "run.job"):
+        assert beyond("compress.quant.gptq", {f"compress.{module}"}) == {f"compress.{module}"}
+    assert beyond("compress.quant.feedback", {"compress.calib.stats"}) == set()
 
 
 MENTIONS = [

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import linalg
 from compress.errors import NumericalError
-from compress.linalg import RETRIES, upper_factor
+from compress.numerics import linalg
+from compress.numerics.linalg import RETRIES, upper_factor
 
 
 def hessian(columns: int) -> Tensor:

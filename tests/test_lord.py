@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import formats, pipeline, recipe, verify
+from compress import formats, recipe
 from compress.errors import RecipeError
-from compress.linalg import truncated
+from compress.numerics.linalg import truncated
 from compress.quant import lord
+from compress.run import pipeline, verify
 from compress.types import Stats
 from pico import save_pico
 from runs import GPTQ, job, report_of

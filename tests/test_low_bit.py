@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import activations, formats, ops, pipeline, recipe, verify
+from compress import formats, recipe
+from compress.formats import transforms as ops
+from compress.run import pipeline, verify
+from compress.runtime import activation_quant
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import Ops, PackedWeight
@@ -69,7 +72,7 @@ def stored_weight(tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> Pack
     """A reported layer as the files have it."""
     params = formats.params_from_dict(row["format"], row["params"])
     around, shape = ops.from_dict(row["ops"], row["name"]), (row["shape"][0], row["shape"][1])
-    inputs = activations.from_dict(row["activations"], row["name"])
+    inputs = activation_quant.from_dict(row["activations"], row["name"])
     own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around, inputs)}
     return PackedWeight(row["format"], params, own, shape, around, inputs)
 
@@ -81,7 +84,7 @@ def quantize_inputs(linear: nn.Linear, weight: PackedWeight) -> None:
 
     def rounded(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         x = ops.apply_input(inputs[0], weight.ops, weight.tensors)
-        return activations.fake_quantize(x, weight.activations, weight.tensors.get("in_scale")) @ turn.T
+        return activation_quant.fake_quantize(x, weight.activations, weight.tensors.get("in_scale")) @ turn.T
 
     linear.register_forward_pre_hook(rounded)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compress import memory
+from compress.run import memory_plan
 from runs import environment
 
 SEED_ONLY = {"bits": 9, "iterations": 0, "rounds": 0, "sweeps": 0, "refit_steps": 0}
@@ -36,7 +36,8 @@ ABSURD = 4, 100 << 20  # times what is taken, and bytes more
 PROBE = """
 import json, sys
 import torch
-from compress import memory, plugins
+from compress import plugins
+from compress.run import memory_plan as memory
 from compress.types import Stats
 
 def layer(rows, columns):
@@ -77,5 +78,5 @@ def test_workspace_is_what_is_taken() -> None:
         taken, said = json.loads(line)
         factor, more = ABSURD
         if not taken <= said <= factor * taken + more:
-            wrong.append(f"{case}: took {memory.show(taken)}, said {memory.show(said)}")
+            wrong.append(f"{case}: took {memory_plan.show(taken)}, said {memory_plan.show(said)}")
     assert not wrong, "\n".join(wrong)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats, ops
+from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import lowrank
-from compress.incoherence import OPS
+from compress.formats import lowrank, transforms
 from compress.kernels import dispatch
+from compress.quant.incoherence import OPS
 from compress.runtime.hf import CompressConfig, build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import NO_OPS, Activations, LowRank, Ops, PackedWeight
@@ -41,7 +41,7 @@ def with_part(kind: LowRank, around: Ops = NO_OPS, activations: Activations | No
     """A 4-bit weight with a low-rank part beside it."""
     weight = round_to_nearest(problems.random(*SHAPE), 4, 32)
     part = {lowrank.PREFIX + name: tensor for name, tensor in lowrank.pack(*factors(), kind).items()}
-    signs = {key: torch.full(size, 0x5A, dtype=kind) for key, (size, kind) in ops.specs(around, SHAPE).items()}
+    signs = {key: torch.full(size, 0x5A, dtype=kind) for key, (size, kind) in transforms.specs(around, SHAPE).items()}
     return dataclasses.replace(
         weight, tensors={**weight.tensors, **part, **signs}, ops=around, activations=activations, lowrank=kind
     )
@@ -108,7 +108,7 @@ def test_the_part_is_counted_and_decoded(kind: LowRank, around: Ops) -> None:
         assert weight.nbytes - plain == 2 * kind.rank * sum(SHAPE)
     a, b = lowrank.part_factors(weight.tensors, kind, SHAPE, torch.float64)
     stored = formats.decode_stored(weight, torch.float64) + b.T @ a
-    expected = ops.effective(stored, around, weight.tensors) if around else stored
+    expected = transforms.effective(stored, around, weight.tensors) if around else stored
     torch.testing.assert_close(formats.decode(weight, torch.float32), expected.float(), rtol=1e-4, atol=1e-4)
 
 
@@ -143,11 +143,11 @@ def test_quantized_inputs_are_not_those_of_the_part(bits: int) -> None:
     kind, activations = LowRank(5), Activations(bits)
     weight = with_part(kind, OPS, activations)
     layer, x = PackedLinear.from_packed(weight), problems.random(6, SHAPE[1], seed=3)
-    turned = ops.apply_input(x, OPS, weight.tensors).double()
+    turned = transforms.apply_input(x, OPS, weight.tensors).double()
     step = turned.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     a, b = lowrank.part_factors(weight.tensors, kind, SHAPE, torch.float64)
     inner = (turned / step).round() * step @ formats.decode_stored(weight, torch.float64).T + turned @ a.T @ b
-    expected = ops.apply_output(inner, OPS, weight.tensors)
+    expected = transforms.apply_output(inner, OPS, weight.tensors)
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import jit
 from compress.formats import lowrank
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter
 from compress.kernels.cpu import lowrank as kernel
-from compress.kernels.cpu import rows
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight
 
 pytestmark = [
-    pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
+    pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
     pytest.mark.usefixtures("small_weights_too"),
 ]
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}  # relative, at most
@@ -64,7 +64,7 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     params, tensors = stored((103, 64), 13)
     x = problems.random(1, 64, seed=2).bfloat16()
     alone = kernel.matmul(x, tensors, params, (103, 64))
-    monkeypatch.setattr(rows, "THREAD", 1)
+    monkeypatch.setattr(emitter, "THREAD", 1)
     for threads in (2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert torch.equal(kernel.matmul(x, tensors, params, (103, 64)), alone)

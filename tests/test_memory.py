@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from compress import display, memory, pipeline, propagate
-from compress.checkpoint import open_checkpoint
+from compress.cli import tables
 from compress.errors import BudgetError
-from compress.memory import Arrangement, parse_size, show, split
-from compress.model import Skeleton
-from compress.plan import make
-from compress.propagate import FULL, QUANTIZED, Stream
+from compress.model import blockwise
+from compress.model.blockwise import FULL, QUANTIZED, Stream
+from compress.model.skeleton import Skeleton
+from compress.run import memory_plan, pipeline
+from compress.run.memory_plan import Arrangement, parse_size, show, split
+from compress.run.plan import make
+from compress.storage.checkpoint import open_checkpoint
 from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
 
 MIB = 1 << 20
@@ -74,11 +76,11 @@ def test_passes() -> None:
 def arrange(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arrangement]:
     """arrange(setup, samples, seq_len, limit) for a llama, in a process that has BASE bytes."""
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
-    monkeypatch.setattr(memory, "resident", lambda: BASE)
-    monkeypatch.setattr(memory, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "resident", lambda: BASE)
+    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
 
     def arranged(setup: Setup, samples: int, seq_len: int, limit: int | None) -> Arrangement:
-        return memory.arrange(make(setup.load(), skeleton), skeleton, samples, seq_len, limit)
+        return memory_plan.arrange(make(setup.load(), skeleton), skeleton, samples, seq_len, limit)
 
     return arranged
 
@@ -95,7 +97,7 @@ def test_the_fastest_arrangement_that_fits(arrange: Callable[..., Arrangement]) 
             limit = found[-1].peak_nbytes - 1
     except BudgetError:
         pass
-    assert (found[0].batch, found[0].spill, found[0].passes) == (memory.BATCH_TOKENS // 256, False, 1)
+    assert (found[0].batch, found[0].spill, found[0].passes) == (memory_plan.BATCH_TOKENS // 256, False, 1)
     assert stream < found[0].peak_nbytes - BASE < stream + 100 * MIB
     first_spilled = next(i for i, arrangement in enumerate(found) if arrangement.spill)
     assert first_spilled > 0 and all(arrangement.spill for arrangement in found[first_spilled:])
@@ -119,7 +121,7 @@ def test_without_statistics_there_is_nothing_to_arrange(arrange: Callable[..., A
 def test_a_refusal_names_what_would_do(
     setup: Setup, extra: int, arrange: Callable[..., Arrangement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "resident", lambda: BASE + extra)
+    monkeypatch.setattr(memory_plan, "resident", lambda: BASE + extra)
     samples, seq_len = (8, 32) if setup is GPTQ else (0, 0)
     with pytest.raises(BudgetError) as caught:
         arrange(setup, samples, seq_len, MIB)
@@ -135,10 +137,10 @@ def test_a_refusal_names_what_would_do(
 def test_without_a_limit_most_of_what_is_free_may_be_taken(
     arrange: Callable[..., Arrangement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available", lambda: 1 << 30)
+    monkeypatch.setattr(memory_plan, "available", lambda: 1 << 30)
     arrangement = arrange(GPTQ, 100_000, 256, None)
     assert arrangement.spill and arrangement.peak_nbytes <= BASE + int(0.8 * (1 << 30))
-    monkeypatch.setattr(memory, "available", lambda: 1000)
+    monkeypatch.setattr(memory_plan, "available", lambda: 1000)
     with pytest.raises(BudgetError, match="more than the free memory"):
         arrange(GPTQ, 8, 32, None)
 
@@ -163,24 +165,24 @@ def test_a_limit_is_kept(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_the_peak_is_measured() -> None:
-    before = memory.resident()
+    before = memory_plan.resident()
     with mmap.mmap(-1, 64 * MIB) as big:  # from the system and back to it; the allocator may keep what it is given
         big.write(b"\1" * (64 * MIB))
-        during = memory.resident()
+        during = memory_plan.resident()
     assert during - before > 60 * MIB
-    assert memory.resident() < during - 60 * MIB
-    assert memory.peak() > during - MIB
+    assert memory_plan.resident() < during - 60 * MIB
+    assert memory_plan.peak() > during - MIB
     if os.access("/proc/self/clear_refs", os.W_OK):
-        memory.reset_peak()
-        assert memory.peak() < during - 60 * MIB
-    assert 0 < memory.available() < 1 << 50
+        memory_plan.reset_peak()
+        assert memory_plan.peak() < during - 60 * MIB
+    assert 0 < memory_plan.available() < 1 << 50
 
 
 def test_a_counter_that_is_not_reset_refuses_nothing(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier peak above the limit counts no more; a later one above it does, and is measured."""
-    real_write, real_status, peaks = Path.write_text, memory._status, [1 << 40]
+    real_write, real_status, peaks = Path.write_text, memory_plan._status, [1 << 40]
 
     def write_text(path: Path, *args: Any, **kwargs: Any) -> int:
         if str(path) == "/proc/self/clear_refs":
@@ -188,29 +190,29 @@ def test_a_counter_that_is_not_reset_refuses_nothing(
         return real_write(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "write_text", write_text)
-    monkeypatch.setattr(memory, "_former", {"peak": 0})
-    monkeypatch.setattr(memory, "_status", lambda field: peaks[-1] if field == "VmHWM" else real_status(field))
+    monkeypatch.setattr(memory_plan, "_former", {"peak": 0})
+    monkeypatch.setattr(memory_plan, "_status", lambda field: peaks[-1] if field == "VmHWM" else real_status(field))
     report = pipeline.quantize(dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), max_memory=1 << 39))
     assert report["memory"]["measured_peak"] is None
-    assert "peak memory unknown (predicted" in "\n".join(display.result_lines(report, "out"))
-    memory.check(1 << 39)
-    assert memory.peak() <= memory.resident() + MIB
+    assert "peak memory unknown (predicted" in "\n".join(tables.result_lines(report, "out"))
+    memory_plan.check(1 << 39)
+    assert memory_plan.peak() <= memory_plan.resident() + MIB
     with pytest.raises(BudgetError):
-        memory.check(MIB)
+        memory_plan.check(MIB)
     peaks.append((1 << 40) + 1)
-    assert memory.peak() == memory.measured_peak() == peaks[-1]
+    assert memory_plan.peak() == memory_plan.measured_peak() == peaks[-1]
     with pytest.raises(BudgetError):
-        memory.check(1 << 39)
+        memory_plan.check(1 << 39)
 
 
 def test_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "peak", lambda: 3 * MIB)
-    memory.check(None)
-    memory.check(3 * MIB)
+    monkeypatch.setattr(memory_plan, "peak", lambda: 3 * MIB)
+    memory_plan.check(None)
+    memory_plan.check(3 * MIB)
     with pytest.raises(
         BudgetError, match=r"used 3\.00 MiB, more than --max-memory 2\.00 MiB; blocks that were finished are kept"
     ):
-        memory.check(2 * MIB)
+        memory_plan.check(2 * MIB)
 
 
 def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
@@ -222,9 +224,9 @@ def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
     out, done = tmp_path / "out", tmp_path / "out.partial" / "blocks" / "00000.json"
     asked = dataclasses.replace(job(pico_dir("llama"), GPTQ, out), max_memory=1 << 40)
     with monkeypatch.context() as patch:
-        real = memory.arrange
-        patch.setattr(memory, "arrange", lambda *given: dataclasses.replace(real(*given), spill=True, batch=3))
-        patch.setattr(memory, "peak", lambda: 1 << 41 if done.exists() else 1)
+        real = memory_plan.arrange
+        patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), spill=True, batch=3))
+        patch.setattr(memory_plan, "peak", lambda: 1 << 41 if done.exists() else 1)
         with pytest.raises(BudgetError, match="blocks that were finished are kept"):
             pipeline.quantize(asked)
     assert not out.exists()
@@ -243,11 +245,11 @@ def arranged(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Path, dict[str, Any]]]:
     """arranged(name, model, **changes): a run with an arrangement forced on it -> its output and report."""
-    real = memory.arrange
+    real = memory_plan.arrange
 
     def run(name: str, model: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
+            patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
             report = pipeline.quantize(job(pico_dir(model), GPTQ, tmp_path / name))
         assert {key: report["arrangement"][key] for key in changes} == changes
         return tmp_path / name, report
@@ -273,7 +275,7 @@ def test_an_arrangement_changes_no_byte(
     plain, expected = arranged("plain", model, spill=False)
     written: list[int] = []
     passes: list[int] = []
-    real_pwrite, real_split = os.pwrite, memory.split
+    real_pwrite, real_split = os.pwrite, memory_plan.split
 
     def pwrite(descriptor: int, raw: memoryview, offset: int) -> int:
         written.append(len(raw))
@@ -283,8 +285,8 @@ def test_an_arrangement_changes_no_byte(
         passes.append(len(real_split(keys, allowed)))
         return real_split(keys, allowed)
 
-    monkeypatch.setattr(propagate.os, "pwrite", pwrite)
-    monkeypatch.setattr(memory, "split", splitting)
+    monkeypatch.setattr(blockwise.os, "pwrite", pwrite)
+    monkeypatch.setattr(memory_plan, "split", splitting)
     out, report = arranged("other", model, **changes)
     assert contents(out) == contents(plain)
     assert sum(written) == (2 * 8 * 32 * 64 * 4 if "spill" in changes else 0)  # the embeddings, and after block 0

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from compress.calib import lm
-from compress.checkpoint import CONFIG, open_checkpoint
 from compress.errors import CheckpointError, UnsupportedModelError
-from compress.model import MIN_FEATURES, Skeleton
-from compress.propagate import Stream, record, run_block
+from compress.model import load
+from compress.model.blockwise import Stream, record, run_block
+from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.runtime.experts import Experts
+from compress.storage.checkpoint import CONFIG, open_checkpoint
 from pico import PICO, save_pico
 from runs import stored_tensors
 
@@ -298,7 +298,7 @@ def test_loading_shows_no_progress_and_keeps_the_settings(
     try:
         skeleton = Skeleton(open_checkpoint(directory))
         skeleton.load_block(0, torch.device("cpu"))
-        lm.load_model(directory)
+        load.load_model(directory)
         assert logging.is_progress_bar_enabled() and are_progress_bars_disabled() == is_hub_quiet
         logging.disable_progress_bar()
         skeleton.load_block(1, torch.device("cpu"))

@@ -13,9 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import allocation, display, job, memory, pipeline, recipe, table, verify
+from compress import recipe
+from compress.allocate import session, table
+from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
+from compress.run import job, memory_plan, pipeline, verify
 from compress.runtime.experts import Experts, counting
 from compress.types import ExpertPruning
 from pico import VOCAB_SIZE, save_pico
@@ -85,7 +88,7 @@ def test_the_report_shows_what_each_expert_got(made: Made) -> None:
         is_pruned = name == pruned
         assert [rows[name][key] is not None for key in ("threshold", "protected", "taken")] == 3 * [is_pruned]
         assert (rows[name]["dropped"] > 0.1) == is_pruned
-    lines = display.result_lines(made.report, "out")
+    lines = tables.result_lines(made.report, "out")
     share = rows[pruned]["dropped"] / 2
     assert any(line.startswith(f"experts pruned in 1 of 2 blocks that have any: {share:.1%}") for line in lines)
 
@@ -107,7 +110,7 @@ def test_what_is_loaded_prunes_as_the_report_says(made: Made) -> None:
 
 def test_pruning_changes_no_weight(model: Path, made: Made, tmp_path: Path) -> None:
     asked = dataclasses.replace(job_of(model, MOE, tmp_path / "out"), measurements=made.folder)
-    asked = allocation.decided(asked, silent)
+    asked = session.decided(asked, silent)
     plain = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, experts=None))
     report = pipeline.quantize(plain)
     assert "experts" not in report and "experts" not in json.loads((plain.out / "config.json").read_text())
@@ -130,7 +133,7 @@ def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path:
     words = [*command(model, MOE, tmp_path / "out"), "--measurements", str(made.folder)]
     in_block_1 = interrupt("compress.quant.gptq", "quantize", OPEN + FIXED + 4)
     assert cli(*words, prepare=in_block_1).code == -signal.SIGKILL
-    result = cli(*words, prepare=interrupt("compress.calib.routing", "measure", 2))
+    result = cli(*words, prepare=interrupt("compress.calib.expert_routing", "measure", 2))
     assert result.code == 0 and "experts pruned in 1 of 2 blocks" in result.out, result.err
     assert report_of(tmp_path / "out")["resumed_blocks"] == 1
     assert contents(tmp_path / "out") == contents(made.out)
@@ -142,7 +145,7 @@ def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path:
     [
         interrupt("compress.quant.gptq", "quantize", 3 * OPEN + FIXED + 5),  # in block 1
         interrupt(
-            "compress.database", "write_text", 4
+            "compress.allocate.variants", "write_text", 4
         ),  # run.json, the arrangement, block 0, and before block 1 is in the record
     ],
     ids=["in a block", "before the last record"],
@@ -166,8 +169,8 @@ def test_the_table_has_all_damages_of_all_units(model: Path, made: Made, tmp_pat
     setup = MOE.set("rules=[]", "allocate.method=knapsack", "allocate.estimator=hessian")
     setup = setup.set("allocate.options=[{bits: 2}, {bits: 4}, {bits: 8}, {keep: true}]")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "split", lambda sizes, allowed: [[key] for key in sizes])
-        with allocation.session(job_of(model, setup, tmp_path / "out"), silent) as opened:
+        patch.setattr(memory_plan, "split", lambda sizes, allowed: [[key] for key in sizes])
+        with session.session(job_of(model, setup, tmp_path / "out"), silent) as opened:
             found = opened.table(frozenset({"expert", "expert_squares", "share", "routing"}))
     before = {unit.name: unit for unit in table.load(made.folder).units}
     for unit in found.units:
@@ -245,7 +248,7 @@ def test_pruning_that_cannot_be(
 def test_experts_are_allocated_where_there_are_any(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     asked = job_of(pico_dir("llama"), MOE, tmp_path / "out")
     with pytest.raises(RecipeError, match="there are no experts among the units"):
-        allocation.decided(
+        session.decided(
             dataclasses.replace(
                 asked, recipe=MOE.set("rules=[]", "allocate.target=9bpw", "experts.prune=false").load()
             ),

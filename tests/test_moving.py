@@ -12,9 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import problems
-from compress import jit
 from compress.formats import lowrank
-from compress.kernels import dispatch
+from compress.kernels import dispatch, llvm
 from compress.runtime import integer
 from compress.runtime.linear import PackedLinear
 from compress.types import Activations, PackedWeight
@@ -35,7 +34,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+@pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 @pytest.mark.usefixtures("small_weights_too")
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_moving_a_layer_frees_the_tensors_that_a_kernel_was_given(name: str) -> None:
@@ -49,7 +48,7 @@ def test_moving_a_layer_frees_the_tensors_that_a_kernel_was_given(name: str) -> 
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+@pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 @pytest.mark.usefixtures("small_weights_too")
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_layer_that_was_moved_computes_the_same(name: str) -> None:
@@ -94,10 +93,10 @@ def test_integers_are_multiplied_where_the_gpu_can(monkeypatch: pytest.MonkeyPat
     assert integer.is_real(*given, "cuda") and integer.is_real(*given, "cuda:0")
 
 
-@pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here")
+@pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 def test_a_cpu_with_other_instructions_has_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = codebook_weight(*CODEBOOK[0])
-    features = jit.features() | {"avx512vbmi"}
+    features = llvm.features() | {"avx512vbmi"}
     for present, known in ((True, features), (False, features - {"avx512vbmi"}), (True, features)):
-        monkeypatch.setattr(jit, "features", lambda known=known: known)
+        monkeypatch.setattr(llvm, "features", lambda known=known: known)
         assert (dispatch.supported("cpu", "codebook", weight.params, weight.shape) is not None) == present

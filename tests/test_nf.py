@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats, pipeline, plan
-from compress.checkpoint import open_checkpoint
+from compress import formats
 from compress.errors import RecipeError
 from compress.formats import nf as nf_format
-from compress.model import Skeleton
+from compress.model.skeleton import Skeleton
 from compress.quant import nf
 from compress.recipe import load
+from compress.run import pipeline, plan
+from compress.storage.checkpoint import open_checkpoint
 from compress.types import PackedWeight
 from pico import save_pico
 from runs import RTN, job, report_of

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress import formats, jit, ops
+from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import dense
-from compress.kernels import dispatch
+from compress.formats import dense, transforms
+from compress.kernels import dispatch, llvm
 from compress.runtime.hf import build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import NO_OPS, Ops, PackedWeight
@@ -25,26 +25,26 @@ SHAPES = [(64, 96), (24, 50), (33, 40), (1, 8), (172, 12)]
 
 def signs(ops_: Ops, shape: tuple[int, int]) -> dict[str, Tensor]:
     sizes = {name: size for name, size in (("out_signs", shape[0]), ("in_signs", shape[1]))}
-    wanted = ops.specs(ops_, shape)
-    return {name: ops.pack_signs(random(size, seed=size) < 0) for name, size in sizes.items() if name in wanted}
+    wanted = transforms.specs(ops_, shape)
+    return {name: transforms.pack_signs(random(size, seed=size) < 0) for name, size in sizes.items() if name in wanted}
 
 
 def matrix(names: tuple[str, ...], size: int, bitmap: Tensor | None) -> Tensor:
     """The product of operations as a matrix [size, size], float64, from unit vectors."""
     result = torch.eye(size, dtype=torch.float64)
     for name in names:
-        result = ops.OPS[name].forward(result.T, bitmap).T  # columns are the images of the unit vectors
+        result = transforms.OPS[name].forward(result.T, bitmap).T  # columns are the images of the unit vectors
     return result
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 65])
 def test_signs_are_a_bitmap_with_the_lowest_bit_first(size: int) -> None:
     negative = random(size) < 0
-    bitmap = ops.pack_signs(negative)
+    bitmap = transforms.pack_signs(negative)
     assert bitmap.dtype == torch.uint8 and bitmap.shape == (-(-size // 8),)
     for i in range(size):
         assert (int(bitmap[i // 8]) >> (i % 8)) & 1 == int(negative[i])
-    assert torch.equal(ops.unpack_signs(bitmap, size, torch.float32), torch.where(negative, -1.0, 1.0))
+    assert torch.equal(transforms.unpack_signs(bitmap, size, torch.float32), torch.where(negative, -1.0, 1.0))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,9 +53,9 @@ def test_effective_is_out_m_in_and_rotate_undoes_it(around: Ops, shape: tuple[in
     stored, tensors = random(*shape), signs(around, shape)
     before = matrix(around.input, shape[1], tensors.get("in_signs"))
     after = matrix(around.output, shape[0], tensors.get("out_signs"))
-    weight = ops.effective(stored, around, tensors)
+    weight = transforms.effective(stored, around, tensors)
     assert torch.allclose(weight.double(), after @ stored.double() @ before, atol=1e-5)
-    assert torch.allclose(ops.rotate(weight, around, tensors), stored, atol=1e-5)
+    assert torch.allclose(transforms.rotate(weight, around, tensors), stored, atol=1e-5)
     assert weight.data_ptr() != stored.data_ptr() and torch.equal(stored, random(*shape))
 
 
@@ -64,12 +64,12 @@ def test_the_loss_is_the_same_in_either_basis(around: Ops) -> None:
     x = inputs(300, 50)
     weight, other, tensors = random(24, 50), random(24, 50, seed=9), signs(around, (24, 50))
     hessian = (x.double().T @ x.double()).float()
-    rotated = ops.rotate_hessian(hessian, around, tensors)
-    moved = ops.apply_input(x.double(), around, tensors)
+    rotated = transforms.rotate_hessian(hessian, around, tensors)
+    moved = transforms.apply_input(x.double(), around, tensors)
     assert torch.equal(rotated, rotated.T)
     assert torch.allclose(rotated.double(), moved.T @ moved, atol=1e-5 * float(hessian.abs().max()))
     residual = (weight - other).double()
-    turned = ops.rotate(residual, around, tensors)
+    turned = transforms.rotate(residual, around, tensors)
     assert turned.dtype == torch.float64
     there, here = (turned @ rotated.double() * turned).sum(), (residual @ hessian.double() * residual).sum()
     assert abs(there / here - 1) < 1e-5
@@ -78,9 +78,9 @@ def test_the_loss_is_the_same_in_either_basis(around: Ops) -> None:
 def test_matrices_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, tensors = random(24, 40), signs(BOTH, (24, 40))
     hessian = inputs(99, 40).T @ inputs(99, 40)
-    whole = ops.effective(weight, BOTH, tensors), ops.rotate_hessian(hessian, BOTH, tensors)
-    monkeypatch.setattr(ops, "CHUNK", 7 * 40)
-    parts = ops.effective(weight, BOTH, tensors), ops.rotate_hessian(hessian, BOTH, tensors)
+    whole = transforms.effective(weight, BOTH, tensors), transforms.rotate_hessian(hessian, BOTH, tensors)
+    monkeypatch.setattr(transforms, "CHUNK", 7 * 40)
+    parts = transforms.effective(weight, BOTH, tensors), transforms.rotate_hessian(hessian, BOTH, tensors)
     assert torch.equal(parts[1], parts[1].T)
     for part, all_at_once in zip(parts, whole, strict=True):
         assert torch.allclose(part, all_at_once, rtol=1e-5, atol=1e-6 * float(all_at_once.abs().max()))
@@ -123,7 +123,7 @@ def test_a_layer_in_other_types(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("small_weights_too")
 def test_a_kernel_multiplies_by_the_stored_matrix() -> None:
-    if not jit.available():
+    if not llvm.available():
         pytest.skip("nothing can be compiled here")
     weight = packed(random(64, 96), BOTH)
     x = random(2, 96, seed=2).bfloat16()
@@ -179,11 +179,14 @@ def test_the_configuration_names_the_operations() -> None:
 )
 def test_operations_that_cannot_be(values: object, error: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        ops.from_dict(values, "x")
+        transforms.from_dict(values, "x")
     assert error in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_operations_from_a_configuration() -> None:
-    assert ops.from_dict({}, "x") == NO_OPS
-    assert ops.from_dict(dataclasses.asdict(BOTH), "x") == BOTH
-    assert ops.describe(BOTH) == "hadamard" and ops.describe(Ops(("signs",))) == ops.describe(NO_OPS) == ""
+    assert transforms.from_dict({}, "x") == NO_OPS
+    assert transforms.from_dict(dataclasses.asdict(BOTH), "x") == BOTH
+    assert (
+        transforms.describe(BOTH) == "hadamard"
+        and transforms.describe(Ops(("signs",))) == transforms.describe(NO_OPS) == ""
+    )

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from compress import checkpoint, verify
-from compress.checkpoint import write_text
 from compress.errors import OutputError
-from compress.output import Output, writing
+from compress.run import verify
+from compress.storage import checkpoint
+from compress.storage.checkpoint import write_text
+from compress.storage.workdir import Output, writing
 from runs import cli, interrupt
 
 STEPS = ["os.mkdir", "os.rename", "os.replace", "os.rmdir", "os.unlink", "shutil.rmtree"]  # all that change directories
@@ -60,7 +61,8 @@ def whole(recipe: str) -> dict[str, str]:
 
 def killed(step: str, call: int, out: Path) -> bool:
     """Start run "third" in another process, which is killed before this call; False: it came to its end."""
-    imports = "from pathlib import Path\nfrom compress.checkpoint import write_text\nfrom compress.output import *\n"
+    imports = "from pathlib import Path\nfrom compress.storage.checkpoint import write_text\n"
+    imports += "from compress.storage.workdir import *\n"
     module, name = step.split(".")
     start = f"\nwork(Path({str(out)!r}), 'third', restart=True)\nos._exit(0)"
     result = cli(prepare=imports + inspect.getsource(work) + interrupt(module, name, call) + start)
@@ -289,7 +291,7 @@ def test_names_are_forced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.append((directory, set(os.listdir(directory))))
 
     monkeypatch.setattr(checkpoint, "sync_directory", sync)
-    monkeypatch.setattr("compress.output.sync_directory", sync)
+    monkeypatch.setattr("compress.storage.workdir.sync_directory", sync)
     checkpoint.write_shard(tmp_path / "shard", {})
     write_text(tmp_path / "text", "")
     assert seen == [(tmp_path, {"shard"}), (tmp_path, {"shard", "text"})]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.packing import (
+from compress.numerics.packing import (
     FIELDS,
     WORDS,
     pack_planar,

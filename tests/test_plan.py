@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress import plan
-from compress.checkpoint import StoredTensor, open_checkpoint
 from compress.errors import RecipeError
 from compress.formats import dense
 from compress.formats import int as int_format
-from compress.model import Skeleton
+from compress.model.skeleton import Skeleton
+from compress.run import plan
+from compress.storage.checkpoint import StoredTensor, open_checkpoint
 from compress.types import Plan
 from pico import PICO
 from runs import GPTQ, RTN, Setup

@@ -13,7 +13,7 @@ import pytest
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.recipe_blocks import RULE_KEYS
+from compress.recipe.blocks import RULE_KEYS
 from fake_methods import BETA, install
 
 ALL = [(kind, name) for kind in plugins.KINDS for name in plugins.names(kind)]

@@ -12,7 +12,7 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.formats import pvq as pvq_format
-from compress.linalg import upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant import pvq
 from compress.types import PackedWeight, Stats
 

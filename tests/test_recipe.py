@@ -12,7 +12,7 @@ import pytest
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
-from compress.recipe import CalibrationConfig, Recipe, Rule
+from compress.recipe import CalibrationConfig, Recipe, Rule, read
 from compress.types import Scheme
 from fake_methods import Make, maker, settings
 
@@ -186,7 +186,7 @@ def built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").touch()
     (folder / "alpha4.yaml").write_text("# goal\ndescription: four bits\nquantize: {method: alpha}\n")
     (folder / "beta3.yaml").write_text("quantize: {method: beta}\n")
-    monkeypatch.setattr(recipe, "files", {"compress.recipes": folder}.__getitem__)
+    monkeypatch.setattr(read, "files", {"compress.recipes": folder}.__getitem__)
     maker(monkeypatch, tmp_path)
     return folder
 

@@ -9,7 +9,7 @@ import pytest
 
 from compress import recipe
 from compress.errors import RecipeError
-from compress.recipe_types import Target, option_names
+from compress.recipe.schema import Target, option_names
 from compress.types import Correction
 
 HEAD = "quantize: {method: gptq, bits: 3}\n"

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress import pipeline, verify
-from compress.output import Output
+from compress.run import pipeline, verify
+from compress.storage.workdir import Output
 from runs import (
     GPTQ,
     REPORTS,
@@ -37,7 +37,7 @@ from runs import (
 )
 
 IN_BLOCK_1 = interrupt("compress.quant.gptq", "quantize", 10)  # of seven linears a block
-IN_SELF_CHECK = interrupt("compress.verify", "self_check", 1)
+IN_SELF_CHECK = interrupt("compress.run.verify", "self_check", 1)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +322,7 @@ def test_another_directory_is_not_replaced(model: Path, tmp_path: Path) -> None:
 def test_the_self_check_finds_a_shard_that_has_changed(model: Path, tmp_path: Path) -> None:
     """A disk that gives back another byte: the run fails, and the old output stays."""
     damage = """
-from compress import verify
+from compress.run import verify
 real = verify.self_check
 def check(directory, *rest):
     path = directory / "model-00002-of-00003.safetensors"

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from compress import assemble, pipeline, verify
+from compress.run import pipeline, verify, write_checkpoint
 from runs import GPTQ, cli, command, contents, interrupt, job, one_line, report_of
 
 CACHE = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
 LOWRANK = "lowrank={{rank: 4, train: 8, train_rate: {}}}"
 SETUP = GPTQ.set("bits=2", "calibration.num_samples=64", CACHE)
 TRAINED = SETUP.set(LOWRANK.format(1e-3))
-AT_THE_MANIFEST = interrupt("compress.assemble", "_write_manifest", 1)
+AT_THE_MANIFEST = interrupt("compress.run.write_checkpoint", "_write_manifest", 1)
 ONCE = """
 import compress.{0} as module
 def refuse(*args, **kwargs):
     raise AssertionError("{1} again")
 module.{1} = refuse
 """
-NOTHING_AGAIN = ONCE.format("lowrank.train", "whole") + ONCE.format("kv.checkpoint", "calibrate")
+NOTHING_AGAIN = ONCE.format("tune.low_rank", "whole") + ONCE.format("run.kv_cache", "calibrate")
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,13 @@ def test_killed_at_the_manifest(model: Path, expected: dict[str, bytes], tmp_pat
 @pytest.mark.parametrize(
     ("module", "name", "call", "is_trained"),
     [
-        ("compress.lowrank.train", "_backward", 5, False),
-        ("compress.trained", "write_shard", 1, False),
-        ("compress.trained", "put_in", 1, True),
-        ("compress.lowrank.train", "write_shard", 2, True),  # one shard is trained, the other is not
-        ("compress.kv.checkpoint", "calibrate", 1, True),
-        ("compress.kv.stored", "write_shard", 1, True),
-        ("compress.verify", "self_check", 2, True),
+        ("compress.tune.low_rank", "_backward", 5, False),
+        ("compress.run.trained_factors", "write_shard", 1, False),
+        ("compress.run.trained_factors", "put_in", 1, True),
+        ("compress.tune.low_rank", "write_shard", 2, True),  # one shard is trained, the other is not
+        ("compress.run.kv_cache", "calibrate", 1, True),
+        ("compress.runtime.kv_config", "write_shard", 1, True),
+        ("compress.run.verify", "self_check", 2, True),
     ],
 )
 def test_killed(
@@ -76,7 +76,7 @@ def test_killed(
 ) -> None:
     words = command(model, TRAINED, tmp_path / "out")
     assert cli(*words, prepare=interrupt(module, name, call)).code == -signal.SIGKILL
-    result = cli(*words, prepare=ONCE.format("lowrank.train", "whole") if is_trained else "")
+    result = cli(*words, prepare=ONCE.format("tune.low_rank", "whole") if is_trained else "")
     assert result.code == 0, result.err
     assert finished(tmp_path / "out", 2) == expected
 
@@ -84,7 +84,7 @@ def test_killed(
 def test_killed_while_former_factors_are_put_back(model: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     words = command(model, TRAINED, tmp_path / "out")
     assert cli(*words, prepare=AT_THE_MANIFEST).code == -signal.SIGKILL
-    one_of_two = interrupt("compress.lowrank.train", "write_shard", 2)
+    one_of_two = interrupt("compress.tune.low_rank", "write_shard", 2)
     assert cli(*words, prepare=one_of_two).code == -signal.SIGKILL
     assert cli(*words, prepare=NOTHING_AGAIN).code == 0
     assert finished(tmp_path / "out", 2) == expected
@@ -125,7 +125,7 @@ def test_a_training_that_brings_nothing(model: Path, tmp_path: Path) -> None:
 
 
 LOST = """
-import compress.lowrank.train as module
+import compress.tune.low_rank as module
 module.write = lambda path, tensors: None
 """
 
@@ -148,7 +148,7 @@ def test_the_report_says_what_the_last_check_found(
         seen.append({path.name: path.read_bytes() for path in directory.glob("*.*")})
         return "the outcome"
 
-    monkeypatch.setattr(assemble.verify, "self_check", check)
+    monkeypatch.setattr(write_checkpoint.verify, "self_check", check)
     pipeline.quantize(job(model, TRAINED, tmp_path / "out"))
     written = contents(tmp_path / "out")
     assert {name: raw for name, raw in seen[-1].items() if name != "README.md"} == {

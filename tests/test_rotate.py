@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import pipeline
-from compress.checkpoint import open_checkpoint
 from compress.errors import UnsupportedModelError
-from compress.model import Skeleton
+from compress.model.skeleton import Skeleton
+from compress.run import pipeline
+from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
 from compress.types import Ops
 from pico import ODD, PICO, VOCAB_SIZE, save_pico

@@ -10,9 +10,11 @@ import torch
 from test_rotate import ROTATE, distance, transformed
 from torch import Tensor
 
-from compress import hadamard, ops, pipeline
 from compress.errors import CheckpointError
+from compress.formats import transforms
+from compress.numerics import hadamard
 from compress.quant import gptq
+from compress.run import pipeline
 from compress.transform.rotate import Basis
 from compress.types import Ops, Quantized, Stats
 from problems import random
@@ -141,7 +143,7 @@ def test_a_basis_is_a_hadamard_matrix_of_signed_channels() -> None:
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(4, 16), (5, 10), (12, 4), (1, 8), (7, 3)])
 def test_mixing_heads_is_a_kronecker_product(heads: int, head_dim: int) -> None:
-    op = ops.find(f"head_mix/{head_dim}")
+    op = transforms.find(f"head_mix/{head_dim}")
     assert op is not None
     size = heads * head_dim
     assert op.spec(size) is None
@@ -155,23 +157,23 @@ def test_mixing_heads_is_a_kronecker_product(heads: int, head_dim: int) -> None:
     assert half.dtype == torch.bfloat16 and torch.allclose(half.double(), x @ dense.T, atol=0.1)
     around = Ops(input=(f"head_mix/{head_dim}",))
     weight = random(6, size)
-    assert torch.allclose(ops.effective(weight, around, {}).double(), weight.double() @ dense, atol=1e-5)
-    assert torch.allclose(ops.rotate(weight, around, {}).double(), weight.double() @ dense.T, atol=1e-5)
-    assert ops.describe(around) == f"head_mix/{head_dim}" and ops.specs(around, (6, size)) == {}
+    assert torch.allclose(transforms.effective(weight, around, {}).double(), weight.double() @ dense, atol=1e-5)
+    assert torch.allclose(transforms.rotate(weight, around, {}).double(), weight.double() @ dense.T, atol=1e-5)
+    assert transforms.describe(around) == f"head_mix/{head_dim}" and transforms.specs(around, (6, size)) == {}
 
 
 @pytest.mark.parametrize("name", ["head_mix", "head_mix/", "head_mix/0", "head_mix/-1", "head_mix/2.5", "head_mix/x"])
 def test_no_such_operation(name: str) -> None:
-    assert ops.find(name) is None
+    assert transforms.find(name) is None
     with pytest.raises(CheckpointError, match="is unknown to this version"):
-        ops.from_dict({"input": [name]}, "x")
+        transforms.from_dict({"input": [name]}, "x")
 
 
 def test_channels_that_are_no_heads() -> None:
     with pytest.raises(ValueError, match="^head_mix/7: 64 channels are no heads of 7$"):
-        ops.specs(Ops(input=("head_mix/7",)), (8, 64))
+        transforms.specs(Ops(input=("head_mix/7",)), (8, 64))
     with pytest.raises(ValueError, match="no Hadamard transform of size 2049"):
-        ops.specs(Ops(input=("head_mix/2",)), (8, 2 * 2049))
+        transforms.specs(Ops(input=("head_mix/2",)), (8, 2 * 2049))
 
 
 # ---------------------------------------------------------------- statistics in the new basis

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import activations, head, pipeline, plan, propagate
-from compress.checkpoint import open_checkpoint
-from compress.model import Skeleton
+from compress.model import blockwise, lm_head
+from compress.model.skeleton import Skeleton
 from compress.quant import gptq
+from compress.run import pipeline, plan
+from compress.runtime import activation_quant
+from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate, rotation_search
 from compress.transform.rotate import Basis, Orthogonal
 from compress.transform.search import fake_weight
@@ -29,14 +31,14 @@ CPU = torch.device("cpu")
 
 def bench(
     model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, propagate.Workbench]:
+) -> tuple[rotate.Rotation, blockwise.Workbench]:
     """The rotation of a checkpoint, and what it is tried out with."""
     skeleton = Skeleton(open_checkpoint(model))
     rotation = rotate.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
-    return rotation, propagate.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
+    return rotation, blockwise.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def scores(model: Path, folder: Path, setup: Setup, seeds: int, pack: bool = True) -> list[float]:
@@ -65,10 +67,10 @@ def test_the_score_is_that_of_the_rotated_model_with_rounded_linears(
     assert settings.activations is not None
 
     def change(_: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        return activations.fake_quantize(inputs[0], settings.activations)
+        return activation_quant.fake_quantize(inputs[0], settings.activations)
 
     with torch.no_grad():
-        calls = propagate.record(skeleton, TOKENS, 3, (stream := propagate.Stream(3, None)), CPU)
+        calls = blockwise.record(skeleton, TOKENS, 3, (stream := blockwise.Stream(3, None)), CPU)
         states = stream.read(0, 3)
         for index in range(len(skeleton.blocks)):  # experts are linears only in a block that is loaded here
             block = skeleton.load_block(index, CPU)
@@ -80,7 +82,7 @@ def test_the_score_is_that_of_the_rotated_model_with_rounded_linears(
                 if path.split(".")[-1] in ("gate_proj", "up_proj", "down_proj") and name == "mixtral":
                     module.weight.data.copy_(fake_weight(module.weight.float(), settings.config))
                     module.register_forward_pre_hook(change)
-            states = propagate.run_block(block, calls[index][3], states, "block")
+            states = blockwise.run_block(block, calls[index][3], states, "block")
         p = original(TOKENS).logits.double().log_softmax(-1)
         base = rounded.get_decoder()
         q = rounded.get_output_embeddings()(_last_norm(base)(states)).double().log_softmax(-1)
@@ -98,31 +100,31 @@ def test_logits_of_every_family(
     name: str, as_tuple: bool, pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scaled or capped as the model does it, a few positions at a time, whatever its blocks return."""
-    monkeypatch.setattr(head, "LOGITS_NBYTES", 4 * 264 * 7)
+    monkeypatch.setattr(lm_head, "LOGITS_NBYTES", 4 * 264 * 7)
     skeleton = Skeleton(open_checkpoint(pico_dir(name)))
     model: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
-    stream = propagate.Stream(3, None)
+    stream = blockwise.Stream(3, None)
     with torch.no_grad():
         expected = model(TOKENS).logits
-        calls = propagate.record(skeleton, TOKENS, 3, stream, CPU)
+        calls = blockwise.record(skeleton, TOKENS, 3, stream, CPU)
         states = stream.read(0, 3)
         for index in range(len(skeleton.blocks)):
             block = skeleton.load_block(index, CPU)
-            states = propagate.run_block(block, calls[index][3], states, "block")
+            states = blockwise.run_block(block, calls[index][3], states, "block")
         skeleton.free()
         if as_tuple:
-            real = head._Stand.__init__
+            real = lm_head._Stand.__init__
 
             def other(self: Any, block: Any, hidden: Tensor, wanted: bool) -> None:
                 real(self, block, hidden, wanted)
                 if not wanted:
                     self.__dict__["result"] = hidden[0]  # what a model that wants a tuple makes of a tensor
 
-            monkeypatch.setattr(head._Stand, "__init__", other)
-            monkeypatch.setattr(head._Stand, "forward", _first)
-        parts = head.token_slices(skeleton, 24)
+            monkeypatch.setattr(lm_head._Stand, "__init__", other)
+            monkeypatch.setattr(lm_head._Stand, "forward", _first)
+        parts = lm_head.token_slices(skeleton, 24)
         assert [part.stop - part.start for part in parts] == [7, 7, 7, 3]
-        with head.logits_of(skeleton, CPU) as logits:
+        with lm_head.logits_of(skeleton, CPU) as logits:
             for row in range(3):
                 found = torch.cat([logits(states[row : row + 1, part]) for part in parts])
                 assert torch.allclose(found, expected[row], atol=1e-5)
@@ -137,8 +139,8 @@ def _first(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 def test_divergence_against_the_definition() -> None:
     p, q = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).unbind(0)
     a, b = p.double().softmax(-1), q.double().softmax(-1)
-    assert torch.allclose(head.divergence(p, q).double(), (a * (a / b).log()).sum(-1), atol=1e-6)
-    assert (head.divergence(p, p) == 0).all()
+    assert torch.allclose(lm_head.divergence(p, q).double(), (a * (a / b).log()).sum(-1), atol=1e-6)
+    assert (lm_head.divergence(p, p) == 0).all()
 
 
 # ---------------------------------------------------------------- the choice

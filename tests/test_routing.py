@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.calib import routing
-from compress.calib.routing import Routing, damage, measure, scores, setting, thresholds
+from compress.calib import expert_routing
+from compress.calib.expert_routing import Routing, damage, measure, scores, setting, thresholds
 from compress.errors import UnsupportedModelError
-from compress.propagate import Batches, Call
+from compress.model.blockwise import Batches, Call
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 from compress.types import ExpertPruning, Pruning
 from pico import VOCAB_SIZE, build
@@ -304,7 +304,7 @@ def test_thresholds_of_the_least_sensitive_blocks() -> None:
 @pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 1.0])
 def test_quantiles_are_numpys(count: int, q: float) -> None:
     values = torch.rand(count, generator=torch.Generator().manual_seed(count))
-    assert routing._quantile(values, q) == pytest.approx(np.quantile(values.double().numpy(), q), rel=1e-12)
+    assert expert_routing._quantile(values, q) == pytest.approx(np.quantile(values.double().numpy(), q), rel=1e-12)
 
 
 def test_facts_and_scores(made: Callable[[str], Made]) -> None:

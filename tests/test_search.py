@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from compress import formats
-from compress.propagate import Call
+from compress.model.blockwise import Call
+from compress.model.graph import Site
 from compress.quant import gptq, rtn, vptq
-from compress.structure import Site
 from compress.transform.folding import fold
 from compress.transform.search import (
     Range,

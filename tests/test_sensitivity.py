@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import head
-from compress.calib import sensitivity
-from compress.calib.sensitivity import Noise, Slope, slope, slopes
-from compress.candidates import Candidates, Means
-from compress.checkpoint import open_checkpoint
+from compress.allocate import block_scores
+from compress.allocate.block_scores import Noise, Slope, slope, slopes
+from compress.allocate.joint_kl import Candidates, Means
 from compress.errors import NumericalError
-from compress.model import Skeleton
+from compress.model import lm_head
+from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def grad(model: Any, name: str) -> Tensor:
 def test_gradients_of_the_whole_model(
     name: str, spill: bool, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "LOGITS_NBYTES", 4 * 264 * 5)
+    monkeypatch.setattr(lm_head, "LOGITS_NBYTES", 4 * 264 * 5)
     directory = pico_dir(name)
     skeleton = skeleton_of(directory)
     names = [spec.name for spec in skeleton.linears()[0]]
@@ -66,7 +66,7 @@ def test_gradients_of_the_whole_model(
             total[linear] = total[linear] + grad(model, linear)
             squares[linear] = squares[linear] + grad(model, linear) ** 2
     seen = []
-    for index, found in sensitivity.gradients(skeleton, TOKENS, tmp_path / "states" if spill else None):
+    for index, found in block_scores.gradients(skeleton, TOKENS, tmp_path / "states" if spill else None):
         seen.append(index)
         for linear, gradient in found.items():
             for mine, theirs in ((gradient.total, total.pop(linear)), (gradient.squares, squares.pop(linear))):
@@ -85,14 +85,14 @@ def test_gradients_in_a_rotated_basis(pico_dir: Callable[..., Path]) -> None:
     assert rotation.basis is not None
     reader = "model.layers.1.mlp.up_proj"
     norm = whole(pico_dir("llama_tied")).model.layers[1].post_attention_layernorm.weight.detach()
-    before, after = (dict(sensitivity.gradients(s, TOKENS))[1][reader].total for s in (plain, turned))
+    before, after = (dict(block_scores.gradients(s, TOKENS))[1][reader].total for s in (plain, turned))
     assert torch.allclose(after, rotation.basis.forward(before / norm), atol=1e-4 * float(before.abs().max()))
 
 
 def test_small_gradients_in_float16(pico_dir: Callable[..., Path]) -> None:
     """float16 has no numbers below 6e-8."""
     half, full = (
-        dict(sensitivity.gradients(skeleton_of(pico_dir("llama", dtype=dtype)), TOKENS[:1]))[0]
+        dict(block_scores.gradients(skeleton_of(pico_dir("llama", dtype=dtype)), TOKENS[:1]))[0]
         for dtype in (torch.float16, torch.float32)
     )
     for linear, gradient in full.items():
@@ -102,11 +102,11 @@ def test_small_gradients_in_float16(pico_dir: Callable[..., Path]) -> None:
 
 
 def test_gradients_that_are_not_finite(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sensitivity._behind
-    monkeypatch.setattr(sensitivity, "_behind", lambda *given: real(*given) * float("inf"))
+    real = block_scores._behind
+    monkeypatch.setattr(block_scores, "_behind", lambda *given: real(*given) * float("inf"))
     skeleton = skeleton_of(pico_dir("llama"))
     with pytest.raises(NumericalError, match="the gradient of model.layers.1.* is not finite"):
-        next(sensitivity.gradients(skeleton, TOKENS))
+        next(block_scores.gradients(skeleton, TOKENS))
     assert all(p.is_meta for p in skeleton.model.parameters())
 
 
@@ -118,7 +118,7 @@ def test_lim(spill: bool, pico_dir: Callable[..., Path], tmp_path: Path) -> None
     with torch.no_grad():
         model(TOKENS)
     expected = [-float(((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean()) for a, b in ends]
-    found = sensitivity.lim(skeleton_of(pico_dir("qwen2")), TOKENS, tmp_path / "states" if spill else None)
+    found = block_scores.lim(skeleton_of(pico_dir("qwen2")), TOKENS, tmp_path / "states" if spill else None)
     assert found == pytest.approx(expected, abs=1e-5) and len(set(found)) == 2
     assert not list(tmp_path.iterdir())
 
@@ -127,11 +127,11 @@ def test_zd() -> None:
     parts = [torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) ** 3 for i in range(3)]
     flat = torch.cat([part.flatten() for part in parts]).double()
     share = ((flat - flat.mean()) / flat.std(correction=0) > 1).double().mean().item()
-    assert sensitivity.zd(parts) == share == sensitivity.zd(parts[::-1])
-    assert sensitivity.zd([part.T + 5 for part in parts]) == share
+    assert block_scores.zd(parts) == share == block_scores.zd(parts[::-1])
+    assert block_scores.zd([part.T + 5 for part in parts]) == share
     normal = torch.randn(400, 400, generator=torch.Generator().manual_seed(9))
-    assert sensitivity.zd([normal]) == pytest.approx(0.1587, abs=0.003)
-    assert sensitivity.zd([normal.bfloat16()]) == pytest.approx(0.1587, abs=0.005)
+    assert block_scores.zd([normal]) == pytest.approx(0.1587, abs=0.003)
+    assert block_scores.zd([normal.bfloat16()]) == pytest.approx(0.1587, abs=0.005)
 
 
 def test_noise_is_as_large_as_asked_and_its_own_everywhere() -> None:

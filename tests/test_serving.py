@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress import jit, pipeline
-from compress.kernels import dispatch
-from compress.kernels.cpu import rows
-from compress.kernels.cpu.product import Product
+from compress.kernels import dispatch, llvm
+from compress.kernels.cpu import emitter
+from compress.kernels.cpu.small_matmul import Product
+from compress.run import pipeline
 from pico import save_pico
 from runs import GPTQ, Setup, job
 
 pytestmark = [
-    pytest.mark.skipif(not jit.available(), reason="nothing can be compiled here"),
+    pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
     pytest.mark.usefixtures("small_weights_too"),
 ]
 
@@ -26,7 +26,7 @@ SETUPS = {
     "int": GPTQ,
     "trellis": Setup("vq2bit", ("state_bits=8", "calibration.num_samples=8", "calibration.seq_len=32")),
 }
-PROMPT = torch.randint(1, 256, (2, rows.MOST // 2), generator=torch.Generator().manual_seed(3))
+PROMPT = torch.randint(1, 256, (2, emitter.MOST // 2), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(PROMPT)
 MASK[1, :2] = 0  # the second prompt is shorter: padded on the left
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blocks import SITES, Case, difference, outputs, rounded_outputs, vectors
-from compress.structure import Site
+from compress.model.graph import Site
 from compress.transform import smooth
 from compress.transform.smooth import Config
 from compress.types import Activations, Scheme

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compress import pipeline
-from compress.cli import app
+from compress.cli.app import app
 from compress.evaluate import speed
+from compress.run import pipeline
 from pico import save_pico
 from runs import RTN, job
 

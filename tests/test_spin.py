@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compress import head, pipeline, plan, propagate
-from compress.checkpoint import open_checkpoint
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
-from compress.model import Skeleton
+from compress.model import blockwise, lm_head
+from compress.model.skeleton import Skeleton
 from compress.quant import gptq
+from compress.run import pipeline, plan
+from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate, rotation_search, spin
 from pico import build
 from problems import random
@@ -29,14 +30,14 @@ CPU = torch.device("cpu")
 
 def bench(
     model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, propagate.Workbench]:
+) -> tuple[rotate.Rotation, blockwise.Workbench]:
     """The rotation of a checkpoint, and what it is learned with."""
     skeleton = Skeleton(open_checkpoint(model))
     rotation = rotate.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
-    return rotation, propagate.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
+    return rotation, blockwise.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def orthogonal(size: int, seed: int) -> Tensor:
@@ -146,7 +147,7 @@ def test_the_original_is_the_original(pico_dir: Callable[..., Path], tmp_path: P
     rotation.begin(CPU)
     source: Any = AutoModelForCausalLM.from_pretrained(pico_dir("llama"))
     with torch.no_grad(), spin._loaded(rotation, TOKENS, given) as model:
-        behind = model.stream.read(1, 1, propagate.FULL)
+        behind = model.stream.read(1, 1, blockwise.FULL)
         assert torch.allclose(model.logits(behind), source(TOKENS).logits[1], atol=1e-5)
         assert model.divergence(range(4)).max() < 1e-9
 
@@ -162,7 +163,7 @@ def test_gradients_through_checkpoints_and_parts(
     found: list[dict[str, Tensor]] = []
     with spin._loaded(rotation, TOKENS, given) as model, spin._turned(rotation, parameters, layers, model):
         for size, shares in ((1 << 20, (1.0,)), (4 * 264 * 5, (1.0,)), (1 << 20, (0.25, 0.75))):
-            monkeypatch.setattr(head, "LOGITS_NBYTES", size)
+            monkeypatch.setattr(lm_head, "LOGITS_NBYTES", size)
             for share in shares:
                 model.descend(2, share)
             found.append({name: p.grad for name, p in parameters.items() if p.grad is not None})

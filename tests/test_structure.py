@@ -14,12 +14,12 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 import pico
 from blocks import QKV, SITES, Case, difference, outputs
-from compress import structure
-from compress.checkpoint import open_checkpoint
 from compress.errors import UnsupportedModelError
-from compress.model import Skeleton
-from compress.propagate import Call
-from compress.structure import Attention, Block, Site, norm_kind
+from compress.model import graph as structure
+from compress.model.blockwise import Call
+from compress.model.graph import Attention, Block, Site, norm_kind
+from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import open_checkpoint
 from compress.transform.folding import fold
 from pico import PICO, save_pico
 

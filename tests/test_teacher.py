@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import head, teacher
-from compress.checkpoint import open_checkpoint
-from compress.model import Skeleton
+from compress.allocate import reference_logprobs
+from compress.model import lm_head
+from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import open_checkpoint
 
 TOKENS = torch.randint(0, 256, (3, 10), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
@@ -24,11 +25,11 @@ def test_predictions_of_whole_models(
     name: str, top_k: int, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few positions at a time, each from the model's own logits."""
-    monkeypatch.setattr(head, "LOGITS_NBYTES", 4 * 264 * 3)
+    monkeypatch.setattr(lm_head, "LOGITS_NBYTES", 4 * 264 * 3)
     skeleton = Skeleton(open_checkpoint(pico_dir(name)))
-    kept = teacher.load(skeleton, TOKENS, tmp_path, top_k)
+    kept = reference_logprobs.load(skeleton, TOKENS, tmp_path, top_k)
     assert all(p.is_meta for p in skeleton.model.parameters())
-    assert [file.name for file in tmp_path.iterdir()] == [teacher.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
     model: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
     with torch.no_grad():
         expected = model(TOKENS).logits.double().log_softmax(-1)
@@ -48,27 +49,27 @@ def test_made_once_for_the_same(pico_dir: Callable[..., Path], tmp_path: Path, m
     said: list[str] = []
 
     def load(name: str = "llama", tokens: torch.Tensor = TOKENS, top_k: int = 8) -> None:
-        teacher.load(Skeleton(open_checkpoint(pico_dir(name))), tokens, tmp_path, top_k, "cpu", said.append)
+        reference_logprobs.load(Skeleton(open_checkpoint(pico_dir(name))), tokens, tmp_path, top_k, "cpu", said.append)
 
     load()
-    first = (tmp_path / teacher.NAME).read_bytes()
+    first = (tmp_path / reference_logprobs.NAME).read_bytes()
     load()
     assert said == ["predicting with the original model"]
     for change in ({"top_k": 9}, {"tokens": TOKENS.flip(0)}, {"name": "qwen2"}, {}):
         load(**change)  # type: ignore[arg-type]
-    assert len(said) == 5 and (tmp_path / teacher.NAME).read_bytes() == first
-    (tmp_path / teacher.NAME).write_bytes(first[:-1])
+    assert len(said) == 5 and (tmp_path / reference_logprobs.NAME).read_bytes() == first
+    (tmp_path / reference_logprobs.NAME).write_bytes(first[:-1])
     load()
-    assert len(said) == 6 and (tmp_path / teacher.NAME).read_bytes() == first
-    (tmp_path / teacher.NAME).write_bytes(b"")
+    assert len(said) == 6 and (tmp_path / reference_logprobs.NAME).read_bytes() == first
+    (tmp_path / reference_logprobs.NAME).write_bytes(b"")
 
     def fails(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(teacher, "predictions", fails)
+    monkeypatch.setattr(reference_logprobs, "predictions", fails)
     with pytest.raises(KeyboardInterrupt):
         load()
-    assert [file.name for file in tmp_path.iterdir()] == [teacher.NAME], "nothing is left behind"
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME], "nothing is left behind"
 
 
 def logits(scale: float, rows: int = 6, vocabulary: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,20 +87,20 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def test_divergence_of_the_whole_vocabulary(scale: float) -> None:
     """However small, although log-probabilities are kept in float32."""
     a, b = logits(scale)
-    row = teacher.predictions(a.clone(), 50)
+    row = reference_logprobs.predictions(a.clone(), 50)
     for part in (slice(0, 6), slice(2, 5)):
-        found = teacher.divergence(row, part, b[part].clone())
+        found = reference_logprobs.divergence(row, part, b[part].clone())
         assert found == pytest.approx(exact(a, b)[part].sum().item(), rel=max(1e-6, 1e-7 / scale))
-    assert 0 <= teacher.divergence(row, slice(0, 6), a.clone()) < 1e-12
+    assert 0 <= reference_logprobs.divergence(row, slice(0, 6), a.clone()) < 1e-12
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.1, 1e-3])
 def test_divergence_with_the_rest_put_together(scale: float) -> None:
     a, b = logits(scale)
-    row = teacher.predictions(a.clone(), 12)
+    row = reference_logprobs.predictions(a.clone(), 12)
     p, q = a.double().softmax(-1), b.double().softmax(-1)
     p, q = (torch.cat((x.gather(-1, row.ids), 1 - x.gather(-1, row.ids).sum(-1, keepdim=True)), -1) for x in (p, q))
-    found = teacher.divergence(row, slice(0, 6), b.clone())
+    found = reference_logprobs.divergence(row, slice(0, 6), b.clone())
     assert found == pytest.approx((p * (p / q).log()).sum().item(), rel=1e-5)
     assert found < exact(a, b).sum().item()
 
@@ -107,8 +108,10 @@ def test_divergence_with_the_rest_put_together(scale: float) -> None:
 def test_outcomes_without_any_mass() -> None:
     a, b = logits(1.0)
     a[:, 3] = b[:, 3] = -torch.inf
-    found = teacher.divergence(teacher.predictions(a.clone(), 50), slice(0, 6), b.clone())
+    found = reference_logprobs.divergence(reference_logprobs.predictions(a.clone(), 50), slice(0, 6), b.clone())
     keep = [i for i in range(50) if i != 3]
     assert found == pytest.approx(exact(a[:, keep], b[:, keep]).sum().item(), rel=1e-6)
     b[:, 5] = -torch.inf
-    assert teacher.divergence(teacher.predictions(a.clone(), 50), slice(0, 6), b.clone()) == float("inf")
+    assert reference_logprobs.divergence(
+        reference_logprobs.predictions(a.clone(), 50), slice(0, 6), b.clone()
+    ) == float("inf")

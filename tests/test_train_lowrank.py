@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import compress
-from compress import memory, pipeline, plan, verify
-from compress.calib import lm
-from compress.checkpoint import open_checkpoint
 from compress.errors import NumericalError, RecipeError
-from compress.lowrank import train
-from compress.model import Skeleton
+from compress.model import load as lm
+from compress.model.skeleton import Skeleton
 from compress.recipe import load
+from compress.run import memory_plan, pipeline, plan, verify
+from compress.storage.checkpoint import open_checkpoint
+from compress.tune import low_rank
 from compress.types import Correction
 from pico import save_pico
 from runs import GPTQ, contents, job, report_of, stored_tensors
@@ -45,13 +45,13 @@ def copied(directory: Path, out: Path) -> Path:
     return out
 
 
-def trained(directory: Path, model: Path, tokens: Tensor, asked: train.Asked, *more: Any) -> train.Result:
+def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Asked, *more: Any) -> low_rank.Result:
     """Train a checkpoint, and write what is better into its shards."""
     before = contents(directory)
-    result, factors = train.whole(directory, model, tokens, asked, *more)
+    result, factors = low_rank.whole(directory, model, tokens, asked, *more)
     assert contents(directory) == before and bool(factors) == result.improved
     for path in sorted(directory.glob("*.safetensors")):
-        train.write(path, factors)
+        low_rank.write(path, factors)
     return result
 
 
@@ -65,7 +65,7 @@ def test_the_whole_model_comes_nearer_to_the_original(made: tuple[Path, Path], t
     model, packed = made
     out = copied(packed, tmp_path / "out")
     said: list[str] = []
-    asked = train.Asked(40, 3e-3, names(packed))
+    asked = low_rank.Asked(40, 3e-3, names(packed))
     result = trained(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
     assert (
         result.improved
@@ -86,19 +86,19 @@ def test_only_the_asked_parts_and_only_if_it_is_better(made: tuple[Path, Path], 
     model, packed = made
     one = frozenset({"model.layers.1.mlp.down_proj"})
     out = copied(packed, tmp_path / "out")
-    assert trained(out, model, TOKENS.repeat(2, 1), train.Asked(20, 3e-3, one), "cpu", lambda _: None).improved
+    assert trained(out, model, TOKENS.repeat(2, 1), low_rank.Asked(20, 3e-3, one), "cpu", lambda _: None).improved
     before, after = stored_tensors(packed), stored_tensors(out)
     changed = {name.rsplit(".", 1)[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == one
     worse = copied(packed, tmp_path / "worse")
-    result = trained(worse, model, TOKENS, train.Asked(8, 3.0, names(packed)), "cpu", lambda _: None)
+    result = trained(worse, model, TOKENS, low_rank.Asked(8, 3.0, names(packed)), "cpu", lambda _: None)
     assert not result.improved and "no better, so the parts stay as they were" in result.note
     assert contents(worse) == contents(packed)
 
 
 def test_the_same_again(made: tuple[Path, Path], tmp_path: Path) -> None:
     model, packed = made
-    asked = train.Asked(5, 1e-3, names(packed))
+    asked = low_rank.Asked(5, 1e-3, names(packed))
     outs = [copied(packed, tmp_path / name) for name in "ab"]
     for out in outs:
         trained(out, model, TOKENS, asked, "cpu", lambda _: None)
@@ -122,7 +122,7 @@ def test_a_run_trains_and_says_so(made: tuple[Path, Path], tmp_path: Path) -> No
 def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     model, packed = made
     original, other = (lm.load_model(path, "float32") for path in (model, packed))
-    caught: list[train.Batch] = []
+    caught: list[low_rank.Batch] = []
 
     def catch(_: object, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
         caught.append((args[0].detach(), args[1:], kwargs))
@@ -134,7 +134,7 @@ def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     kept = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     layers = {name: m.packed() for name, m in student.named_modules() if hasattr(m, "packed")}
     settings = dict.fromkeys(layers, Correction(4, train_blocks=60, train_rate=3e-3))
-    trained, note = train.blocks(block, layers, settings, lambda: caught)
+    trained, note = low_rank.blocks(block, layers, settings, lambda: caught)
     assert note is not None and "no better" not in note
     before, after = (float(word) for word in note.split("block ")[1].split(" -> "))
     assert after < 0.8 * before
@@ -142,14 +142,14 @@ def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     for name, weight in trained.items():
         changed = {key for key, tensor in weight.tensors.items() if not torch.equal(tensor, layers[name].tensors[key])}
         assert changed == {"lowrank_a", "lowrank_b"}
-    same, nothing = train.blocks(block, layers, dict.fromkeys(layers, Correction(4)), lambda: caught)
+    same, nothing = low_rank.blocks(block, layers, dict.fromkeys(layers, Correction(4)), lambda: caught)
     assert nothing is None and same == layers
 
 
 def test_settings() -> None:
-    assert train.asked({"a": None, "b": Correction(4)}) is None
+    assert low_rank.asked({"a": None, "b": Correction(4)}) is None
     settings = {"a": Correction(4, train=3), "b": Correction(4), "c": Correction(4, train=7, train_rate=0.1)}
-    assert train.asked(settings) == train.Asked(7, 0.1, frozenset("ac"))
+    assert low_rank.asked(settings) == low_rank.Asked(7, 0.1, frozenset("ac"))
     with pytest.raises(RecipeError, match="bits 8 of a low-rank factor cannot be trained; set bits: 16"):
         load("int4", ["lowrank={rank: 4, bits: 8, train: 10}"])
     with pytest.raises(RecipeError, match="train -1"):
@@ -158,28 +158,30 @@ def test_settings() -> None:
 
 def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
     with pytest.raises(NumericalError, match=r"is nan at step 1; lower lowrank.train_rate"):
-        train.descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
+        low_rank.descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
 
 
 def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "resident", lambda: 0)
-    monkeypatch.setattr(memory, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "resident", lambda: 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
     skeleton = Skeleton(open_checkpoint(made[0]))
 
     def peak(lowrank: str, samples: int = 6) -> int:
         planned = plan.make(GPTQ.set(*PART, f"lowrank={lowrank}").load(), skeleton)
-        return memory.arrange(planned, skeleton, samples, 32, 1 << 40).peak_nbytes
+        return memory_plan.arrange(planned, skeleton, samples, 32, 1 << 40).peak_nbytes
 
     alone, blocks, whole = (peak(f"{{rank: 4{more}}}") for more in ("", ", train_blocks: 5", ", train: 5"))
-    assert alone + memory.KEPT < blocks < alone + 1.2 * memory.KEPT  # all else is small here
+    assert alone + memory_plan.KEPT < blocks < alone + 1.2 * memory_plan.KEPT  # all else is small here
     planned = plan.make(GPTQ.set(*PART, "lowrank={rank: 4}").load(), skeleton)
     linears = sum(layer.spec.numel for layer in planned.layers)
     parameters = linears + sum(nbytes for name, nbytes in planned.kept_nbytes.items()) // 4
     trained = 4 * sum(sum(layer.spec.shape) for layer in planned.layers)
     states = sum(sum(layer.spec.shape) for layer in planned.layers) + 2 * 12 * 64
-    sizes = train.Sizes(parameters, linears, planned.quantized_nbytes, trained, 264, states)
+    sizes = low_rank.Sizes(parameters, linears, planned.quantized_nbytes, trained, 264, states)
     assert sizes.trained == sum(t.numel() for name, t in stored_tensors(made[1]).items() if "lowrank_" in name)
-    assert whole == memory.SLACK + int(memory.MARGIN * (memory.KEPT + train.whole_workspace(sizes, 32)))
+    assert whole == memory_plan.SLACK + int(
+        memory_plan.MARGIN * (memory_plan.KEPT + low_rank.whole_workspace(sizes, 32))
+    )
     models = 4 * (2 * parameters - linears) + sizes.packed + 4 * linears
-    assert train.whole_workspace(sizes, 32) == models + 1024 * 4 * (states + 8 * 264) + 16 * trained
+    assert low_rank.whole_workspace(sizes, 32) == models + 1024 * 4 * (states + 8 * 264) + 16 * trained
     assert peak("{rank: 4, metric: fisher}") >= alone

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import incoherence, memory, ops, pipeline, verify
-from compress import job as jobs
+from compress.formats import transforms
+from compress.quant import incoherence
+from compress.run import job as jobs
+from compress.run import memory_plan, pipeline, verify
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, scheme
 from compress.types import NO_OPS, Ops
@@ -287,7 +289,7 @@ def test_static_scales_are_those_of_what_is_rounded(
         with torch.no_grad():
             model(calibration.tokens)
         hook.remove()
-        largest = ops.apply_input(given[0], around, {}).abs().max()
+        largest = transforms.apply_input(given[0], around, {}).abs().max()
         assert stored[f"{path}.in_scale"].item() == pytest.approx(largest.item() / 127, rel=1e-4), name
         assert not around or largest.item() != pytest.approx(given[0].abs().max().item(), rel=0.01)
 
@@ -336,11 +338,11 @@ def test_a_transform_does_not_go_on_as_a_quantization(pico_dir: Callable[..., Pa
 def test_an_arrangement_changes_sums_in_the_last_bits_only(
     setup: Setup, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = memory.arrange
+    real = memory_plan.arrange
 
     def run(name: str, **changes: Any) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
+            patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
             report = pipeline.quantize(dataclasses.replace(job(pico_dir("llama"), setup, tmp_path / name), pack=packed))
         assert {key: report["arrangement"][key] for key in changes} == changes
         return tmp_path / name

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 import interpreter  # noqa: F401
 import offline
 from compress.kernels.triton import attention as kernel
-from compress.kernels.triton import splits
+from compress.kernels.triton import split_k
 from compress.kernels.triton.attention import Attended, Layout
 from compress.kv import fused
 from compress.kv.cache import CodedLayer, KVCache, make_cache
@@ -28,11 +28,11 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused, "runs_on", lambda device, dtype: True)
     empty = kernel._empty
     monkeypatch.setattr(kernel, "_empty", lambda q, values: poisoned(empty(q, values)))
-    splits.forget()
-    splits.workspace(torch.device("cpu")).partials.fill_(torch.nan)
+    split_k.forget()
+    split_k.workspace(torch.device("cpu")).partials.fill_(torch.nan)
     yield
-    assert not splits.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
-    splits.forget()
+    assert not split_k.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
+    split_k.forget()
 
 
 def poisoned(found: Attended) -> Attended:

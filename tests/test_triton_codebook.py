@@ -14,7 +14,7 @@ import offline
 import ptx
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
-from compress.kernels.triton import codebook, splits
+from compress.kernels.triton import codebook, split_k
 
 GPTVQ = Params((8,), 4, 128, group_columns=256, group_rows=256, permuted=True)  # what recipes/gptvq2bit.yaml makes
 VPTQ = Params((8,), 4, 128, axis="out", outliers=82)  # and vptq2bit.yaml, of 4096 columns
@@ -75,7 +75,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = codebook.matmul(x, tensors, params, shape)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    splits.forget()
+    split_k.forget()
     assert torch.equal(codebook.matmul(x, tensors, params, shape), first)
     assert torch.equal(codebook.matmul(x, tensors, params, shape), first)  # the counters are 0 again
 

@@ -12,7 +12,7 @@ import offline
 import ptx
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import Params
-from compress.kernels.triton import e8p, splits
+from compress.kernels.triton import e8p, split_k
 
 PAIRS = [0, 2, 4, 6, 1, 3, 5, 7]  # columns of the four registers of a code
 STEP = 2.0**-24  # of a subnormal float16
@@ -81,7 +81,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = e8p.matmul(x, tensors, params, shape)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    splits.forget()
+    split_k.forget()
     assert torch.equal(e8p.matmul(x, tensors, params, shape), first)
     assert torch.equal(e8p.matmul(x, tensors, params, shape), first)  # the counters are 0 again
 

@@ -11,7 +11,7 @@ import torch
 import interpreter  # noqa: F401
 import offline
 from compress.formats.codebook import Params
-from compress.kernels.triton import codebook, splits
+from compress.kernels.triton import codebook, split_k
 from stored import product, random_weight
 
 
@@ -60,7 +60,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = codebook.matmul(x, weight.tensors, params, shape)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    splits.forget()
+    split_k.forget()
     assert torch.equal(codebook.matmul(x, weight.tensors, params, shape), first)
     assert torch.equal(codebook.matmul(x, weight.tensors, params, shape), first)  # the counters are 0 again
 

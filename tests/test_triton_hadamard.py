@@ -7,9 +7,9 @@ import torch
 
 import interpreter  # noqa: F401
 import offline
-from compress import hadamard as reference
+from compress.formats.transforms import pack_signs, unpack_signs
 from compress.kernels.triton import hadamard
-from compress.ops import pack_signs, unpack_signs
+from compress.numerics import hadamard as reference
 
 
 @pytest.mark.parametrize(

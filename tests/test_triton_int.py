@@ -13,11 +13,11 @@ from torch import Tensor
 import interpreter  # noqa: F401
 from compress.formats import int as int_format
 from compress.formats.int import Params
-from compress.kernels.triton import configs, splits
+from compress.kernels.triton import configs, split_k
 from compress.kernels.triton import int as kernel
 
-H200 = splits.Device(132, 227 * 1024)
-A100 = splits.Device(108, 163 * 1024, 8)
+H200 = split_k.Device(132, 227 * 1024)
+A100 = split_k.Device(108, 163 * 1024, 8)
 
 
 def stored(
@@ -64,10 +64,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(77)
 
     monkeypatch.setattr(torch, "empty", poison)
-    splits.forget()
+    split_k.forget()
     yield
-    assert not splits.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
-    splits.forget()
+    assert not split_k.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
+    split_k.forget()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -187,9 +187,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("device", [H200, A100, splits.Device(20, 99 * 1024, 12)])
+@pytest.mark.parametrize("device", [H200, A100, split_k.Device(20, 99 * 1024, 12)])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
-def test_plans_fit_the_device_and_the_workspace(bits: int, device: splits.Device) -> None:
+def test_plans_fit_the_device_and_the_workspace(bits: int, device: split_k.Device) -> None:
     for shape in SHAPES:
         for rows in range(1, max(configs.table(bits, device.major)) + 1):
             params = Params(bits, 128, False, int_format.tile_words(bits, 128, shape[1]))
@@ -200,7 +200,7 @@ def test_plans_fit_the_device_and_the_workspace(bits: int, device: splits.Device
             if parts > 1:
                 tiles = -(-int_format.padded_shape(params, shape)[0] // config.block_n)
                 assert tiles * parts <= device.multiprocessors * config.programs
-                assert tiles * parts * config.block_n * block_m <= splits.FLOATS and tiles <= splits.COUNTERS
+                assert tiles * parts * config.block_n * block_m <= split_k.FLOATS and tiles <= split_k.COUNTERS
 
 
 def test_plans_fill_an_h200() -> None:

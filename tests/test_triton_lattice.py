@@ -15,7 +15,7 @@ import ptx
 from compress import formats
 from compress.formats import lattice as lattice_format
 from compress.formats.lattice import Params
-from compress.kernels.triton import lattice, splits
+from compress.kernels.triton import lattice, split_k
 from compress.types import PackedWeight
 from stored import product, random_weight
 
@@ -91,7 +91,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = lattice.matmul(x, weight.tensors, params, shape)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
-    splits.forget()
+    split_k.forget()
     assert torch.equal(lattice.matmul(x, weight.tensors, params, shape), first)
     assert torch.equal(lattice.matmul(x, weight.tensors, params, shape), first)  # the counters are 0 again
 

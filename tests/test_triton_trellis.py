@@ -14,7 +14,7 @@ import offline
 import ptx
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
-from compress.kernels.triton import splits, trellis
+from compress.kernels.triton import split_k, trellis
 
 WINDOWS = [(2, 16), (3, 16), (4, 16), (1, 16), (8, 16), (2, 12), (3, 14), (5, 11)]  # bits, state_bits
 
@@ -88,7 +88,7 @@ def test_results_do_not_depend_on_old_contents_of_the_workspace(monkeypatch: pyt
         return empty(*size, **options).fill_(float("nan"))
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    splits.forget()
+    split_k.forget()
     assert torch.equal(trellis.matmul(x, tensors, params, shape), first)
     assert torch.equal(trellis.matmul(x, tensors, params, shape), first)  # the counters are 0 again
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import interpreter  # noqa: F401
 import ptx
-from compress import packing
 from compress.kernels.triton import unpack
+from compress.numerics import packing
 
 WORDS = torch.arange(1 << 16)
 OTHERS = (WORDS * 40503 + 12345) & 0xFFFF  # a permutation of all words

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import linalg
 from compress.errors import NumericalError
-from compress.linalg import truncated, truncated_together
+from compress.numerics import linalg
+from compress.numerics.linalg import truncated, truncated_together
 
 SHAPES = pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (1, 7), (7, 1)])
 

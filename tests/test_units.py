@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from compress import units
-from compress.checkpoint import open_checkpoint
-from compress.model import Skeleton
-from compress.recipe_types import Units
+from compress.allocate import groups as units
+from compress.model.skeleton import Skeleton
+from compress.recipe.schema import Units
+from compress.storage.checkpoint import open_checkpoint
 from pico import save_pico
 
 

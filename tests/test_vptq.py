@@ -9,8 +9,8 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.formats import codebook
-from compress.linalg import upper_factor
-from compress.packing import unpack_stream
+from compress.numerics.linalg import upper_factor
+from compress.numerics.packing import unpack_stream
 from compress.quant import codebooks, gptq, vptq
 from compress.types import PackedWeight, Quantized, Stats
 

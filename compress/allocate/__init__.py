@@ -1,5 +1,5 @@
 """Allocators: which of several ways to store it each part of the model gets, within a budget of bytes.
 
-A plugin `compress/allocate/<name>.py` defines `Config` (a frozen dataclass: recipe keys), `allocate` and `needs`. It is
-given a `Problem` (problem.py) and never sees a weight, a method or a format.
+A plugin `compress/allocate/methods/<name>.py` defines `Config` (a frozen dataclass: recipe keys), `allocate` and
+`needs`. It is given a `Problem` (problem.py) and never sees a weight, a method or a format.
 """

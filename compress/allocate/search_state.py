@@ -16,7 +16,7 @@ from typing import Any
 
 from compress.allocate.problem import Choice, Problem
 from compress.allocate.surrogate import WINDOW, Measured
-from compress.checkpoint import write_text
+from compress.storage.checkpoint import write_text
 
 VERSION = 1  # of the search and its state: another one starts over
 

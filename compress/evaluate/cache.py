@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress import recipe_kv
-from compress.calib import lm
 from compress.calib.data import source_name, token_windows
+from compress.calib.kv import calibrate
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import scores
 from compress.evaluate.cache_error import output_errors
@@ -42,13 +41,14 @@ from compress.evaluate.cache_scores import (
 from compress.evaluate.cache_speed import Size, Speed, sizes, speeds
 from compress.evaluate.generation import continued
 from compress.evaluate.scores import Comparison, Execution
-from compress.kv import checkpoint as kv_checkpoint
 from compress.kv import generation, hooks
-from compress.kv.calibrate import calibrate
 from compress.kv.settings import resolve
-from compress.kv.stored import layer_count
+from compress.model import load as lm
 from compress.progress import Progress, silent
-from compress.recipe_kv import CacheRecipe
+from compress.recipe import kv
+from compress.recipe.kv import CacheRecipe
+from compress.run import kv_cache as kv_checkpoint
+from compress.runtime.kv_config import layer_count
 
 CONTEXTS = (512, 2048, 8192)
 BATCH_TOKENS = 8192  # of the windows that go through a model at a time
@@ -163,9 +163,9 @@ def candidates(model: Any, directory: Path, asked: Asked, progress: Progress) ->
         return [readable(model, Candidate(OWN, own.recipe, own.static))]
     found = []
     for name, recipe in asked.recipes.items():
-        table = recipe_kv.table(recipe)
+        table = kv.table(recipe)
         static: dict[str, Tensor] = {}
-        if recipe_kv.needs(recipe):
+        if kv.needs(recipe):
             progress(f"calibrating {name}", 0, 0)
             tokens = _calibration_tokens(model, directory, name, asked.calib)
             static, _ = calibrate(

@@ -26,7 +26,7 @@ from compress.errors import NumericalError, RecipeError
 from compress.evaluate.scores import _score
 from compress.kv.cache import KVCache, Path, make_cache
 from compress.kv.settings import EXACT, Coding, Settings, exact
-from compress.kv.store import Policy
+from compress.kv.token_store import Policy
 
 NEEDLE = 32  # tokens
 CUE = 8  # of them, not scored

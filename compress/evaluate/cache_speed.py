@@ -25,7 +25,7 @@ from compress.evaluate.cache_scores import Candidate, Say
 from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache
 from compress.kv.settings import KINDS
-from compress.kv.store import Store
+from compress.kv.token_store import Store
 
 STEPS = 8  # decode steps of each kind that are timed
 REPEATS = 3  # of each part of the codec
@@ -39,7 +39,7 @@ class Size:
     slope: float  # bytes that a token more takes; too large where half of the context is all exact
     exact_per_token: float  # of the uncompressed cache
     bits_per_element: float  # of the slope: the coded part, from the exact cache's slope and type
-    parts: dict[str, int]  # Bytes of compress/kv/store.py
+    parts: dict[str, int]  # Bytes of compress/kv/token_store.py
     static: int  # calibrated tensors, once for a model
 
 

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from compress.calib import lm
 from compress.errors import CalibrationError
+from compress.model import load as lm
 
 
 def generate(

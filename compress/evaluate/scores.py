@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.calib import lm
 from compress.calib.data import source_name, token_windows
 from compress.errors import CalibrationError, CheckpointError, NumericalError
+from compress.model import load
 
 LOGITS_NBYTES = 256 << 20  # of all logits of a batch, about
 BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activations small
@@ -85,7 +85,7 @@ def evaluate(
     """
     directories = [Path(model_directory)] if base is None else [Path(model_directory), Path(base)]
     windows = _windows(directories, text, seq_len, max_tokens)
-    models = [lm.load_model(directory, execution.dtype, execution.device) for directory in directories]
+    models = [load.load_model(directory, execution.dtype, execution.device) for directory in directories]
     batch = execution.batch or _batch(models, seq_len)
     columns: list[Tensor] = []
     for begin in range(0, len(windows), batch):
@@ -100,15 +100,15 @@ def evaluate(
 
 def _windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
     """The windows to score, int64 [windows, seq_len]; all that can be wrong is found before a model is loaded."""
-    configs = [lm.load_config(directory) for directory in directories]
-    tokenizers = [lm.load_tokenizer(directory) for directory in directories]
+    configs = [load.load_config(directory) for directory in directories]
+    tokenizers = [load.load_tokenizer(directory) for directory in directories]
     for directory, config, tokenizer in zip(directories[1:], configs[1:], tokenizers[1:], strict=True):
         if config.vocab_size != configs[0].vocab_size or tokenizer.get_vocab() != tokenizers[0].get_vocab():
             raise CheckpointError(
                 f"{directories[0].name} and {directory.name} do not share a vocabulary ({len(tokenizers[0])} and "
                 f"{len(tokenizer)} tokens); they cannot be compared"
             )
-    longest = min(lm.max_positions(config) or seq_len for config in configs)
+    longest = min(load.max_positions(config) or seq_len for config in configs)
     if not 2 <= seq_len <= longest:
         raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be 2 to {longest}")
     if max_tokens < seq_len:

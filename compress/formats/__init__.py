@@ -6,8 +6,8 @@ A format file has
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder.
 
-Operations around the stored matrix (compress/ops.py) and a low-rank part beside it (formats/lowrank.py) are no business
-of a format: the functions here add them.
+Operations around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
+are no business of a format: the functions here add them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from compress import ops as operations
 from compress.errors import CheckpointError
 from compress.formats import lowrank as lowrank_format
+from compress.formats import transforms as operations
 from compress.types import IN_SCALE, NO_OPS, Activations, LowRank, Ops, PackedWeight
 
 Shape = tuple[int, int]

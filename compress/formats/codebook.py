@@ -8,8 +8,8 @@ all `stages` (residual or additive codebooks) are summed:
 
 N = padded out_features, K = padded in_features, R x C = code matrix, N x K/d (axis "in") or N/d x K (axis "out").
 Stored tensors; those of stage s > 0 have the prefix `stage<s>_`:
-- `words<w>` int16, the planes of `bits[s]`-bit codes (compress/packing.py), so that neighbours in a kernel hold
-  neighbouring codes;
+- `words<w>` int16, the planes of `bits[s]`-bit codes (compress/numerics/packing.py), so that neighbours in a kernel
+  hold neighbouring codes;
 - `codebook` int8 or float16 [column groups, row groups, 2**bits, d]; an int8 entry of d = 4 is one 32-bit element of
   a table;
 - `codebook_scales` float16 [column groups, row groups], int8 only;
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.packing import pack_planes, pack_stream, plane_fields, planes_shape, unpack_planes, unpack_stream
+from compress.numerics.packing import pack_planes, pack_stream, plane_fields, planes_shape, unpack_planes, unpack_stream
 
 ROW_MULTIPLE = 16
 TILE_WORDS = (128, 64, 32, 16, 8, 4, 2, 1)

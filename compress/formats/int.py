@@ -7,7 +7,7 @@ the scale may be negative, so that the one level that is not mirrored falls on t
 weights store the zero point in `bits` bits.
 
 Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole tiles, G groups):
-- `words<w>` int16, the planar words of compress/packing.py, one tensor for each plane of w bits (`PLANES`);
+- `words<w>` int16, the planar words of compress/numerics/packing.py, one tensor for each plane of w bits (`PLANES`);
 - `scales` float16 or bfloat16 [G, N];
 - `zeros` uint8 [G, N * bits / 8], a little-endian bit stream, asymmetric only.
 The layout is what a matmul kernel reads: N and K are padded here, so that no kernel masks them. Rows can be cut
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.packing import FIELDS, pack_planar, pack_stream, planar_shape, unpack_planar, unpack_stream
+from compress.numerics.packing import FIELDS, pack_planar, pack_stream, planar_shape, unpack_planar, unpack_stream
 
 PLANES = {2: (2,), 3: (3,), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}  # widths, high bits first
 ROW_MULTIPLE = 16

@@ -12,7 +12,7 @@ half a step: symmetric at every width).
 
 Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole groups):
 - `words` int16 [N, K * bits / 16]: the groups one after the other, group g in group_size * bits[g] / 16 words; a group
-  is the planes of its width (compress/formats/int.py `PLANES`), each one tile of compress/packing.py;
+  is the planes of its width (compress/formats/int.py `PLANES`), each one tile of compress/numerics/packing.py;
 - `group_bits` uint8 [groups], `lattices` float16 [groups, d, d];
 - `curves` float16 [groups, 2]: mu and limit, only with `compand`;
 - `scale` float32 [1]; `row_scales` float16 [N], relative to it, only with `row_scales`.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.packing import FIELDS, pack_planar, unpack_planar
+from compress.numerics.packing import FIELDS, pack_planar, unpack_planar
 
 PLANES = {1: (1,), 2: (2,), 3: (3,), 4: (4,), 5: (4, 1)}  # widths, high bits first
 ROW_MULTIPLE = 16

@@ -9,7 +9,7 @@ one of them, one more above it than below. Sizes are those of the double quantiz
 steps, which may be negative, are of type scale_dtype.
 
 Stored tensors (B blocks in all, columns padded to whole tiles):
-- `words<w>` int16, the planes of compress/packing.py;
+- `words<w>` int16, the planes of compress/numerics/packing.py;
 - `scale_codes` uint8 [ceil(B scale_bits / 8)], a little-endian bit stream of codes + 2^(scale_bits - 1);
 - `steps` [ceil(B / scale_block)] of scale_dtype; `mean` float32 [1].
 bits per weight = bits + scale_bits / block_size + (bits of a step) / (block_size scale_block), about.
@@ -24,14 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.packing import (
-    pack_planes,
-    pack_stream,
-    plane_fields,
-    planes_shape,
-    unpack_planes,
-    unpack_stream,
-)
+from compress.numerics.packing import pack_planes, pack_stream, plane_fields, planes_shape, unpack_planes, unpack_stream
 
 TILE_WORDS = (64, 32, 16, 8, 4)
 CHUNK = 1 << 22  # weights decoded at a time

@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress import formats, jit
-from compress import ops as operations
+from compress import formats
+from compress.formats import transforms as operations
+from compress.kernels import llvm
 from compress.types import Ops, PackedWeight
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
@@ -70,7 +71,7 @@ def processor(device: torch.device | str) -> Processor:
     """The processor behind a device; a type alone stands for the current device of that type."""
     device = torch.device(device) if isinstance(device, str) else device
     if device.type == "cpu":
-        return Processor("cpu", features=jit.features() if jit.available() else frozenset())
+        return Processor("cpu", features=llvm.features() if llvm.available() else frozenset())
     if device.type != "cuda":
         return Processor(device.type)
     if device.index is not None:

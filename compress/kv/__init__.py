@@ -14,7 +14,7 @@ The files: codec (the contract), codes (bits packed along channels), pieces (bit
 between channels), buffer (rows that grow), store (sink | coded |
 tail), settings (the recipe), cache (what transformers sees), attention (path B), rope and hooks. The others are codecs.
 
-A codec is one file `compress/kv/<name>.py`; the name is the recipe's `method`. It defines
+A codec is one file `compress/kv/codecs/<name>.py`; the name is the recipe's `method`. It defines
 
     Config    frozen dataclass: the recipe's settings for keys or for values; ValueError for impossible ones
     NEEDS     frozenset of the samples that calibration must bring, empty if it needs none: "keys", "keys_pre" (before

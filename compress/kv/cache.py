@@ -30,7 +30,7 @@ from compress.errors import CompressError, RecipeError
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
 from compress.kv.settings import KINDS, Coding, Settings, resolve
-from compress.kv.store import Bytes, Store
+from compress.kv.token_store import Bytes, Store
 
 Path = Literal["materialise", "scores"]
 CODED = "full_attention"  # the type of layer that is coded

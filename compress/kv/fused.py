@@ -19,10 +19,10 @@ from torch import Tensor
 
 from compress.kernels.triton import attention as kernel
 from compress.kernels.triton.attention import Attended, Coded, Layout, Query
-from compress.kv import kivi, lloyd
 from compress.kv.cache import CodedLayer
 from compress.kv.codec import Codec
-from compress.kv.store import Store
+from compress.kv.codecs import kivi, lloyd
+from compress.kv.token_store import Store
 
 TYPES = (torch.bfloat16, torch.float16)  # keys and values are rounded to float16
 LEAST_CAPABILITY = (8, 0)

@@ -25,7 +25,7 @@ from typing import Any
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.kv.store import Policy
+from compress.kv.token_store import Policy
 
 KINDS = ("keys", "values")
 GLOBAL = ("skip_layers", "layers", "exact_prefill", "other_layers")

@@ -19,7 +19,7 @@ With `iterations` the weight is rounded again, less the part so far, and correct
 quantized format; with `metric: inputs` that of CALDERA (arXiv 2405.18886).
 
 Not done: one A for all linears that read the same input (`linalg.truncated_together`), which would have to be stored
-once for several linears. Training of the factors is compress/lowrank/train.py.
+once for several linears. Training of the factors is compress/tune/low_rank.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import lowrank
-from compress.linalg import truncation_workspace
 from compress.lowrank.factors import Part, metric, split
+from compress.numerics.linalg import truncation_workspace
 from compress.types import Correction, Fisher, Quantized, Stats
 
 

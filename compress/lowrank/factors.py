@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import lowrank
-from compress.linalg import truncated
+from compress.numerics.linalg import truncated
 from compress.types import Fisher, LowRank, Stats
 
 Kind = Literal["inputs", "sizes", "fisher", "none"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.linalg import upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant.hessian import padded, usable
 from compress.types import Stats
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, row_scale
-from compress.linalg import squares
+from compress.numerics.linalg import squares
 from compress.quant import blocks, feedback, sweeps
 from compress.quant.blocks import Problem
 from compress.types import PackedWeight, Quantized, Stats

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import lattice as lattice_format
-from compress.linalg import squares
+from compress.numerics.linalg import squares
 from compress.quant import blocks, feedback, lattices, sweeps
 from compress.quant.blocks import Problem
 from compress.quant.lattices import Effort, Lattice

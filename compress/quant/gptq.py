@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.linalg import squares, upper_factor
+from compress.numerics.linalg import squares, upper_factor
 from compress.quant import descent, feedback, grid
 from compress.quant.hessian import usable
 from compress.types import Quantized, Stats

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.linalg import squares, upper_factor
+from compress.numerics.linalg import squares, upper_factor
 from compress.quant import codebooks
 from compress.quant.hessian import padded, usable
 from compress.quant.refit import Layout, Problem, alternate, refit, refit_factors, settle

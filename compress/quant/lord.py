@@ -1,8 +1,8 @@
 """LoRD: each weight becomes a product of two thin matrices, fitted to the layer's outputs (arXiv 2309.14021).
 
 W -> V V^T W with V the first k eigenvectors of the outputs' second moments W H W^T, H = sum x x^T: the product of rank
-k whose outputs are nearest to those of W (compress/linalg.py). The whitening of SVD-LLM (arXiv 2403.07378) gives the
-same matrix. k = floor(ratio m n / (m + n)), so that `ratio` is the share of the parameters that is left.
+k whose outputs are nearest to those of W (compress/numerics/linalg.py). The whitening of SVD-LLM (arXiv 2403.07378)
+gives the same matrix. k = floor(ratio m n / (m + n)), so that `ratio` is the share of the parameters that is left.
 
 Settings for comparison: `metric: sizes` scales inputs by the `alpha`-th power of their root mean square (ASVD, arXiv
 2312.05821, which takes the mean magnitude), `metric: none` is the plain SVD.
@@ -25,8 +25,8 @@ from typing import Literal
 from torch import Tensor
 
 from compress.formats import lowrank
-from compress.linalg import truncation_workspace
 from compress.lowrank.factors import metric, split
+from compress.numerics.linalg import truncation_workspace
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "lowrank"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import pvq as pvq_format
-from compress.linalg import squares, upper_factor
+from compress.numerics.linalg import squares, upper_factor
 from compress.quant import feedback, sweeps
 from compress.quant.hessian import padded, usable
 from compress.types import PackedWeight, Quantized, Stats

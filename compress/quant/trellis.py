@@ -30,7 +30,7 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
-from compress.linalg import squares, upper_factor
+from compress.numerics.linalg import squares, upper_factor
 from compress.quant import feedback, sweeps, viterbi_jit
 from compress.quant.hessian import usable
 from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search

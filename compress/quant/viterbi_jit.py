@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import jit
+from compress.kernels import llvm
 
 LANES = 16  # of a vector of int32 costs
 VECTORS = 16  # of costs held in registers: sequences searched together times symbols
@@ -28,7 +28,7 @@ class Paths:
         """far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
         self.symbols, self.nodes, self.dim = 1 << symbol_bits, 1 << (state_bits - symbol_bits), dim
         self.together = max(1, min(VECTORS // self.symbols, CELLS // self.nodes))
-        self._function = jit.compiled(_Search(state_bits, symbol_bits, dim, self.together, far, period))
+        self._function = llvm.compiled(_Search(state_bits, symbol_bits, dim, self.together, far, period))
 
     def search(self, values: Tensor, seam: Tensor | None, fixed: Tensor, slope: Tensor) -> Tensor:
         """States [sequences, steps] int64; values [sequences, steps, dim] int32, seam [sequences] int64 or None."""
@@ -46,17 +46,17 @@ class Paths:
             pointers = [t.data_ptr() for t in (padded, seams, states, fixed, slope, space)]
             self._function(*pointers, first, last, steps, seam is not None)
 
-        jit.parallel(work, groups)
+        llvm.parallel(work, groups)
         return states[:count]
 
 
 @cache
 def paths(state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> Paths | None:
     """The compiled search, None where nothing can be compiled."""
-    return Paths(state_bits, symbol_bits, dim, far, period) if jit.available() else None
+    return Paths(state_bits, symbol_bits, dim, far, period) if llvm.available() else None
 
 
-class _Search(jit.Emitter):
+class _Search(llvm.Emitter):
     """Writes void paths(values, seam, states, fixed, slope, space, first group, last group, steps, has seam)."""
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, together: int, far: int, period: int) -> None:

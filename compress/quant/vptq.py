@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.linalg import squares, upper_factor
+from compress.numerics.linalg import squares, upper_factor
 from compress.quant import codebooks
 from compress.quant.codebooks import check_choice
 from compress.quant.hessian import usable

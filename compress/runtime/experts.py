@@ -8,7 +8,7 @@ Only the plain layout is taken apart: gate and up concatenated, not transposed, 
 gate function act(gate) * up. Everything else is left as it is (`is_supported`).
 
 Where `Experts.pruning` is set, a token goes without an expert that matters little to it: online dynamic pruning (ODP),
-Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/routing.py chooses the thresholds.
+Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/expert_routing.py chooses the thresholds.
 """
 
 from __future__ import annotations

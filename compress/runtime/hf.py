@@ -10,15 +10,16 @@ config.json holds
     }
 
 Every packed linear is listed; its entry is laid over `default`, "format", "params", "ops", "activations" and "lowrank"
-each as a whole. "ops", {"input": [...], "output": [...]} with names of compress/ops.py, may be absent where there are
-none. "activations", the fields of `Activations` of compress/types.py, is absent (null, to differ from `default`) where
-inputs are not quantized, and "lowrank", the fields of `LowRank`, where there is no low-rank part. What is not listed is
-loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
+each as a whole. "ops", {"input": [...], "output": [...]} with names of compress/formats/transforms.py, may be absent
+where there are none. "activations", the fields of `Activations` of compress/types.py, is absent (null, to differ from
+`default`) where inputs are not quantized, and "lowrank", the fields of `LowRank`, where there is no low-rank part. What
+is not listed is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random
+weights.
 
 "experts", absent where there are none, names the modules of experts that a token may go without, with the fields of
 `Pruning` of compress/types.py. Their linears must be listed.
 
-"kv_cache", absent where generation keeps keys and values as they are, is described in compress/kv/stored.py.
+"kv_cache", absent where generation keeps keys and values as they are, is described in compress/runtime/kv_config.py.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress import activations as inputs
 from compress import formats
-from compress import ops as operations
 from compress.errors import CheckpointError
 from compress.formats import lowrank as lowrank_format
+from compress.formats import transforms as operations
+from compress.runtime import activation_quant as inputs
 from compress.runtime.experts import Experts, is_fused_experts, is_supported, pruning_from_dict
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import Activations, LowRank, Ops, Pruning, Stored
@@ -198,7 +199,7 @@ class CompressQuantizer(HfQuantizer):
             if isinstance(module, PackedLinear):
                 _check_loaded(name, module)
         if self.quantization_config.kv_cache is not None:
-            from compress.kv import stored
+            from compress.runtime import kv_config as stored
 
             stored.use(model, self.quantization_config.kv_cache, self._directory)
 

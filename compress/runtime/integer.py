@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress import activations as inputs
 from compress import formats
 from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.dispatch import Processor
+from compress.runtime import activation_quant as inputs
 from compress.types import Activations
 
 LEAST_GROUP = 64  # columns: with smaller groups, adding up their float32 outputs costs more than the integers save
@@ -167,7 +167,8 @@ def multiply(product: Product, x: Tensor, held: tuple[Tensor, ...], in_scale: Te
 def _direct(q: Tensor, words: Tensor, params: int_format.Params) -> Tensor:
     """q [tokens, in] times stored bytes [padded out, padded in], which are codes + 128 -> int32 [tokens, padded out].
 
-    The two bytes of a word are columns that lie a tile's words apart (compress/packing.py): q is put in their order.
+    The two bytes of a word are columns that lie a tile's words apart (compress/numerics/packing.py): q is put in their
+    order.
     """
     padded = F.pad(q, (0, words.shape[1] - q.shape[1]))
     tile = (padded.shape[1] // (2 * params.tile_words), 2, params.tile_words)

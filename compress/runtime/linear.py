@@ -5,8 +5,8 @@ the type and device of the activations and the number of rows; otherwise it deco
 activations and calls F.linear. Where there is no kernel at all, what was decoded is kept in a cache with a limit in
 bytes. The cache saves time only: which path runs, and so every number, does not depend on what it holds.
 
-Where inputs are quantized (compress/activations.py), the product is one of integers if it can be (runtime/integer.py),
-otherwise that of what the inputs have become, as above.
+Where inputs are quantized (compress/runtime/activation_quant.py), the product is one of integers if it can be
+(runtime/integer.py), otherwise that of what the inputs have become, as above.
 
 A low-rank part lies beside the stored matrix, inside of the operations around it, and is given the inputs as they come
 from these operations, never quantized.
@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress import activations as inputs
 from compress import formats
-from compress import ops as operations
 from compress.formats import lowrank as lowrank_format
+from compress.formats import transforms as operations
 from compress.kernels import dispatch
+from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.types import PackedWeight, Stored
 
@@ -131,9 +131,9 @@ def _traced() -> bool:
 class PackedLinear(nn.Module):
     """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
 
-    Where `ops` (compress/ops.py) lie around the stored matrix M, W = Out M In: they are applied to the inputs of the
-    product with M, and to its outputs before the bias. With `activations`, what M is multiplied with is quantized. With
-    `lowrank`, W = Out (M + B^T A) In.
+    Where `ops` (compress/formats/transforms.py) lie around the stored matrix M, W = Out M In: they are applied to the
+    inputs of the product with M, and to its outputs before the bias. With `activations`, what M is multiplied with is
+    quantized. With `lowrank`, W = Out (M + B^T A) In.
 
     The stored tensors are parameters under their names on disk and keep their types: `to(dtype)`, `half()` and
     `float()` convert the bias only.

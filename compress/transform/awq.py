@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import int as int_format
-from compress.propagate import Batches
+from compress.model.blockwise import Batches
+from compress.model.graph import Site
 from compress.quant import grid
-from compress.structure import Site
 from compress.transform.folding import by_producer, fold, to_readers
 from compress.transform.search import (
     CLEARLY,

@@ -8,9 +8,9 @@ is one more column. Nothing changes but the basis; all is computed in float64 an
 
 With `prune_keys` (which may be 0) the same is done to queries and keys, whose product Q^T K makes the scores. Channels
 that no rotary position touches (all, in a model without; most of some others) are decomposed as above. Two channels
-that are turned together are one complex number, which may be multiplied by one of our choice (transform/scores.py): the
-pair of the keys is turned until its two rows are orthogonal, the larger first, and both sides get the same norm. The
-paper only makes the queries orthogonal there.
+that are turned together are one complex number, which may be multiplied by one of our choice (transform/qk_pairs.py):
+the pair of the keys is turned until its two rows are orthogonal, the larger first, and both sides get the same norm.
+The paper only makes the queries orthogonal there.
 
 With `prune` the share of the block's value channels with the smallest S (the joint norm of a row of V' and a column of
 O') becomes zero in both, and with `prune_keys` that of its query-key channels, turned ones in pairs. The size of a pair
@@ -47,10 +47,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.propagate import Batches, run_block
-from compress.structure import Attention, Site, Sites
-from compress.transform import gains, scores
-from compress.transform.scores import Scores
+from compress.model.blockwise import Batches, run_block
+from compress.model.graph import Attention, Site, Sites
+from compress.transform import qk_pairs
+from compress.transform.qk_pairs import Scores
+from compress.tune import channel_scales
 from compress.types import Scheme
 
 SCOPE = "block"
@@ -87,7 +88,7 @@ class Cut(NamedTuple):
 
     zeroed: int
     lost: float  # share of the squared norm of all products
-    groups: list[gains.Group]  # rows of a linear that one factor may be trained for
+    groups: list[channel_scales.Group]  # rows of a linear that one factor may be trained for
 
 
 def apply(
@@ -100,7 +101,7 @@ def apply(
     found = None
     if config.prune_keys is not None:
         hidden, call = next(iter(batches()))
-        found = scores.find(block, hidden, call)
+        found = qk_pairs.find(block, hidden, call)
         if found is None:
             raise UnsupportedModelError(
                 "between queries or keys and the scores is something else than rotary positions; leave out prune_keys"
@@ -118,7 +119,7 @@ def apply(
     ]
     if config.train and notes:
         groups = [group for _, part, _ in parts for group in part.groups]
-        notes.append(gains.train(block, before, groups, batches, config.train, config.train_rate))
+        notes.append(channel_scales.train(block, before, groups, batches, config.train, config.train_rate))
     return tuple(notes) or ("the products inside attention are decomposed",)
 
 
@@ -139,7 +140,9 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Cut
     for head, pair, mask in zip(heads, pairs, kept, strict=True):
         _put(values, rows[head], pair.values * mask[:, None])
         _group(columns, head, repeats, size).copy_(pair.outputs * mask)
-    return Cut(count, _share(sizes.square(), kept), [gains.Group(attention.values, rows[kept.cpu() > 0][:, None])])
+    return Cut(
+        count, _share(sizes.square(), kept), [channel_scales.Group(attention.values, rows[kept.cpu() > 0][:, None])]
+    )
 
 
 @torch.no_grad()
@@ -169,7 +172,7 @@ def decompose_keys(block: nn.Module, found: Scores, prune: float = 0.0, batches:
             _put(queries, reading.flatten(), torch.zeros_like(_taken(queries, reading.flatten())))
     left = [own for (own, _), keep in zip(units, kept.tolist(), strict=True) if keep]
     alike = [[own for own in left if len(own) == count] for count in (1, 2)]
-    groups = [gains.Group(found.keys.name, torch.stack(rows)) for rows in alike if rows]
+    groups = [channel_scales.Group(found.keys.name, torch.stack(rows)) for rows in alike if rows]
     return Cut(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.structure import Site
+from compress.model.graph import Site
 
 CHUNK = 1 << 22  # weights in float64 at a time: 32 MiB
 

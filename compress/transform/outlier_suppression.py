@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.propagate import Batches
-from compress.structure import Site
+from compress.model.blockwise import Batches
+from compress.model.graph import Site
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
 from compress.transform.search import (
     CLEARLY,

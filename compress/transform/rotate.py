@@ -4,17 +4,18 @@ Where every norm's output depends on its input x only through x / rms(x), an ort
 writes to the residual stream and all that reads it: writers W become Q W, readers W Q^T, embeddings e Q e, and the
 model computes the same in another basis, in which no channel stands out. So each norm's weight is first moved into its
 readers. Heads of values are rotated likewise (v by R2, o by its transpose); a Hadamard transform in front of the
-projections back into the stream is left to run time (compress/ops.py), which packed weights alone can have.
+projections back into the stream is left to run time (compress/formats/transforms.py), which packed weights alone can
+have.
 
 Differences from the released code, and why:
-- What reads a norm and what writes to the stream is traced (compress/structure.py), and every block is checked while it
-  is rotated: on probe states its output must be the rotated output of before. No family is listed by name.
+- What reads a norm and what writes to the stream is traced (compress/model/graph.py), and every block is checked while
+  it is rotated: on probe states its output must be the rotated output of before. No family is listed by name.
 - For models with LayerNorm Q leaves the vector of ones in its place (a reflection after the transform): taking the
   mean away then commutes with it, the norm stays the module it is, and nothing has to be centred. The released code
   centres embeddings and swaps norms; on models with RMSNorm its centring changes the function.
 - A norm's bias b goes into its readers' biases where all have one, else it stays, as Q (b / weight).
 - Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
-- Sizes that are no power of two have Hadamard matrices of their own (compress/hadamard.py), never padding.
+- Sizes that are no power of two have Hadamard matrices of their own (compress/numerics/hadamard.py), never padding.
 
 Refused: norms between a block's output and the stream (their weight cannot be moved past Q). Not done: R3 in front of
 the key cache, which is that cache's own.
@@ -34,13 +35,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress import hadamard, propagate
-from compress.checkpoint import read_header, write_shard
 from compress.errors import CalibrationError, UnsupportedModelError
-from compress.head import edited_by
-from compress.incoherence import derived_seed
-from compress.model import Skeleton
-from compress.structure import Attention, Block, Graph, norm_kind, trace
+from compress.model import blockwise
+from compress.model.graph import Attention, Block, Graph, norm_kind, trace
+from compress.model.lm_head import edited_by
+from compress.model.skeleton import Skeleton
+from compress.numerics import hadamard
+from compress.quant.incoherence import derived_seed
+from compress.storage.checkpoint import read_header, write_shard
 from compress.transform import rotation_search, spin
 from compress.types import Ops
 
@@ -135,7 +137,7 @@ class Rotation:
             self.offset, self.keep_mean = norm_kind(skeleton.model.get_submodule(norm), self.width)
         self.basis: Orthogonal | None = None  # of the residual stream
         self.values: Mapping[int, Orthogonal] = {}  # block -> of each head's values
-        self.calls: propagate.Calls = []
+        self.calls: blockwise.Calls = []
         self.online = dict(self._online()) if config.online else {}
         self.samples = config.learn + (config.search_samples if config.seeds > 1 or config.learn else 0)
         self.draw(0)
@@ -160,7 +162,7 @@ class Rotation:
         """Only move the norms' weights into their readers."""
         self.use(Orthogonal() if self.basis is not None else None, {})
 
-    def choose(self, bench: propagate.Workbench) -> list[str]:
+    def choose(self, bench: blockwise.Workbench) -> list[str]:
         """Decide on a rotation by the recipe's `seeds` and `learn`, or as the run that is resumed; the report's notes.
 
         Raises BudgetError, CalibrationError or RecipeError where learning is asked for and cannot be.
@@ -208,10 +210,10 @@ class Rotation:
         """Record what the blocks are called with, and check that the embeddings reach them rotated."""
         config = self.skeleton.config.get_text_config()
         tokens = (torch.arange(PROBE_TOKENS) * 11 + 3)[None] % config.vocab_size
-        before, after = propagate.Stream(1, None), propagate.Stream(1, None)
+        before, after = blockwise.Stream(1, None), blockwise.Stream(1, None)
         with edited_by(self.skeleton, None):
-            self.calls = propagate.record(self.skeleton, tokens, 1, before, device)
-        propagate.record(self.skeleton, tokens, 1, after, device)
+            self.calls = blockwise.record(self.skeleton, tokens, 1, before, device)
+        blockwise.record(self.skeleton, tokens, 1, after, device)
         self._compare(before.read(0, 1), after.read(0, 1), 0, "what reaches the first block")
 
     @torch.no_grad()
@@ -243,7 +245,7 @@ class Rotation:
         dtype = self.skeleton.dtype
 
         def run(x: Tensor) -> Tensor:
-            return propagate.run_block(block, self.calls[index][1], x.to(device, dtype), name).float().cpu()
+            return blockwise.run_block(block, self.calls[index][1], x.to(device, dtype), name).float().cpu()
 
         before = run(states) - states.to(dtype).float()
         if self.basis is not None:

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress import activations, incoherence, ops, propagate
-from compress.head import divergence, edited_by, logits_of, token_slices
-from compress.model import Skeleton
-from compress.propagate import Workbench, run_block
-from compress.quant import grid
+from compress.formats import transforms as ops
+from compress.model import blockwise
+from compress.model.blockwise import Workbench, run_block
+from compress.model.lm_head import divergence, edited_by, logits_of, token_slices
+from compress.model.skeleton import Skeleton
+from compress.quant import grid, incoherence
+from compress.runtime import activation_quant as activations
 from compress.transform.search import fake_weight
 from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
 
@@ -119,11 +121,11 @@ def search(rotation: Rotation, bench: Workbench, layers: Mapping[str, Rounding])
     assert bench.tokens is not None, "the caller asks"
     skeleton, candidates = rotation.skeleton, range(rotation.config.seeds)
     tokens = bench.tokens[: rotation.config.search_samples]
-    stream = propagate.Stream(tokens.shape[0], bench.folder / "stream", len(candidates) + 1)
+    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", len(candidates) + 1)
     try:
         with edited_by(skeleton, None):
             bench.say("embedding samples to compare rotations on")
-            calls = propagate.record(skeleton, tokens, bench.batch, stream, bench.device)
+            calls = blockwise.record(skeleton, tokens, bench.batch, stream, bench.device)
         for number in candidates:
             rotation.draw(number)
             for sample in range(stream.samples):
@@ -150,8 +152,8 @@ def _block(
     layers: Mapping[str, Rounding],
     rotation: Rotation,
     bench: Workbench,
-    calls: propagate.Calls,
-    stream: propagate.Stream,
+    calls: blockwise.Calls,
+    stream: blockwise.Stream,
 ) -> None:
     """Take one side of the stream, that of a candidate or (None) of the original, through one block."""
     skeleton, side = rotation.skeleton, 0 if number is None else number + 1
@@ -170,7 +172,7 @@ def _block(
 
 
 @torch.no_grad()
-def _compare(rotation: Rotation, device: torch.device, stream: propagate.Stream) -> list[float]:
+def _compare(rotation: Rotation, device: torch.device, stream: blockwise.Stream) -> list[float]:
     """Mean KL of every side of the stream but the first against the first, behind the last block."""
     totals = [0.0] * rotation.config.seeds
     positions = 0

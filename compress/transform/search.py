@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compress import activations as quantizing
 from compress.formats import int as int_format
-from compress.propagate import Batches, run_block
+from compress.model.blockwise import Batches, run_block
+from compress.model.graph import Site
 from compress.quant import grid
-from compress.structure import Site
+from compress.runtime import activation_quant as quantizing
 from compress.types import Activations, Scheme
 
 CLEARLY = 1 - 1e-4  # of an error, below which another is better: ties do not hang on the rounding of sums

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from compress.propagate import Batches
-from compress.structure import Site
+from compress.model.blockwise import Batches
+from compress.model.graph import Site
 from compress.transform.folding import by_producer, fold
 from compress.transform.search import Range, observe
 from compress.types import Scheme

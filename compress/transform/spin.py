@@ -36,10 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compress import head, memory, ops, plugins, propagate
+from compress import plugins
 from compress.errors import BudgetError, RecipeError
-from compress.propagate import Call, Workbench
-from compress.structure import Attention
+from compress.formats import transforms
+from compress.model import blockwise, lm_head
+from compress.model.blockwise import Call, Workbench
+from compress.model.graph import Attention
+from compress.run import memory_plan
 from compress.transform import rotation_search
 from compress.transform.rotation_search import Rounding
 from compress.transform.search import fake_weight
@@ -90,9 +93,9 @@ def learn(rotation: Rotation, bench: Workbench) -> tuple[dict[str, Tensor], str]
             for name, matrix in parameters.items():
                 cayley_step(matrix, rate, rotation.keep_mean and name == "residual")
         after = model.divergence(held)
-    seconds, used_nbytes = time.monotonic() - started, memory.measured_peak()
-    most = "" if used_nbytes is None else f" with {memory.show(used_nbytes)} at most"
-    memory.trim()
+    seconds, used_nbytes = time.monotonic() - started, memory_plan.measured_peak()
+    most = "" if used_nbytes is None else f" with {memory_plan.show(used_nbytes)} at most"
+    memory_plan.trim()
     note = (
         f"rotations learned in {steps} steps: KL {before.mean():.5g} -> {after.mean():.5g} on {len(held)} samples, in "
         f"{seconds:.0f} s{most}"
@@ -127,15 +130,15 @@ def _check_memory(rotation: Rotation, bench: Workbench) -> None:
     """Raise BudgetError if learning needs more memory than there is."""
     assert bench.tokens is not None
     need = need_nbytes(rotation, bench.tokens.shape[1])
-    free = int(0.8 * memory.available())
+    free = int(0.8 * memory_plan.available())
     if bench.device.type == "cuda":
         free = torch.cuda.mem_get_info(bench.device)[0]
     elif bench.max_memory is not None:
-        free = max(0, bench.max_memory - memory.resident())
+        free = max(0, bench.max_memory - memory_plan.resident())
     if need > free:
         raise BudgetError(
-            f"learning rotations takes the whole model and its gradients, {memory.show(need)} of memory, and "
-            f"{memory.show(free)} are free; set `learn: 0` (and `seeds: 8`) for rotate, or raise the limit"
+            f"learning rotations takes the whole model and its gradients, {memory_plan.show(need)} of memory, and "
+            f"{memory_plan.show(free)} are free; set `learn: 0` (and `seeds: 8`) for rotate, or raise the limit"
         )
 
 
@@ -151,7 +154,7 @@ def need_nbytes(rotation: Rotation, tokens: int) -> int:
     return (
         sum(weights.values()) * item
         + tokens * (len(blocks) * rotation.width * item + inside * ACTIVATION_NBYTES + heads * tokens * 4)
-        + 6 * head.LOGITS_NBYTES
+        + 6 * lm_head.LOGITS_NBYTES
         + MATRICES * 4 * rotation.width**2
     )
 
@@ -172,7 +175,7 @@ class _Model:
     """The whole model, loaded; the samples' hidden states in front of it and, of the original, behind it."""
 
     def __init__(
-        self, rotation: Rotation, stream: propagate.Stream, calls: propagate.Calls, logits: Callable[[Tensor], Tensor]
+        self, rotation: Rotation, stream: blockwise.Stream, calls: blockwise.Calls, logits: Callable[[Tensor], Tensor]
     ) -> None:
         self.skeleton, self.stream, self.calls, self.logits = rotation.skeleton, stream, calls, logits
         self.device = next(self.skeleton.blocks[0].parameters()).device
@@ -182,7 +185,7 @@ class _Model:
     def remember(self) -> None:
         """Keep what the blocks as they are make of every sample."""
         for sample in range(self.stream.samples):
-            self.stream.write(sample, self._through(sample), propagate.FULL)
+            self.stream.write(sample, self._through(sample), blockwise.FULL)
 
     def _through(self, sample: int) -> Tensor:
         hidden = self.stream.read(sample, 1).to(self.device)
@@ -211,11 +214,11 @@ class _Model:
 
     def _loss(self, sample: int, hidden: Tensor, share: float | None) -> float:
         """Mean divergence over the sample's tokens; `share` of its gradient goes to `hidden`, None: no gradient."""
-        original, count, total = self.stream.read(sample, 1, propagate.FULL).to(self.device), hidden.shape[1], 0.0
-        for part in head.token_slices(self.skeleton, count):
+        original, count, total = self.stream.read(sample, 1, blockwise.FULL).to(self.device), hidden.shape[1], 0.0
+        for part in lm_head.token_slices(self.skeleton, count):
             with torch.no_grad():
                 wanted = self.logits(original[:, part])
-            loss = head.divergence(wanted, self.logits(hidden[:, part])).sum() / count
+            loss = lm_head.divergence(wanted, self.logits(hidden[:, part])).sum() / count
             if share is not None:
                 (loss * share).backward()
             total += loss.item()
@@ -232,14 +235,14 @@ class _Model:
 def _loaded(rotation: Rotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
     """The model in memory, every norm's weight moved into its readers, with all samples on both sides of it."""
     skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
-    stream = propagate.Stream(tokens.shape[0], bench.folder / "stream", 2)
+    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", 2)
     bench.say("loading the model to learn rotations")
     try:
-        with head.edited_by(skeleton, None):
-            calls = propagate.record(skeleton, tokens, 1, stream, bench.device)
-        with head.logits_of(skeleton, bench.device) as logits:
+        with lm_head.edited_by(skeleton, None):
+            calls = blockwise.record(skeleton, tokens, 1, stream, bench.device)
+        with lm_head.logits_of(skeleton, bench.device) as logits:
             rotation.use_identity()
-            with head.edited_by(skeleton, rotation):
+            with lm_head.edited_by(skeleton, rotation):
                 for index in range(len(skeleton.blocks)):
                     skeleton.load_block(index, bench.device)
             model = _Model(rotation, stream, calls, logits)
@@ -287,12 +290,12 @@ class _Turn(NamedTuple):
         """Rows [..., in] -> Q rows, with the operations of run time behind the learned matrix."""
         rows = rows if self.into is None else _each(rows, self.into.T)
         for name in self.rounding.ops.input:
-            rows = ops.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, False)
+            rows = transforms.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, False)
         return rows
 
     def _back(self, rows: Tensor) -> Tensor:
         for name in reversed(self.rounding.ops.input):
-            rows = ops.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, True)
+            rows = transforms.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, True)
         return rows if self.into is None else _each(rows, self.into)
 
     def _columns(self, matrix: Tensor, back: bool) -> Tensor:
@@ -300,14 +303,14 @@ class _Turn(NamedTuple):
         columns, names = matrix.T, self.rounding.ops.output
         if back:
             for name in names:
-                columns = ops.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, False)
+                columns = transforms.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, False)
         if self.out is not None:
             turned = columns if self.rows is None else columns[:, self.rows]
             turned = _each(turned, self.out if back else self.out.T)
             columns = turned if self.rows is None else columns.index_copy(1, self.rows, turned)
         if not back:
             for name in reversed(names):
-                columns = ops.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, True)
+                columns = transforms.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, True)
         return columns.T
 
 

@@ -1,1 +1,1 @@
-"""Kernels for CPUs: compiled at run time (compress/jit.py), or PyTorch's own operators."""
+"""Kernels for CPUs: compiled at run time (compress/kernels/llvm.py), or PyTorch's own operators."""

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import jit
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
-from compress.kernels.cpu import codebook_decode, decoding, rows
-from compress.kernels.cpu.planar import Planar, lanes
-from compress.kernels.cpu.product import Layout, Product
-from compress.kernels.cpu.rows import LANES
-from compress.packing import plane_fields, plane_widths
+from compress.kernels import llvm
+from compress.kernels.cpu import codebook_decode, emitter, row_decoder
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.small_matmul import Layout, Product
+from compress.kernels.cpu.unpack import Planar, lanes
+from compress.numerics.packing import plane_fields, plane_widths
 
 REGISTER = 64  # bytes
 DIMENSIONS = (1, 2, 4)
 
 
 def supports(params: Params, shape: tuple[int, int]) -> bool:
-    if not rows.worthwhile(shape) or "avx512vbmi" not in jit.features():
+    if not emitter.worthwhile(shape) or "avx512vbmi" not in llvm.features():
         return False
     plain = params.codebook_dtype == "int8" and not params.svd_rank and not params.scale_columns
     simple = len(params.bits) == 1 and params.bits[0] <= 8 and params.vector_dim in DIMENSIONS
@@ -50,7 +50,7 @@ def span_codes(params: Params) -> int:
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.most_rows(dtype, rows.MOST_OF_CODEBOOKS)
+    return emitter.most_rows(dtype, emitter.MOST_OF_CODEBOOKS)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
@@ -100,7 +100,7 @@ class _Product(Product):
         def work(first: int, last: int) -> None:
             kernel(*stored, source, sums, first, last, count, layout.rows, tokens, layout.inputs)
 
-        jit.parallel(work, layout.rows // ROW_MULTIPLE, -(-rows.THREAD // (ROW_MULTIPLE * count * tokens)))
+        llvm.parallel(work, layout.rows // ROW_MULTIPLE, -(-emitter.THREAD // (ROW_MULTIPLE * count * tokens)))
 
 
 decoder = codebook_decode.decoder
@@ -118,16 +118,16 @@ def arranged(x: Tensor, tensors: Mapping[str, Tensor], params: Params) -> Tensor
         skip = first * inputs * x.element_size()
         kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
 
-    jit.parallel(work, x.numel() // inputs, -(-decoding.THREAD // inputs))
+    llvm.parallel(work, x.numel() // inputs, -(-row_decoder.THREAD // inputs))
     return out
 
 
 @cache
 def _compiled_gather(*settings: int) -> Any:
-    return jit.compiled(_Gather(*settings))
+    return llvm.compiled(_Gather(*settings))
 
 
-class _Gather(rows.Emitter):
+class _Gather(emitter.Emitter):
     """void gather(x, order, out, rows, inputs, spans, codes of a span): activations in the order in which the kernel
     meets them: span, dimension, code; 0 past the last."""
 
@@ -152,10 +152,10 @@ class _Gather(rows.Emitter):
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return jit.compiled(_Sums(*settings))
+    return llvm.compiled(_Sums(*settings))
 
 
-class _Sums(rows.Emitter):
+class _Sums(emitter.Emitter):
     """void product(words..., codebook, codebook_scales, x16, x_scales, x_sums, out, space, first, last, spans, code
     rows, codes of a column group, code rows of a row group, column groups, row groups)."""
 
@@ -301,10 +301,10 @@ class _Sums(rows.Emitter):
 
 @cache
 def _compiled_outliers(bits: int, dtype: torch.dtype) -> Any:
-    return jit.compiled(_Outliers(bits, dtype))
+    return llvm.compiled(_Outliers(bits, dtype))
 
 
-class _Outliers(rows.Emitter):
+class _Outliers(emitter.Emitter):
     """void outliers(codes, scales, index, x, sums, first, last, count, rows of the weight, rows of activations, inputs)
 
     adds the integer parts of whole columns to the sums [rows of activations, rows of the weight].

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import jit
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
-from compress.kernels.cpu import decoding
-from compress.kernels.cpu.planar import Planar
-from compress.packing import plane_fields, plane_widths
+from compress.kernels import llvm
+from compress.kernels.cpu import row_decoder
+from compress.kernels.cpu.unpack import Planar
+from compress.numerics.packing import plane_fields, plane_widths
 
 UNROLLED = 8  # codes; groups of columns have a multiple of sixteen
-STORED = 2 * decoding.LANES  # weights that are rounded together
+STORED = 2 * row_decoder.LANES  # weights that are rounded together
 
 
 def decoder(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> decoding.Decoder:
+) -> row_decoder.Decoder:
     """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit.
 
     For weights that the kernel of the format supports; the columns are in the order in which they are stored.
@@ -51,7 +51,7 @@ def decoder(
         own = torch.empty(space, dtype=torch.float32, device="cpu")
         kernel(*(t.data_ptr() for t in held), own.data_ptr(), out, first, last, start, stop, *sizes)
 
-    return decoding.in_blocks(write, shape[1])
+    return row_decoder.in_blocks(write, shape[1])
 
 
 def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
@@ -64,10 +64,10 @@ def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return jit.compiled(_Decode(*settings))
+    return llvm.compiled(_Decode(*settings))
 
 
-class _Decode(decoding.Writer):
+class _Decode(row_decoder.Writer):
     """void decode(words..., outliers, their scales, their columns, entries, space, out, first, last, start, stop, in
     features, code columns, codes of a column group, code rows of a row group, column groups, row groups, outliers,
     stored rows): rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import jit
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, Params
-from compress.kernels.cpu import decoding, rows
-from compress.kernels.cpu.product import Factors, Layout, Product
-from compress.kernels.cpu.rows import LANES
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter, row_decoder
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.small_matmul import Factors, Layout, Product
 
 SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
 CHUNK = 2 * LANES  # columns of one vector
@@ -35,11 +35,11 @@ BIAS = 15  # of the integers in all tables
 
 
 def supports(params: Params, shape: tuple[int, int]) -> bool:
-    return rows.worthwhile(shape)
+    return emitter.worthwhile(shape)
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.most_rows(dtype)
+    return emitter.most_rows(dtype)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
@@ -60,7 +60,7 @@ def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) 
 
 def decoder(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> decoding.Decoder:
+) -> row_decoder.Decoder:
     """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
     kernel = _compiled_decode(params.bits, params.row_scales, dtype)
     scales = [tensors[name].data_ptr() for name in ("scale", "row_scales" if params.row_scales else "scale")]
@@ -70,7 +70,7 @@ def decoder(
     def write(first: int, last: int, out: int, start: int) -> None:
         kernel(*stored, out, first, last, start, shape[1], columns)
 
-    return decoding.in_rows(write, shape[1])
+    return row_decoder.in_rows(write, shape[1])
 
 
 def _stored(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
@@ -94,15 +94,15 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def _compiled(*settings: int) -> Any:
-    return jit.compiled(_Sums(*settings))
+    return llvm.compiled(_Sums(*settings))
 
 
 @cache
 def _compiled_decode(*settings: Any) -> Any:
-    return jit.compiled(_Decode(*settings))
+    return llvm.compiled(_Decode(*settings))
 
 
-class _Points(decoding.Writer):
+class _Points(row_decoder.Writer):
     """What both functions do: from codes to bytes. Their first arguments are the codes, the residuals if there are any,
     and the tables."""
 
@@ -148,7 +148,7 @@ class _Sums(_Points):
         self.sums = {cell: self.variable(self.kind) for cell in cells}
         self.partial = {(*cell, p): self.variable(int32) for cell in cells for p in range(self.parts)}
         self.spans = b.udiv(self.columns, self.span)
-        self.ratios = [1.0, rows.float32(4 * UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
+        self.ratios = [1.0, emitter.float32(4 * UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
         some = self.i64(LANES // self.together)
         with self.loop(b.mul(last, some), b.mul(first, some)) as number:
             self._rows(b.mul(number, self.i64(self.together)))
@@ -234,6 +234,6 @@ class _Decode(_Points):
             parts.append(b.fmul(biased, self.constant(self.float, CHUNK, unit)))
         value = parts[0]
         if len(parts) > 1:
-            rho = self.constant(self.float, CHUNK, rows.float32(RHO[self.bits]))
+            rho = self.constant(self.float, CHUNK, emitter.float32(RHO[self.bits]))
             value = b.fadd(value, b.fdiv(parts[1], rho))
         return self.rounded(b.fmul(value, scale))

@@ -3,8 +3,8 @@
     y[m, n] = sum over spans u of scale[u, n] x_scale[m, u] (sum_k code[n, k] x16[m, k] - zero[u, n] sum_k x16[m, k])
 
 A span is what a scale and an activation scale have in common: the blocks of TW columns (one field of the words of a
-tile, compress/packing.py) that lie in one group, at most a tile. Sixteen rows of the weight at a time: their scales are
-multiplied with those of the activations once, and the zero points are taken off sixteen rows at once.
+tile, compress/numerics/packing.py) that lie in one group, at most a tile. Sixteen rows of the weight at a time: their
+scales are multiplied with those of the activations once, and the zero points are taken off sixteen rows at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import jit
 from compress.formats import int as int_format
 from compress.formats.int import PLANES, Params
-from compress.kernels.cpu import decoding, rows
-from compress.kernels.cpu.planar import Planar, lanes
-from compress.kernels.cpu.product import Layout, Product
-from compress.kernels.cpu.rows import LANES
-from compress.packing import FIELDS
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter, row_decoder
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.small_matmul import Layout, Product
+from compress.kernels.cpu.unpack import Planar, lanes
+from compress.numerics.packing import FIELDS
 
 SHORTS = 32  # int16 of a register of 512 bits
 ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
@@ -45,11 +45,11 @@ def span_blocks(params: Params) -> int:
 
 
 def supports(params: Params, shape: tuple[int, int]) -> bool:
-    return rows.worthwhile(shape) and span_blocks(params) > 0
+    return emitter.worthwhile(shape) and span_blocks(params) > 0
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.most_rows(dtype)
+    return emitter.most_rows(dtype)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
@@ -69,10 +69,10 @@ def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) 
 
 @cache
 def _compiled(*settings: Any) -> Any:
-    return jit.compiled(_Sums(*settings))
+    return llvm.compiled(_Sums(*settings))
 
 
-class _Sums(rows.Emitter):
+class _Sums(emitter.Emitter):
     """void product(words..., scales, zeros, x16, x_scales, x_sums, out, space, first, last, spans, rows, group)."""
 
     def __init__(self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, tokens: int) -> None:
@@ -183,7 +183,7 @@ class _Sums(rows.Emitter):
 
 def decoder(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> decoding.Decoder:
+) -> row_decoder.Decoder:
     """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
     padded_rows, columns = int_format.padded_shape(params, shape)
     span = span_blocks(params) * params.tile_words
@@ -194,7 +194,7 @@ def decoder(
     def write(first: int, last: int, out: int, start: int) -> None:
         kernel(*stored, out, first, last, start, shape[1], columns, padded_rows, group)
 
-    return decoding.in_rows(write, shape[1])
+    return row_decoder.in_rows(write, shape[1])
 
 
 def _addresses(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
@@ -204,10 +204,10 @@ def _addresses(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
 
 @cache
 def _compiled_decode(*settings: Any) -> Any:
-    return jit.compiled(_Decode(*settings))
+    return llvm.compiled(_Decode(*settings))
 
 
-class _Decode(decoding.Writer):
+class _Decode(row_decoder.Writer):
     """void decode(words..., scales, zeros, out, first, last, start, in features, columns, rows, group): rows of the
     weight from first to last, the row `start` at the beginning of out."""
 
@@ -258,7 +258,7 @@ class _Decode(decoding.Writer):
             return self.rounded(self.b.fmul(self.b.fsub(values, zero), scale))
 
         shorts = self.vector(self.short, lanes)
-        if self.dtype == torch.float32 or 2**self.bits > lanes or lanes != SHORTS or "avx512bw" not in jit.features():
+        if self.dtype == torch.float32 or 2**self.bits > lanes or lanes != SHORTS or "avx512bw" not in llvm.features():
             return computed
         table = computed(self.ir.Constant(shorts, [code % 2**self.bits for code in range(lanes)]))
         kind, words = table.type, self.b.bitcast(table, shorts)

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress import jit
 from compress.formats import lowrank
 from compress.formats.lowrank import Params
-from compress.kernels.cpu import rows
-from compress.kernels.cpu.decoding import Writer
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter
+from compress.kernels.cpu.row_decoder import Writer
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 MANY = 1 << 40  # rows
@@ -49,7 +49,7 @@ def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) 
         a, b = lowrank.factors(tensors, params, shape, x.dtype)
         return F.linear(F.linear(x, a), b.T)
 
-    if params.bits < 16 or not tensors["a"].is_cpu or not rows.worthwhile(shape):
+    if params.bits < 16 or not tensors["a"].is_cpu or not emitter.worthwhile(shape):
         return product
     return _Single(tensors, params, shape, product)
 
@@ -90,12 +90,12 @@ def _multiply(x: int, matrix: int, out: int, shape: tuple[int, int], kinds: tupl
     def work(first: int, last: int) -> None:
         function(x, matrix, out, side * first, min(side * last, count), columns)
 
-    jit.parallel(work, -(-count // side), -(-rows.THREAD // (side * columns)))
+    llvm.parallel(work, -(-count // side), -(-emitter.THREAD // (side * columns)))
 
 
 @cache
 def _compiled(x: torch.dtype, matrix: torch.dtype, out: torch.dtype, side: int) -> Callable[..., None]:
-    return jit.compiled(_Dots(x, matrix, out, side))
+    return llvm.compiled(_Dots(x, matrix, out, side))
 
 
 class _Dots(Writer):

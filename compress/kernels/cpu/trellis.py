@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import jit
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import BYTE_SUMS, CENTRE, Params
-from compress.kernels.cpu import decoding, rows
-from compress.kernels.cpu.product import Factors, Layout, Product
-from compress.kernels.cpu.rows import LANES
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter, row_decoder
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.small_matmul import Factors, Layout, Product
 
 ROWS = trellis_format.ROW_MULTIPLE
 SPAN = 512  # columns that share the scale of an activation: their sums stay below 2^31
@@ -29,11 +29,11 @@ CHUNK = 2 * LANES  # columns of one vector of words
 
 
 def supports(params: Params, shape: tuple[int, int]) -> bool:
-    return rows.worthwhile(shape) and params.code in BYTE_SUMS
+    return emitter.worthwhile(shape) and params.code in BYTE_SUMS
 
 
 def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return rows.most_rows(dtype)
+    return emitter.most_rows(dtype)
 
 
 def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
@@ -55,7 +55,7 @@ def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) 
 
 def decoder(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> decoding.Decoder:
+) -> row_decoder.Decoder:
     """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
     kernel = _compiled_decode(params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
     row_scales = tensors["row_scales" if params.row_scales else "scale"]
@@ -64,20 +64,20 @@ def decoder(
     def write(first: int, last: int, out: int, start: int, stop: int) -> None:
         kernel(*stored, out, first, last, start, stop, shape[1], params.tile_rows // ROWS)
 
-    return decoding.in_blocks(write, shape[1])
+    return row_decoder.in_blocks(write, shape[1])
 
 
 @cache
 def _compiled_decode(*settings: Any) -> Any:
-    return jit.compiled(_Decode(*settings))
+    return llvm.compiled(_Decode(*settings))
 
 
 @cache
 def _compiled(*settings: int) -> Any:
-    return jit.compiled(_Sums(*settings))
+    return llvm.compiled(_Sums(*settings))
 
 
-class _Trellis(decoding.Writer):
+class _Trellis(row_decoder.Writer):
     """What both functions do: from words to the bytes that are summed."""
 
     words: Any

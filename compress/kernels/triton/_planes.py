@@ -1,4 +1,4 @@
-"""Codes of compress/packing.py on the device, at any columns: for kernels that gather, and need no order of fields."""
+"""Codes of numerics/packing.py on the device, at any columns: for kernels that gather, and need no order of fields."""
 
 # ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
 # mypy: ignore-errors
@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from compress import packing
-from compress.packing import WIDE, plane_widths
+from compress.numerics import packing
+from compress.numerics.packing import WIDE, plane_widths
 
 FIELDS = {**packing.FIELDS, WIDE: 1}  # codes that a word (three words for width 3) holds
 WIDTHS = {bits: (*plane_widths(bits), 0, 0)[:3] for bits in range(1, 17)}  # of planes; only 15 bits have a fourth

@@ -6,8 +6,9 @@ registers, scale and minimum included; queries are multiplied by a power of two 
 softmax and sums are float32. Query heads of a KV head are columns of one product, so that nothing is read twice. Exact
 tokens (sink, tail, the new one) are read in their own type by the last part.
 
-The kernel is in `_attention.py`. What it can read: codes of 1, 2, 3, 4 and 8 bits in the words of compress/packing.py,
-one row of words for each token, a tile being the whole row, of heads of 64, 128 or 256 channels.
+The kernel is in `_attention.py`. What it can read: codes of 1, 2, 3, 4 and 8 bits in the words of
+compress/numerics/packing.py, one row of words for each token, a tile being the whole row, of heads of 64, 128 or 256
+channels.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.triton import splits
-from compress.packing import FIELDS
+from compress.kernels.triton import split_k
+from compress.numerics.packing import FIELDS
 
 MOST_GROUPS = 16  # query heads of a KV head
 MOST_TOKENS = 4  # of a row of a matrix
@@ -104,7 +105,7 @@ def has_room(heads: int, keys: Layout, values: Layout, groups: int) -> bool:
     plan = _plan(keys, values, groups)
     if plan is None:
         return False
-    return heads <= splits.COUNTERS and heads * (plan.tokens + 1) * groups * (values.width + 2) <= splits.FLOATS
+    return heads <= split_k.COUNTERS and heads * (plan.tokens + 1) * groups * (values.width + 2) <= split_k.FLOATS
 
 
 def attend(
@@ -132,7 +133,7 @@ def attend(
     segments = [_by_head(x) for pair in exact for x in pair]
     seen = q if mask is None else mask.to(torch.uint8).contiguous()
     first, last, new = (pair[0].shape[2] for pair in exact)
-    workspace = splits.workspace(q.device)
+    workspace = split_k.workspace(q.device)
     _attention.attend[batch * heads, parts + (parts > 1)](
         q, q if query.coded is None else query.coded.contiguous(),
         q if query.bias is None else query.bias.contiguous(),
@@ -197,8 +198,8 @@ def _plan(keys: Layout, values: Layout, groups: int) -> Plan | None:
 
 def _parts(heads: int, coded: int, plan: Plan, floats: int, device: torch.device) -> int:
     """Of the coded tokens of a head, so that a device is filled once and every part has work."""
-    slots = splits.properties(device).multiprocessors * PROGRAMS
-    room = (splits.FLOATS // (heads * floats) - 1) // plan.tokens
+    slots = split_k.properties(device).multiprocessors * PROGRAMS
+    room = (split_k.FLOATS // (heads * floats) - 1) // plan.tokens
     return max(1, min(coded // PART, slots // heads, room))
 
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
-from compress.kernels.triton import splits
-from compress.packing import plane_fields, plane_widths
+from compress.kernels.triton import split_k
+from compress.numerics.packing import plane_fields, plane_widths
 
 BLOCKS = {"in": (128, 32), "out": (64, 64)}  # code rows of a program, words of a step at most; a word has two codes
 LEAST_WORDS = 16
@@ -128,10 +128,10 @@ def _four_bytes(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape:
     code_rows, code_columns = codebook_format.padded_shape(params, shape)
     column_groups, row_groups = codebook_format.groups(params, shape)
     blocks, steps = -(-code_rows // constants["BLOCK_N"]), code_columns // (2 * constants["BLOCK_WORDS"])
-    slots = splits.properties(x.device).multiprocessors * OCCUPANCY
+    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY
     size = constants["BLOCK_M"] * constants["BLOCK_N"] * params.height
-    parts = splits.count(blocks, steps, slots, size)
-    partials, counters = splits.workspace(x.device)
+    parts = split_k.count(blocks, steps, slots, size)
+    partials, counters = split_k.workspace(x.device)
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     outliers = [tensors.get(name, x) for name in ("outliers", "outlier_scale", "outlier_index")]
     _codebook.multiply[blocks, parts](
@@ -149,10 +149,10 @@ def _gathered(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: t
     code_rows, code_columns = codebook_format.code_shape(params, shape)
     constants = multiply_constants(params, rows, shape)
     blocks, steps = -(-code_rows // constants["BLOCK_N"]), -(-code_columns // constants["BLOCK_C"])
-    slots = splits.properties(x.device).multiprocessors * OCCUPANCY
+    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY
     size = constants["BLOCK_M"] * constants["BLOCK_N"] * (constants["PADDED"] if params.axis == "out" else 1)
-    parts = splits.count(blocks, steps, slots, size)
-    partials, counters = splits.workspace(x.device)
+    parts = split_k.count(blocks, steps, slots, size)
+    partials, counters = split_k.workspace(x.device)
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     _gather.multiply[blocks, parts](
         x, *_pointers(tensors, params, shape), out, partials, counters, rows, *_sizes(params, shape), in_features,

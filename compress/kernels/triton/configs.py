@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from compress.formats.int import PLANES
-from compress.packing import FIELDS, WORDS
+from compress.numerics.packing import FIELDS, WORDS
 
 LEAST_WORDS = 16  # of a step: the tensor cores multiply 16 columns at a time
 

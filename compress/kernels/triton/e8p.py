@@ -25,7 +25,7 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, Params
-from compress.kernels.triton import splits
+from compress.kernels.triton import split_k
 
 BLOCK_ROWS = 64
 BLOCK_CODES = {8: 32, 16: 16}  # of a step, for a tile of rows of x: 256 or 128 columns
@@ -119,9 +119,9 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     constants = configuration(params, rows, shape)
     stored_rows, code_columns = tensors["codes"].shape
     blocks, steps = -(-stored_rows // BLOCK_ROWS), -(-code_columns // constants["BLOCK_CODES"])
-    slots = splits.properties(x.device).multiprocessors * OCCUPANCY
-    parts = splits.count(blocks, steps, slots, constants["BLOCK_M"] * BLOCK_ROWS)
-    partials, counters = splits.workspace(x.device)
+    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY
+    parts = split_k.count(blocks, steps, slots, constants["BLOCK_M"] * BLOCK_ROWS)
+    partials, counters = split_k.workspace(x.device)
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     _e8p.multiply[blocks, parts](
         x, tensors["codes"], tensors.get("residual", tensors["codes"]), *tables(x.device), tensors["scale"],

@@ -1,4 +1,4 @@
-"""The Hadamard transform of compress/hadamard.py on a GPU: one launch, signs included.
+"""The Hadamard transform of compress/numerics/hadamard.py on a GPU: one launch, signs included.
 
 For sizes K * 2^k with a table of +-1 of order K the table is multiplied first, by tensor cores and exactly, then the
 power of two follows in registers.
@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress import hadamard
-from compress.kernels.triton import splits
-from compress.ops import unpack_signs
+from compress.formats.transforms import unpack_signs
+from compress.kernels.triton import split_k
+from compress.numerics import hadamard
 
 LARGEST = 1 << 15  # numbers that fit in the registers of a program, and in its shared memory
 SMALLEST = 16  # power of two
@@ -25,8 +25,8 @@ PER_THREAD = 16  # numbers that a thread holds, more above 2^14: a row is one pr
 def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
     """x [..., n] of any floating type -> diag(after) H diag(before) x for each vector, of the same type.
 
-    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/ops.py packs them; None: ones. Sums are those of
-    float32. Sizes with tables that are not of +-1 or large are left to compress/hadamard.py.
+    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/formats/transforms.py packs them; None: ones. Sums
+    are those of float32. Sizes with tables that are not of +-1 or large are left to compress/numerics/hadamard.py.
     """
     if not supports(x):
         return _flipped(hadamard.transform(_flipped(x, before)), after)
@@ -45,7 +45,7 @@ def supports(x: Tensor) -> bool:
     order = hadamard.order(x.shape[-1])
     numbers = _padded(order.K) << order.power
     known = order.kind != "hartley" and order.K <= LARGEST_TABLE and x.dtype in (torch.float16, torch.bfloat16)
-    fits = numbers <= LARGEST and 4 * numbers <= splits.properties(x.device).shared and 1 << order.power >= SMALLEST
+    fits = numbers <= LARGEST and 4 * numbers <= split_k.properties(x.device).shared and 1 << order.power >= SMALLEST
     return fits and (known or order.K == 1 and x.dtype == torch.float32)
 
 

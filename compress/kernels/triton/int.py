@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from compress.formats.int import PLANES, Params, padded_shape
-from compress.kernels.triton import configs, splits
+from compress.kernels.triton import configs, split_k
 from compress.kernels.triton.configs import LEAST_WORDS, Config
-from compress.packing import FIELDS
+from compress.numerics.packing import FIELDS
 
 # Rows up to which the kernel is taken: the most that one launch has registers for. At 64 rows it issues 2.5 to 3.5
 # instructions a weight, about what an H200 has time for while it reads 4 bits; the crossover to decoding, estimated
@@ -57,7 +57,7 @@ def matmul(
     padding = padded_shape(params, shape)[1] - shape[1]
     if padding:  # rare: tiles are chosen to pad least
         x = torch.nn.functional.pad(x, (0, padding))
-    device = splits.properties(x.device)
+    device = split_k.properties(x.device)
     most = max(configs.table(params.bits, device.major))
     for first in range(0, x.shape[0], most):
         part = slice(first, min(first + most, x.shape[0]))
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
 
 @cache
-def choose(params: Params, shape: tuple[int, int], rows: int, device: splits.Device) -> Plan:
+def choose(params: Params, shape: tuple[int, int], rows: int, device: split_k.Device) -> Plan:
     """The first configuration that can give every multiprocessor its programs, split as far as they run at once."""
     stored_rows, columns = padded_shape(params, shape)
     block_m, known = next(item for item in configs.table(params.bits, device.major).items() if rows <= item[0])
@@ -100,7 +100,7 @@ def choose(params: Params, shape: tuple[int, int], rows: int, device: splits.Dev
         counts = not params.symmetric and block_m <= LOOP_SUMS
         slots = device.multiprocessors * (config.with_zeros if counts and config.with_zeros else config.programs)
         steps = columns // (_fields(params) * config.block_words)
-        parts = splits.count(tiles, steps, slots, config.block_n * block_m)
+        parts = split_k.count(tiles, steps, slots, config.block_n * block_m)
         if tiles * parts * 3 >= slots * 2:
             break
     return Plan(config, block_m, parts)
@@ -118,7 +118,7 @@ def launch(
     from compress.kernels.triton import _int
 
     rows, columns = padded_shape(params, (out.shape[1], x.shape[1]))
-    config, workspace, scales = plan.config, splits.workspace(x.device), tensors["scales"]
+    config, workspace, scales = plan.config, split_k.workspace(x.device), tensors["scales"]
     static = constants(params, plan)
     sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
     hidden, factor = (x, x) if added is None else added

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.formats import lattice as lattice_format
 from compress.formats.lattice import Params
-from compress.kernels.triton import splits
+from compress.kernels.triton import split_k
 
 BLOCK_ROWS = 64
 LONGEST = 128  # columns of a step, of which a group has a whole number
@@ -89,9 +89,9 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     rows, groups, words = x.shape[0], lattice_format.groups(params, shape), tensors["words"]
     constants = configuration(params, rows, shape)
     blocks = -(-words.shape[0] // BLOCK_ROWS)
-    slots = splits.properties(x.device).multiprocessors * OCCUPANCY
-    parts = splits.count(blocks, groups, slots, BLOCK_ROWS * constants["BLOCK_M"])
-    partials, counters = splits.workspace(x.device)
+    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY
+    parts = split_k.count(blocks, groups, slots, BLOCK_ROWS * constants["BLOCK_M"])
+    partials, counters = split_k.workspace(x.device)
     columns = groups * params.group_size
     turned = torch.empty(rows, columns, dtype=torch.float16, device=x.device)
     factors = torch.empty(groups, rows, dtype=torch.float32, device=x.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import BYTE_SUMS, HALVES, Params
-from compress.kernels.triton import splits
+from compress.kernels.triton import split_k
 
 GROUP = 16  # rows that share their words, and groups of a program: the height of a tensor-core operand
 WARPS = 4  # of a program; each takes columns of its own
@@ -129,9 +129,9 @@ def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tupl
     block_m, step = constants["BLOCK_M"], WARPS * constants["BLOCK_K"]
     groups = trellis_format.padded_rows(params, out_features) // GROUP
     blocks, steps = -(-groups // GROUP), -(-in_features // step)
-    slots = splits.properties(x.device).multiprocessors * OCCUPANCY[block_m]
-    parts = splits.count(blocks, steps, slots, GROUP * GROUP * block_m)
-    partials, counters = splits.workspace(x.device)
+    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY[block_m]
+    parts = split_k.count(blocks, steps, slots, GROUP * GROUP * block_m)
+    partials, counters = split_k.workspace(x.device)
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     _trellis.multiply[blocks, parts](
         x, tensors["words"], tensors["scale"], tensors.get("row_scales", x), out, partials, counters,

@@ -1,0 +1,350 @@
+"""Calibration of a cache: every codec that NEEDS samples gets those of its layer, one block of the model at a time.
+
+The calibration text streams through the blocks (compress/model/blockwise.py). An attention function in the place of the
+model's own sees queries, keys and values of a block and hands them on; the rotary rows of the block turn them back to
+what they were before RoPE. A layer's samples are freed before the next block is loaded.
+
+Gradients are of the summed loss of the next token, by keys before RoPE and by values: exact, and without the whole
+model in memory. The states that enter each block are kept (`file`: on disk), the loss is differentiated by what leaves
+the last block, and the blocks are run once more from the last to the first, each with the gradient that the one above
+it left. The loss is summed, so that no sample's gradient depends on the batch it is in.
+
+    static, facts = calibrate(model, resolve(recipe, layers), tokens)
+    make_cache(model.config, recipe, static)
+
+The first `sink` tokens of each sample are left out; the text has no padding. All layers see exact caches: what the
+cache of an earlier layer loses plays no part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from compress import plugins
+from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
+from compress.kv import rope
+from compress.kv.codec import Spec, rotate, unrotate
+from compress.kv.settings import KINDS, Coding, Settings
+from compress.model import blockwise
+from compress.model import skeleton as models
+
+NAME = "compress_kv_samples"
+SAMPLES = ("keys", "keys_pre", "values", "queries", "queries_pre", "gradients")
+Samples = dict[str, list[Tensor]]  # "gradients" under their kind's name, "gradients.keys"
+
+
+class Loaded:
+    """A model in memory, seen as a skeleton whose blocks are always there."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.blocks_name, self.blocks = models.find_blocks(model)
+
+    def load_rest(self, device: torch.device, with_head: bool = False) -> None:
+        pass
+
+    def load_block(self, index: int, device: torch.device) -> nn.Module:
+        return self.blocks[index]
+
+    def free(self) -> None:
+        pass
+
+    def block_prefix(self, index: int) -> str:
+        return f"{self.blocks_name}.{index}."
+
+
+def calibrate(
+    model: PreTrainedModel | models.Skeleton,
+    settings: Settings,
+    tokens: Tensor,
+    device: str | torch.device | None = None,
+    batch: int = 4,
+    file: Path | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Static tensors of all layers on the CPU, "layers.<i>.<keys|values>.<name>", and facts for the report.
+
+    tokens: int64 [samples, seq_len]. device: where blocks run (a loaded model stays where it is). batch: samples in a
+    forward pass. file: for the hidden states, which stay in memory without one: samples x seq_len x hidden, with
+    gradients once for each block.
+    Raises CalibrationError for too few tokens, NumericalError for a model whose states are not finite.
+    """
+    started = time.monotonic()
+    wanted = _wanted(settings)
+    found: dict[str, Tensor] = {}
+    layers = [index for index, names in enumerate(wanted) if names]
+    if layers:
+        sink = max(coding.policy.sink for kinds in settings.layers for coding in kinds.values())
+        if tokens.dim() != 2 or not tokens.shape[0] or tokens.shape[1] <= sink + 1:
+            raise CalibrationError(
+                f"kv_cache: calibration needs samples of more than {sink + 1} tokens, found {tuple(tokens.shape)}"
+            )
+        if isinstance(model, PreTrainedModel):
+            skeleton, device = cast(models.Skeleton, Loaded(model)), model.device
+        else:
+            skeleton = model
+        made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, sink)
+        for index, samples, heads in made.layers(wanted, file):
+            found |= _static(settings, index, samples, heads)
+    facts = {
+        "tokens": tokens.numel() if layers else 0,
+        "layers": len(layers),
+        "nbytes": sum(tensor.numel() * tensor.element_size() for tensor in found.values()),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    return found, facts
+
+
+def _wanted(settings: Settings) -> list[frozenset[str]]:
+    """The samples of each layer."""
+    wanted = []
+    for kinds in settings.layers:
+        names = frozenset().union(*(plugins.load("kv", coding.method).NEEDS for coding in kinds.values()))
+        assert names <= frozenset(SAMPLES), names
+        wanted.append(names)
+    return wanted
+
+
+class _Heads(NamedTuple):
+    """What a `Spec` says of a layer's attention."""
+
+    queries: int  # of the layer
+    dtype: torch.dtype
+
+
+def _static(settings: Settings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> dict[str, Tensor]:
+    """What the codecs of a layer learn from its samples."""
+    found: dict[str, Tensor] = {}
+    for kind in KINDS:
+        coding: Coding = settings.layers[index][kind]
+        plugin = plugins.load("kv", coding.method)
+        if not plugin.NEEDS:
+            continue
+        own = {name: samples[f"gradients.{kind}" if name == "gradients" else name] for name in plugin.NEEDS}
+        _, count, width = next(samples[name] for name in (kind, "keys") if name in samples).shape
+        layers = len(settings.layers)
+        spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
+        learned = plugin.calibrate(coding.config, spec, own)
+        found |= {f"layers.{index}.{kind}.{name}": tensor.cpu() for name, tensor in learned.items()}
+    return found
+
+
+class _Pass:
+    """The way of the text through the blocks, and back if there are gradients."""
+
+    def __init__(self, skeleton: models.Skeleton, tokens: Tensor, device: torch.device, batch: int, sink: int) -> None:
+        self.skeleton, self.tokens, self.device, self.batch = skeleton, tokens, device, batch
+        self.tap = _Tap(skeleton.model, sink)
+
+    def layers(
+        self, wanted: list[frozenset[str]], file: Path | None
+    ) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
+        """(layer, its samples, its attention) for each layer of which samples are wanted."""
+        needed = [index for index, names in enumerate(wanted) if names]
+        is_backward = any("gradients" in names for names in wanted)
+        blocks = len(self.skeleton.blocks)
+        if blocks != len(wanted):
+            raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(wanted)} layers")
+        stream = blockwise.Stream(self.tokens.shape[0], file, blocks + 1 if is_backward else 1)
+        try:
+            with self.tap.attached():
+                calls = blockwise.record(self.skeleton, self.tokens, self.batch, stream, self.device)
+                for index in range(blocks if is_backward else needed[-1] + 1):
+                    self.tap.watch(index, frozenset() if is_backward else wanted[index])
+                    self._forward(index, calls, stream, (index, index + 1) if is_backward else (0, 0))
+                    if wanted[index] and not is_backward:
+                        yield index, self.tap.samples(), self.tap.heads
+                if is_backward:
+                    slopes = self._loss(stream, blocks)
+                    for index in range(blocks - 1, needed[0] - 1, -1):
+                        self.tap.watch(index, wanted[index])
+                        self._backward(index, calls, stream, slopes)
+                        if wanted[index]:
+                            yield index, self.tap.samples(), self.tap.heads
+        finally:
+            stream.close()
+
+    def _slices(self) -> Iterator[slice]:
+        for start in range(0, self.tokens.shape[0], self.batch):
+            yield slice(start, min(start + self.batch, self.tokens.shape[0]))
+
+    def _forward(self, index: int, calls: blockwise.Calls, stream: blockwise.Stream, sides: tuple[int, int]) -> None:
+        block, name = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index).rstrip(".")
+        for where in self._slices():
+            hidden = stream.read(where.start, where.stop - where.start, sides[0]).to(self.device)
+            out = blockwise.run_block(block, calls[index][len(hidden)], hidden, name)
+            stream.write(where.start, out, sides[1])
+        self.skeleton.free()
+
+    def _loss(self, stream: blockwise.Stream, side: int) -> blockwise.Stream:
+        """Gradients [samples, tokens, hidden] of the loss by what leaves the last block."""
+        slopes = blockwise.Stream(self.tokens.shape[0], None)
+        self.skeleton.load_rest(self.device, with_head=True)
+        for where in self._slices():
+            hidden = stream.read(where.start, where.stop - where.start, side).to(self.device)
+            slopes.write(where.start, _slope(self.skeleton, self.tokens[where].to(self.device), hidden))
+        self.skeleton.free()
+        return slopes
+
+    def _backward(self, index: int, calls: blockwise.Calls, stream: blockwise.Stream, slopes: blockwise.Stream) -> None:
+        """Gradients by what enters the block, in the place of those by what leaves it."""
+        block, name = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index).rstrip(".")
+        for where in self._slices():
+            count = where.stop - where.start
+            hidden = stream.read(where.start, count, index).to(self.device).detach().clone().requires_grad_()
+            call = calls[index][count]
+            with torch.enable_grad():
+                out = block(hidden, *call.args, **call.kwargs)
+                out = out[0] if isinstance(out, tuple) else out
+            (slope,) = torch.autograd.grad(out, hidden, slopes.read(where.start, count).to(self.device))
+            if not torch.isfinite(slope).all():
+                raise NumericalError(f"the gradient of the loss by the input of {name} is not finite")
+            slopes.write(where.start, slope)
+        self.skeleton.free()
+
+
+def _slope(skeleton: models.Skeleton, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """Gradient of the summed loss of tokens [batch, seq_len] by hidden [batch, seq_len, hidden], of the last block."""
+    hidden = hidden.detach().clone().requires_grad_()
+    real = list(skeleton.blocks)
+    for as_tuple in (False, True):  # what a block returns is not written anywhere: try a tensor, then a tuple
+        for i, block in enumerate(real):
+            skeleton.blocks[i] = _Stand(block, hidden, as_tuple)
+        try:
+            with torch.enable_grad():
+                logits = skeleton.model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+            return torch.autograd.grad(loss, hidden)[0]
+        except (TypeError, AttributeError, IndexError, RuntimeError):
+            if as_tuple:
+                raise
+        finally:
+            for i, block in enumerate(real):
+                skeleton.blocks[i] = block
+    raise AssertionError
+
+
+class _Stand(nn.Module):
+    """Takes a block's place: returns the states that leave the last one."""
+
+    def __init__(self, real: nn.Module, hidden: Tensor, as_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__.update(real=real, hidden=hidden, as_tuple=as_tuple)  # not registered as a child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.hidden,) if self.as_tuple else self.hidden
+
+
+class _Tap:
+    """An attention function that keeps what it sees of one layer."""
+
+    def __init__(self, model: PreTrainedModel, sink: int) -> None:
+        self.model, self.sink = model, sink
+        self.layer, self.names = -1, frozenset[str]()
+        self.found: Samples = {}
+        self.turns: tuple[Tensor, Tensor] | None = None
+        self.heads = _Heads(0, torch.float32)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """While the model runs with it."""
+        before = self.model.config._attn_implementation
+        AttentionInterface.register(NAME, self._attention)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        modules = [m for m in self.model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
+        hooks = [module.register_forward_pre_hook(self._rotation, with_kwargs=True) for module in modules]
+        self.model.set_attn_implementation(NAME)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+            for hook in hooks:
+                hook.remove()
+
+    def watch(self, layer: int, names: frozenset[str]) -> None:
+        self.layer, self.names, self.found = layer, names, {}
+
+    def samples(self) -> dict[str, Tensor]:
+        """name -> [tokens, h, width] float32 of the layer that was watched; they are given away."""
+        found, self.found = self.found, {}
+        if not found:
+            raise UnsupportedModelError(f"kv_cache: layer {self.layer} calls no attention function that can be watched")
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _rotation(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        turns = kwargs.get("position_embeddings")
+        self.turns = turns if isinstance(turns, tuple) else None
+
+    def _attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """query [B, H, n, width], key and value [B, h, n, width] after RoPE -> [B, n, H, width]."""
+        if self.names:
+            self._keep(query, key, value)
+        if kwargs.get("softcap") is not None:
+            return _capped(query, key, value, attention_mask, **kwargs), None
+        if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+            raise UnsupportedModelError("kv_cache: attention with sink logits or position biases cannot be calibrated")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    def _keep(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.heads = _Heads(query.shape[1], key.dtype)
+        for name, x in (("keys", key), ("values", value), ("queries", query)):
+            if name in self.names or name in KINDS:
+                self._add(name, x)
+        for name, x in (("keys_pre", key), ("queries_pre", query)):
+            if name in self.names:
+                self._add(name, unrotate(x.detach(), *self._turns()))
+        if "gradients" in self.names:
+            cos, sin = self._turns()  # of this batch, for when the gradient comes
+            key.register_hook(lambda slope: self._add("gradients.keys", rotate(slope, cos, -sin)))
+            value.register_hook(lambda slope: self._add("gradients.values", slope))
+
+    def _turns(self) -> tuple[Tensor, Tensor]:
+        if self.turns is None:
+            raise UnsupportedModelError(
+                f"kv_cache: the keys of layer {self.layer} have no rotary embedding that could be taken off; choose "
+                "a codec of keys after RoPE"
+            )
+        rope.check(self.turns[0])
+        return self.turns
+
+    def _add(self, name: str, x: Tensor) -> None:
+        """x [B, h, n, width]."""
+        rows = x.detach()[:, :, self.sink :].transpose(1, 2).flatten(0, 1).float().contiguous()
+        self.found.setdefault(name, []).append(rows)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float, **kwargs: Any
+) -> Tensor:
+    """Attention whose logits are bounded by softcap tanh(logits / softcap), differentiable."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = ((query @ key.mT) * scaling / softcap).tanh() * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2).contiguous()

@@ -1,0 +1,274 @@
+"""How much each calibration token counts in the statistics of a block: token importance (RSQ, 2503.01820).
+
+A token of weight r counts in the Hessian as r tokens would: H = sum r x x^T, one r for all linears of a block. Scores
+come from the block before it is quantized, on what the quantized prefix hands it; within each sequence they are mapped
+to weights from `minimum` (the lowest score) to 1 (the highest), and these divided by their mean. The paper's score is
+`attention`, the attention that a token receives; the others are those that it compares with.
+
+Differences from the paper: the probabilities of `attention` are summed while they are computed and never held together;
+and where the weights are so unequal that fewer tokens than an eighth of a linear's inputs would be left to count, they
+are evened out (see `weights`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UnsupportedModelError
+from compress.model.blockwise import Batches, run_block
+
+SCORES = 1 << 21  # attention scores computed at a time: 8 MiB, and as much again for each step up to the probabilities
+FIRST = 8  # `first_tokens` are one in so many: the first eighth of a sequence
+INPUTS_PER_TOKEN = 8  # at most so many inputs of a linear for each effective token
+BISECTIONS = 40
+
+Score = Callable[[nn.Module, str, Batches, Tensor], Tensor]
+
+
+def weights(
+    name: str, block: nn.Module, where: str, batches: Batches, tokens: Tensor, minimum: float, skip_first: bool = False
+) -> tuple[Tensor, str | None]:
+    """What every token counts: [samples, seq_len] float32 on the CPU, mean 1 over each sequence; and a note or None.
+
+    name: a key of SCORES_OF; block: loaded and not quantized, called `where` in messages; tokens: int64
+    [samples, seq_len], what the batches were made of; minimum: the weight of the least important token before the
+    division, above 0 and at most 1; skip_first: the first token, which often receives most of the attention, does not
+    set the maximum.
+
+    `minimum` is raised until the effective number of tokens, (sum r)^2 / sum r^2, is an eighth of the inputs of the
+    block's widest linear. Raises UnsupportedModelError where a block's attention cannot be seen.
+    """
+    relative = _relative(SCORES_OF[name](block, where, batches, tokens).double(), skip_first)
+    columns = max((m.in_features for m in block.modules() if isinstance(m, nn.Linear)), default=0)
+    found, needed = effective(_mapped(relative, minimum)), columns / INPUTS_PER_TOKEN
+    if found >= needed:
+        return _mapped(relative, minimum).float(), None
+    raised = _raised(relative, minimum, needed)
+    return _mapped(relative, raised).float(), (
+        f"by their importance only {found:.0f} tokens would count for {columns} inputs: importance_min raised from "
+        f"{minimum:g} to {raised:.2g}"
+    )
+
+
+def effective(weights: Tensor) -> float:
+    """How many tokens of equal weight are as much evidence."""
+    return (weights.sum().square() / weights.square().sum()).item()
+
+
+def _relative(scores: Tensor, skip_first: bool) -> Tensor:
+    """Scores [samples, seq_len] from 0, the lowest of a sequence, to 1, the highest; 1 where they are all the same."""
+    low = scores.amin(1, keepdim=True)
+    high = scores[:, int(skip_first and scores.shape[1] > 1) :].amax(1, keepdim=True)
+    return torch.where(high > low, (scores - low) / (high - low), 1.0).clamp(max=1)
+
+
+def _mapped(relative: Tensor, minimum: float) -> Tensor:
+    raw = minimum + (1 - minimum) * relative
+    return raw / raw.mean(1, keepdim=True)
+
+
+def _raised(relative: Tensor, minimum: float, needed: float) -> float:
+    """The lowest minimum with `needed` effective tokens, whose number grows with it; 1 if there are not so many."""
+    low, high = minimum, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if effective(_mapped(relative, middle)) < needed:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+# ---------------------------------------------------------------- scores, [samples, seq_len] on the CPU
+
+
+def attention(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+    """The attention that a token receives: probabilities summed over heads and over the tokens that look at it."""
+    scores = []
+    for hidden, call in batches():
+        with _watched(block, where) as masses:
+            run_block(block, call, hidden, where)
+        if not masses:
+            raise UnsupportedModelError(
+                f"no attention of {where} goes through transformers' attention interface; {_OTHERWISE}"
+            )
+        if any(part.shape != hidden.shape[:2] for part in masses):
+            raise UnsupportedModelError(f"the attention of {where} is not between the tokens it is given; {_OTHERWISE}")
+        scores.append(torch.stack(masses).sum(0).cpu())
+    return torch.cat(scores)
+
+
+def first_tokens(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+    """1 for the first eighth of a sequence, 0 for the others."""
+    return (torch.arange(tokens.shape[1]) * FIRST < tokens.shape[1]).float().expand(tokens.shape)
+
+
+def activation_norm(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+    """The norm of a token where it enters the block."""
+    return torch.cat([hidden.float().norm(dim=-1).cpu() for hidden, _ in batches()])
+
+
+def input_output_difference(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+    """How little the block changes a token: the norm of the difference, negated."""
+    scores = []
+    for hidden, call in batches():
+        out = run_block(block, call, hidden, where)
+        scores.append(-(out.float() - hidden.float()).norm(dim=-1).cpu())
+    return torch.cat(scores)
+
+
+def token_rarity(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+    """How seldom a token occurs in the calibration text: the count, negated."""
+    return -tokens.flatten().bincount()[tokens].float()
+
+
+def token_similarity(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+    """How unlike the others of its sequence a token is where it enters the block: the mean squared distance to them.
+
+    But for a constant this is the squared distance to their mean.
+    """
+    centred = (hidden.float() - hidden.float().mean(1, keepdim=True) for hidden, _ in batches())
+    return torch.cat([x.square().sum(-1).cpu() for x in centred])
+
+
+SCORES_OF: dict[str, Score] = {
+    score.__name__: score
+    for score in (attention, first_tokens, activation_norm, input_output_difference, token_rarity, token_similarity)
+}
+_OTHERWISE = f"set calibration.importance to none or one of {', '.join(list(SCORES_OF)[1:])}"
+
+
+# ---------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """How an attention makes probabilities of its queries and keys, as transformers' attention interface tells it."""
+
+    scaling: float
+    causal: bool = True  # where there is no mask, and so is `window`
+    window: int | None = None  # tokens that a query sees, itself included
+    mask: Tensor | None = None  # [batch or 1, heads or 1, queries, keys]: bool, what a query sees, or to be added
+    bias: Tensor | None = None  # to be added likewise
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # [heads]: score for attending to nothing
+
+    def rows(self, query: Tensor, key: Tensor, sample: int, start: int) -> Tensor:
+        """[heads, rows, keys] float32 from the first keys [key_value_heads, keys, head_dim] of a sample.
+
+        query [heads, rows, head_dim]: the sample's queries from row `start`; head h reads key head h // (heads / kv).
+        """
+        heads, rows, width = query.shape
+        grouped = query.reshape(key.shape[0], -1, width)  # [key_value_heads, heads / key_value_heads * rows, head_dim]
+        scores = (grouped @ key.transpose(1, 2)).view(heads, rows, -1) * self.scaling
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + _part(self.bias, sample, start, scores)
+        scores = self._masked(scores, sample, start)
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.float().view(-1, 1, 1).expand(heads, rows, 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+    def _masked(self, scores: Tensor, sample: int, start: int) -> Tensor:
+        never = torch.finfo(torch.float32).min
+        if self.mask is not None:
+            mask = _part(self.mask, sample, start, scores)
+            return scores.masked_fill(~mask, never) if mask.dtype == torch.bool else scores + mask
+        if not self.causal:
+            return scores
+        keys = torch.arange(scores.shape[2], device=scores.device)
+        queries = torch.arange(start, start + scores.shape[1], device=scores.device)[:, None]
+        outside = keys > queries
+        if self.window is not None:
+            outside |= keys <= queries - self.window
+        return scores.masked_fill(outside, never)
+
+
+def _part(full: Tensor, sample: int, start: int, scores: Tensor) -> Tensor:
+    """Of [batch or 1, heads or 1, queries, keys] what belongs to these scores [heads, rows, keys]."""
+    return full[sample % full.shape[0], :, start : start + scores.shape[1], : scores.shape[2]]
+
+
+def mass(query: Tensor, key: Tensor, how: Probabilities) -> Tensor:
+    """Attention probabilities summed over heads and queries: [batch, keys] float32.
+
+    query [batch, heads, tokens, head_dim], key [batch, key_value_heads, tokens, head_dim]. Sequence by sequence,
+    whatever the batch, and in chunks of query rows.
+    """
+    batch, heads, rows, _ = query.shape
+    total = torch.zeros(batch, key.shape[2], dtype=torch.float32, device=query.device)
+    chunk = max(1, SCORES // (heads * key.shape[2]))
+    for sample in range(batch):
+        q, k = query[sample].float(), key[sample].float()
+        for start in range(0, rows, chunk):
+            end = min(start + chunk, rows)
+            seen = k[:, :end] if how.causal and how.mask is None else k
+            total[sample, : seen.shape[1]] += how.rows(q[:, start:end], seen, sample, start).sum((0, 1))
+    return total
+
+
+@contextmanager
+def _watched(block: nn.Module, where: str) -> Iterator[list[Tensor]]:
+    """While active, each call of the block's attention adds its `mass` to the list, and then goes on as ever.
+
+    The function is replaced that transformers' table has under the name in the model's configuration. A name of our
+    own there would not do: some models mask the keys themselves for the names they know, and for others do not.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own, masses = set(block.modules()), []
+    names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in own} - {None}
+    former = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names}
+
+    def replacing(function: Callable[..., Any] | None) -> Callable[..., Any]:
+        def attend(  # as the interface has it; `others` differ between models and are handed on
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **others: Any
+        ) -> Any:
+            if module in own:
+                masses.append(mass(query, key, _probabilities(module, where, query, attention_mask, others)))
+            return (function or _plain(module, where))(module, query, key, value, attention_mask, **others)
+
+        return attend
+
+    try:
+        for name, function in former.items():
+            ALL_ATTENTION_FUNCTIONS[name] = replacing(function)
+        yield masses
+    finally:
+        for name, function in former.items():
+            del ALL_ATTENTION_FUNCTIONS[name]  # which lays bare what lies below in the table
+            if function is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not function:
+                ALL_ATTENTION_FUNCTIONS[name] = function
+
+
+def _probabilities(module: nn.Module, where: str, query: Tensor, mask: Any, others: Mapping[str, Any]) -> Probabilities:
+    """What the arguments of an attention function say."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        raise UnsupportedModelError(f"the attention mask of {where} is not a tensor of 4 dimensions; {_OTHERWISE}")
+    scaling, causal = others.get("scaling"), others.get("is_causal")
+    return Probabilities(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        window=others.get("sliding_window"),
+        mask=mask,
+        bias=others.get("position_bias"),
+        softcap=others.get("softcap"),
+        sinks=others.get("s_aux"),
+    )
+
+
+def _plain(module: nn.Module, where: str) -> Callable[..., Any]:
+    """A model's own plain attention: not in transformers' table, but of the same name in the files of all models."""
+    function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if function is None:
+        raise UnsupportedModelError(f"the plain attention function of {where} is not found; {_OTHERWISE}")
+    return function

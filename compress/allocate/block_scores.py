@@ -1,0 +1,229 @@
+"""How much a model minds changes: gradients of its loss, simple scores of blocks, and its answer to noise.
+
+Gradients and the Fisher diagonal (LQ-LoRA, arXiv 2311.12023; AutoRound's DeltaLoss) are those of the next-token loss at
+the original weights. The model is never in memory as a whole: the blocks run forward with their inputs kept, then
+backward from the last, each loaded once more.
+
+LIM and ZD (arXiv 2406.17415) rank whole blocks: LIM by how far a block turns the hidden states, ZD, without data, by
+how many weights lie far above the mean. The paper leaves open over what the cosine is averaged; here it is tokens.
+
+The linearity theorem (HIGGS, arXiv 2411.17525): small errors of relative size t^2 = |dW|^2 / |W|^2, spread evenly,
+raise the model's loss by alpha t^2, summed over layers, with an alpha of each layer that no quantizer has a part in.
+alpha is the slope of KL(original || noisy) over t^2, where the paper takes perplexity: KL starts from 0 exactly, and
+needs fewer tokens. How well the line fits is returned, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.allocate.joint_kl import Candidates, Level, Levels
+from compress.errors import NumericalError
+from compress.model import blockwise, lm_head
+from compress.model.skeleton import Skeleton
+from compress.quant.incoherence import derived_seed
+
+LOSS_SCALE = 1024.0  # of what goes backward, so that float16 holds it; a power of two, so that nothing else changes
+NOISE = "noise"  # a level of a linear is (NOISE, t)
+T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those of 6 to 3 bits
+
+
+class Gradient(NamedTuple):
+    """Of a weight [out, in], float32. The loss of a sequence is the mean over its predicted tokens, in nats."""
+
+    total: Tensor  # sum over sequences of the loss's gradient
+    squares: Tensor  # sum over sequences of its square: the Fisher diagonal, batch 1
+
+
+def gradients(
+    skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
+) -> Iterator[tuple[int, dict[str, Gradient]]]:
+    """(index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
+
+    Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
+    front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
+    """
+    device, count = torch.device(device), len(skeleton.blocks)
+    names: list[list[str]] = [[] for _ in range(count)]
+    for spec in skeleton.linears()[0]:
+        names[spec.block].append(spec.name)
+    stream = blockwise.Stream(tokens.shape[0], file, count + 1)  # a side in front of each block; the last goes backward
+    try:
+        calls = _forward(skeleton, tokens, stream, device)
+        lm_head.load(skeleton, device)
+        for sample in range(stream.samples):
+            behind = stream.read(sample, 1, count).to(device)
+            stream.write(sample, _behind(skeleton, behind, tokens[sample].to(device)), count)
+        skeleton.free()
+        for index in reversed(range(count)):
+            block = skeleton.load_block(index, device)
+            found = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
+            skeleton.free()
+            yield index, found
+    finally:
+        skeleton.free()
+        stream.close()
+
+
+def _forward(skeleton: Skeleton, tokens: Tensor, stream: blockwise.Stream, device: torch.device) -> blockwise.Calls:
+    """Fill the sides of the stream: what reaches each block, and what leaves the last."""
+    calls = blockwise.record(skeleton, tokens, 1, stream, device)
+    for index in range(len(skeleton.blocks)):
+        block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
+        for sample in range(stream.samples):
+            hidden = stream.read(sample, 1, index).to(device)
+            stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
+        skeleton.free()
+    return calls
+
+
+@torch.enable_grad()
+def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """The loss's scaled gradient behind the last block; hidden [1, tokens, hidden], tokens [tokens]."""
+    hidden = hidden.clone().requires_grad_()
+    predicted = tokens.shape[0] - 1
+    for part in lm_head.token_slices(skeleton, predicted):
+        logits = lm_head.logits(skeleton, hidden[:, part])
+        loss = nn.functional.cross_entropy(logits, tokens[1:][part], reduction="sum")
+        (loss * (LOSS_SCALE / predicted)).backward()
+    return cast(Tensor, hidden.grad)
+
+
+@torch.enable_grad()
+def _backward(
+    skeleton: Skeleton, index: int, names: list[str], loaded: tuple[nn.Module, blockwise.Call], stream: blockwise.Stream
+) -> dict[str, Gradient]:
+    """Take the gradients behind a block to those in front of it, and sum up those of its weights."""
+    block, call = loaded
+    weights = [skeleton.linear(block, name).weight.requires_grad_() for name in names]
+    found = [Gradient(*(torch.zeros_like(w, dtype=torch.float32) for _ in range(2))) for w in weights]
+    side = len(skeleton.blocks)
+    for sample in range(stream.samples):
+        hidden = stream.read(sample, 1, index).clone().to(weights[0].device).requires_grad_()
+        behind = stream.read(sample, 1, side).to(hidden.device)
+        out = block(hidden, *call.args, **call.kwargs)
+        states = out[0] if isinstance(out, tuple) else out
+        front, *mine = torch.autograd.grad(states, (hidden, *weights), behind, allow_unused=True)
+        stream.write(sample, front, side)
+        for sums, gradient in zip(found, mine, strict=True):
+            if gradient is not None:  # else an expert that no token went to
+                gradient = gradient.float() / LOSS_SCALE
+                sums.total.add_(gradient)
+                sums.squares.addcmul_(gradient, gradient)
+    for name, sums in zip(names, found, strict=True):
+        if not torch.isfinite(sums.squares).all():
+            raise NumericalError(f"the gradient of {name} is not finite; check the checkpoint, or use a wider dtype")
+    return dict(zip(names, found, strict=True))
+
+
+# ---------------------------------------------------------------- scores of blocks
+
+
+@torch.no_grad()
+def lim(
+    skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
+) -> list[float]:
+    """-mean over tokens of cos(input, output) of each block; the larger, the more the block matters. In [-1, 1]."""
+    device, scores = torch.device(device), []
+    stream = blockwise.Stream(tokens.shape[0], file)
+    try:
+        calls = blockwise.record(skeleton, tokens, 1, stream, device)
+        for index in range(len(skeleton.blocks)):
+            block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
+            similar = 0.0
+            for sample in range(stream.samples):
+                before = stream.read(sample, 1).to(device)
+                after = blockwise.run_block(block, calls[index][1], before, name)
+                similar += nn.functional.cosine_similarity(before.float(), after.float(), dim=-1).double().sum().item()
+                stream.write(sample, after)
+            scores.append(-similar / tokens.numel())
+            skeleton.free()
+        return scores
+    finally:
+        skeleton.free()
+        stream.close()
+
+
+def zd(weights: Iterable[Tensor]) -> float:
+    """Share of all these weights, those of a block, that lie more than one standard deviation above their mean.
+
+    The smaller, the more the block matters.
+    """
+    flat = [weight.detach().flatten() for weight in weights]
+    count = sum(part.numel() for part in flat)
+    mean = sum(part.sum(dtype=torch.float64).item() for part in flat) / count
+    variance = sum((part.double() - mean).square().sum().item() for part in flat) / count
+    return sum(int((part.double() - mean > math.sqrt(variance)).sum()) for part in flat) / count
+
+
+# ---------------------------------------------------------------- the answer to noise
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Levels ("noise", t): W + t |W| G / sqrt(numel), G standard normal, of each linear its own by seed and name.
+
+    Other levels are those of `inner`.
+    """
+
+    seed: int = 0
+    inner: Levels | None = None
+
+    def weight(self, name: str, level: Level, original: Tensor) -> Tensor:
+        if not (isinstance(level, tuple) and len(level) == 2 and level[0] == NOISE):
+            if self.inner is None:
+                raise ValueError(f"{name}: {level!r} is no noise, and there are no other levels")
+            return self.inner.weight(name, level, original)
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, NOISE, name))
+        noise = torch.randn(original.shape, generator=generator).to(original.device)
+        wide = original.float()
+        scale = cast(float, level[1]) * wide.norm() / math.sqrt(original.numel())
+        return (wide + scale * noise).to(original.dtype)
+
+    def prepare(self, index: int, block: nn.Module) -> None:
+        prepare: Any = getattr(self.inner, "prepare", None)
+        if prepare is not None:
+            prepare(index, block)
+
+
+class Slope(NamedTuple):
+    """A line through the origin: KL = alpha t^2."""
+
+    alpha: float
+    r2: float  # 1 - sum of squared residuals / sum of squared KL: 1 where all lies on the line
+    measured: tuple[tuple[float, float], ...] = ()  # (t^2, KL)
+
+
+def slope(measured: Mapping[float, float]) -> Slope:
+    """The least-squares line through the origin for t^2 -> KL."""
+    points = tuple(sorted(measured.items()))
+    squares = math.fsum(t2 * t2 for t2, _ in points)
+    if squares == 0:
+        raise ValueError("no line without a t^2 above 0")
+    alpha = math.fsum(t2 * kl for t2, kl in points) / squares
+    total = math.fsum(kl * kl for _, kl in points)
+    residual = math.fsum((kl - alpha * t2) ** 2 for t2, kl in points)
+    return Slope(alpha, 1 - residual / total if total else 1.0, points)
+
+
+def slopes(
+    candidates: Candidates, units: Mapping[str, Sequence[str]], samples: Sequence[int], sizes: Sequence[float] = T2
+) -> dict[str, Slope]:
+    """Unit -> its slope, all linears of the unit with noise of the same t^2; the candidates' levels are `Noise`.
+
+    For one slope of a whole block, its linears are given as one unit. Units that are later in the model are cheaper:
+    what is in front of them is the original, computed once. Cost at most len(units) * len(sizes) times the samples.
+    """
+    asked = [(unit, t2, {name: (NOISE, math.sqrt(t2)) for name in units[unit]}) for unit in units for t2 in sizes]
+    found = candidates.divergence([noisy for _, _, noisy in asked], samples)
+    measured: dict[str, dict[float, float]] = {unit: {} for unit in units}
+    for (unit, t2, _), kl in zip(asked, found, strict=True):
+        measured[unit][t2] = kl
+    return {unit: slope(points) for unit, points in measured.items()}

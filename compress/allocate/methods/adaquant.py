@@ -1,0 +1,55 @@
+"""AdaQuant's integer program: which layers go below the base, by what each alone does to the loss (arXiv 2006.10518).
+
+All units start at the base, their largest option. Of each unit the change of the loss is measured with that unit alone
+at a lower option; changes add up, and the 0/1 program picks the units to lower so that enough memory is saved and the
+sum is least. A change below 1e-6 counts as 1e-6: noise makes some negative, and lowering is never free.
+
+The loss is the divergence from the original model. `low` names one option, as published; without it every smaller one
+is offered, as the released code does for more than one precision.
+
+Not done: saved cycles instead of bytes; the layer-wise calibration, bias tuning and normalization of the same paper.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from compress.allocate import uniform_options
+from compress.allocate.problem import Allocated, Bench, Problem, Unit
+from compress.allocate.solver import Limits, solve
+
+LEAST = 1e-6  # nats a token
+
+
+@dataclass(frozen=True)
+class Config:
+    low: str | None = None  # the option below the base; none: any smaller one
+    seconds: float = 60.0  # that the solver may take
+    gap: float = 1e-6  # relative gap at which it stops
+
+    def __post_init__(self) -> None:
+        Limits(self.seconds, self.gap)
+
+
+def needs(config: Config) -> frozenset[str]:
+    """The loss with each unit changed alone, all others at the base."""
+    return frozenset({"swap_base"})
+
+
+def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+    problem.check()
+    low = uniform_options.named(problem.units, "low", config.low, 0) if config.low is not None else None
+    damages = [_changes(unit, low) for unit in problem.units]
+    return solve(problem, damages, "milp", limits=Limits(config.seconds, config.gap)).allocated()
+
+
+def _changes(unit: Unit, low: str | None) -> list[float]:
+    """Change of the loss for each entry against the base, whose own is 0; inf for those not offered."""
+    base = max(range(len(unit.entries)), key=lambda i: (unit.entries[i].nbytes, i))
+    loss = [entry.damage["swap_base"] for entry in unit.entries]
+    changes = [max(value - loss[base], LEAST) for value in loss]
+    if low is not None:
+        changes = [c if e.option == low else math.inf for c, e in zip(changes, unit.entries, strict=True)]
+    changes[base] = 0.0
+    return changes

@@ -1,0 +1,62 @@
+"""Knapsack: least summed damage within the bytes, by measured or estimated damage of each unit and option.
+
+Takes any of the estimators, cheap ones from statistics to a swap of each unit in the whole model, and adds damages up;
+hull greedy, or the exact 0/1 program (allocate/solver.py).
+
+Errors of a layer's output are not comparable between blocks: a given error weighs more in one block than in another.
+`scale` names a second estimator that knows: the damages of each block are multiplied so that their sum over the block's
+units and options is that of the second one. With `scale: noise`, the slope of the KL in the size of random noise on the
+weights (the linearity theorem, arXiv 2411.17525), one factor a block is what is asked of it, and options within a block
+are still told apart by what they do to real inputs.
+
+Not done: damages that depend on each other; that is a search's business.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.solver import Limits, Solver, damages_of, solve
+
+Estimator = Literal["hessian", "output", "weight", "fisher", "gradient", "swap", "swap_base", "noise"]
+Scale = Literal["none", "fisher", "gradient", "swap", "swap_base", "noise"]
+
+
+@dataclass(frozen=True)
+class Config:
+    estimator: Estimator = "swap"  # damage that is added up
+    scale: Scale = "none"  # damage that sets the level of each block
+    solver: Solver = "hull"
+    seconds: float = 60.0  # that milp may take
+    gap: float = 1e-6  # relative gap at which milp stops
+
+    def __post_init__(self) -> None:
+        Limits(self.seconds, self.gap)
+        if self.scale == self.estimator:
+            raise ValueError(f"scale {self.scale!r} is the estimator itself")
+
+
+def needs(config: Config) -> frozenset[str]:
+    """The damages that must be in the table."""
+    return frozenset({config.estimator, config.scale} - {"none"})
+
+
+def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+    problem.check()
+    damages = damages_of(problem, config.estimator)
+    if config.scale != "none":
+        damages = _scaled(problem, damages, damages_of(problem, config.scale))
+    return solve(problem, damages, config.solver, limits=Limits(config.seconds, config.gap)).allocated()
+
+
+def _scaled(problem: Problem, damages: list[list[float]], levels: list[list[float]]) -> list[list[float]]:
+    """The damages times one factor a block, after which a block's sum is that of `levels`; 0 stays 0."""
+    have, want = defaultdict[int, float](float), defaultdict[int, float](float)
+    for unit, losses, level in zip(problem.units, damages, levels, strict=True):
+        have[unit.block] += sum(losses)
+        want[unit.block] += sum(level)
+    factor = {block: want[block] / have[block] if have[block] > 0 else 1.0 for block in have}
+    return [[loss * factor[unit.block] for loss in losses] for unit, losses in zip(problem.units, damages, strict=True)]

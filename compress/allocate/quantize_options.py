@@ -1,0 +1,316 @@
+"""What allocators choose from: every linear at every option, packed in a database, and what each would damage.
+
+One pass over the model, block by block, behind the full-precision prefix, so that nothing measured depends on what will
+be chosen: statistics are collected once for all options, each linear is quantized with each, stored, and its damage
+taken: ||W - Q||^2, and tr((W - Q) H (W - Q)^T) with H the mean over all calibration tokens (over at most MEASURED_ROWS
+rows, scaled). Transforms decide by the first option's schemes, for all of them. What only whole forward passes can tell
+is in compress/allocate/sensitivity.py. A killed run goes on after the last finished block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress import formats, plugins
+from compress.allocate.expert_options import ExpertLevels
+from compress.allocate.variants import FIXED, Database
+from compress.calib import fisher
+from compress.calib.data import Calibration
+from compress.errors import NotMeasuredError, OutputError, RecipeError
+from compress.lowrank import correct
+from compress.model import blockwise
+from compress.model.blockwise import QUANTIZED, Leg
+from compress.model.skeleton import Skeleton
+from compress.progress import Meter, Progress
+from compress.quant import incoherence
+from compress.recipe import fingerprint
+from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
+from compress.run import calibration_stream, job, memory_plan, quantize_linear, report
+from compress.run.job import Job, Prepared
+from compress.types import Fisher, LayerPlan, LinearSpec, PackedWeight
+
+Levels = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at that level
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The model, prepared for the recipe at every option."""
+
+    asked: Job  # its recipe with one option for all, and without an allocation
+    allocation: Allocation
+    prepared: Prepared
+    names: list[str]  # of all options
+    levels: dict[str, Levels]  # linear -> its levels, in ascending order; a kept option has none
+    dense_nbytes: dict[str, int]  # linear -> bytes as it is stored now
+
+
+def options(asked: Job) -> Options:
+    """Open the model and plan every option. Raises RecipeError for a recipe without an allocation."""
+    recipe, allocation = asked.recipe, asked.recipe.allocate
+    if allocation is None:
+        raise RecipeError(
+            f"recipe {recipe.name!r} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
+        )
+    wanted = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
+    if not wanted:
+        raise RecipeError(
+            f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use "
+            "quantize with --target and --context"
+        )
+    calibration = dataclasses.replace(recipe.calibration, asymmetric=0.0)
+    recipes = [
+        dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None)
+        for option in wanted.values()
+    ]
+    plain = dataclasses.replace(asked, recipe=recipes[0])
+    prepared, plans = job.prepare_all(plain, recipes, every=True)
+    levels: dict[str, Levels] = {}
+    for number, plan in zip(wanted, plans, strict=True):
+        for layer in plan.layers:
+            if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
+                levels.setdefault(layer.spec.name, {})[number] = layer
+    if not levels:
+        raise RecipeError(f"the rules of recipe {recipe.name!r} leave nothing to allocate")
+    for layer in plans[0].layers:
+        if layer.spec.name not in levels:
+            levels[layer.spec.name] = {FIXED: layer}
+    dense = {layer.spec.name: _stored_nbytes(prepared.skeleton, layer.spec) for layer in plans[0].layers}
+    return Options(plain, allocation, prepared, option_names(allocation.options), levels, dense)
+
+
+def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
+    """Of a linear as it is; experts share their stored tensors."""
+    if spec.is_expert:
+        return spec.numel * spec.dtype.itemsize
+    return sum(stored.nbytes for stored in skeleton.weight_sources(spec))
+
+
+def identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
+    """What the measurements depend on: everything but the target and the allocator."""
+    known = job.identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
+    del known["command"]
+    return {**known, "recipe": recipe_fingerprint(opened), "units": opened.allocation.units}
+
+
+def recipe_fingerprint(opened: Options) -> str:
+    """Of a recipe as far as it is measured; the settings of its allocator and the target are left out."""
+    return fingerprint(dataclasses.replace(_bare(opened.asked.recipe), allocate=_undecided(opened.allocation)))
+
+
+def _bare(recipe: Recipe) -> Recipe:
+    """Without what linears are not measured by."""
+    return dataclasses.replace(recipe, experts=None, kv_cache=None)
+
+
+def _undecided(allocation: Allocation) -> Allocation:
+    return Allocation("", _Nothing(), allocation.options, units=allocation.units, samples=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    """The settings of no allocator."""
+
+
+def levels(opened: Options, database: Database, calibration: Calibration, progress: Progress) -> None:
+    """Fill the database, from the first block that is not in it."""
+    prepared = opened.prepared
+    if database.finished() == len(prepared.skeleton.blocks):
+        return
+    if not opened.asked.measures:
+        raise NotMeasuredError(f"{database.folder} is not complete")
+    threads = torch.get_num_threads()
+    first = database.first({**dataclasses.asdict(prepared.arrangement), "threads": threads})
+    torch.set_num_threads(first.pop("threads"))  # the first run's, so that sums are taken in the same order
+    prepared = dataclasses.replace(prepared, arrangement=memory_plan.Arrangement(**first))
+    memory_plan.check_prediction(prepared.arrangement, opened.asked.max_memory)
+    opened = dataclasses.replace(opened, prepared=prepared)
+    meter = Meter(progress, len(prepared.skeleton.blocks))
+    file = database.folder / "stream" if prepared.arrangement.spill else None
+    stream = calibration_stream.Flow(opened.asked, prepared, calibration.tokens, meter, file)
+    stream.every = True
+    run = _Levels(opened, database, stream, meter)
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    try:
+        if (edits := prepared.skeleton.edits) is not None:
+            edits.choose(workbench(opened, database, calibration.tokens, meter.say))
+        run.gradients(calibration.tokens, file)
+        stream.embed()
+        for index in range(len(prepared.skeleton.blocks)):
+            run.block(index, index < database.finished())
+    finally:
+        torch.set_grad_enabled(before)
+        torch.set_num_threads(threads)
+        stream.stream.close()
+
+
+def workbench(
+    opened: Options, database: Database, tokens: Tensor | None, say: Callable[[str], None]
+) -> blockwise.Workbench:
+    """For a transform of the whole model to decide with; what it decides stays in the folder."""
+    plan, batch = opened.prepared.plan, opened.prepared.arrangement.batch
+    device, limit = torch.device(opened.asked.device), opened.asked.max_memory
+    return blockwise.Workbench(device, tokens, plan, batch, database.folder, limit, say)
+
+
+class _Levels:
+    """The loop over the blocks."""
+
+    def __init__(self, opened: Options, database: Database, stream: calibration_stream.Flow, meter: Meter) -> None:
+        self.opened, self.database, self.flow, self.meter = opened, database, stream, meter
+        self.asked, self.skeleton = opened.asked, opened.prepared.skeleton
+        self.device = torch.device(opened.asked.device)
+        scopes = {plugins.load("transform", step.method).SCOPE for step in self.asked.recipe.transform}
+        self.is_edited = "block" in scopes
+        self.experts = ExpertLevels(opened, database)
+        self.fisher: dict[str, Fisher] = {}  # of linears with an option that is measured by the loss's gradients
+
+    def gradients(self, tokens: Tensor, file: Path | None) -> None:
+        """Take those of the loss, where an option wants to know of them."""
+        levels = [layer for found in self.opened.levels.values() for layer in found.values()]
+        if names := {layer.spec.name for layer in levels if memory_plan.needs_gradients(layer)}:
+            self.meter.say("taking the loss's gradients")
+            with torch.enable_grad():
+                self.fisher = fisher.weights(self.skeleton, tokens, names, file, self.device)
+
+    def block(self, index: int, is_done: bool) -> None:
+        """Quantize, store and measure one block at all levels, and go on to the next."""
+        layers = [x for found in self.opened.levels.values() for x in found.values() if x.spec.block == index]
+        self.meter.begin(index, 2 * self.flow.batch_count() + len(layers))
+        block = self.skeleton.load_block(index, self.device)
+        self.flow.transform(index, block)
+        if not is_done:
+            if self.is_edited:
+                state = {name: p.detach().to("cpu") for name, p in block.named_parameters()}
+                self.database.add_state(index, state)
+            packed, measured = self._levels(index, block, layers)
+            self.meter.say("measuring experts")
+            measured |= self.experts.measure(index, block, partial(self.flow.batches, index), packed)
+            self.experts.keep(index, measured, self.flow.stream.samples * self.opened.prepared.seq_len)
+            self.database.add(index, packed, measured)
+        if index + 1 < len(self.skeleton.blocks):
+            self.flow.forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
+        self.skeleton.free()
+        memory_plan.check(self.asked.max_memory)
+        self.meter.end()
+
+    def _levels(
+        self, index: int, block: nn.Module, layers: list[LayerPlan]
+    ) -> tuple[dict[str, PackedWeight], dict[str, Any]]:
+        """ "<linear>@<level>" -> weight; linear -> what was measured of it, by level."""
+        weights, _ = self.flow.importance(index, block)
+        scales = self.flow.in_scales(index, block, layers)
+        readers, passes = memory_plan.readers(layers, every=True), self.flow.passes(layers)
+        packed: dict[str, PackedWeight] = {}
+        measured: dict[str, Any] = {}
+        for number, keys in enumerate(passes):
+            wanted = {key: readers[key] for key in keys}
+            sums = self.flow.collect(index, block, wanted, number + 1 == len(passes), weights)
+            for key in keys:
+                given = self.flow.given(sums.pop(key), key, readers[key])
+                for name in dict.fromkeys(layer.spec.name for layer in readers[key]):
+                    weight = self.skeleton.linear(block, name).weight.detach()
+                    measured[name] = {"tokens": given.stats.count if given.stats else 0}
+                    for level, layer in self.opened.levels[name].items():
+                        self.meter.say(f"quantizing {name}, option {level}")
+                        result = self._one(layer, weight, given, scales.get(name))
+                        packed[f"{name}@{level}"] = result
+                        damage = self._damage(weight, result, given)
+                        measured[name][level] = {"nbytes": result.nbytes, **damage}
+                        self.meter.step()
+        return packed, measured
+
+    def _one(
+        self, layer: LayerPlan, weight: Tensor, given: quantize_linear.Given, in_scale: Tensor | None
+    ) -> PackedWeight:
+        """One linear at one level, as the pipeline would quantize it."""
+        needs = layer.scheme.config is not None and (
+            plugins.load("quant", layer.scheme.method).NEEDS or correct.needs_statistics(layer.scheme.lowrank)
+        )
+        if layer.activations is None or layer.activations.scale != "tensor":
+            in_scale = None
+        if not needs:
+            given = quantize_linear.Given()
+        elif layer.ops and given.stats is not None:  # options may differ in what is around them
+            rotated = incoherence.rotated_stats(given.stats, layer, self.asked.seed)
+            given = dataclasses.replace(given, rotated=rotated)
+        weighed = self.fisher.get(layer.spec.name) if memory_plan.needs_gradients(layer) else None
+        packed, _ = quantize_linear.linear(
+            layer, weight, given, quantize_linear.Own(in_scale, weighed), self.asked.seed
+        )
+        memory_plan.check(self.asked.max_memory)
+        return packed
+
+    def _damage(self, weight: Tensor, packed: PackedWeight, given: quantize_linear.Given) -> dict[str, float]:
+        """Of one level of a weight [out, in]: absolute and relative errors."""
+        original = weight.float()
+        residual = original - formats.decode(packed, original.dtype)
+        norm = original.square().sum(dtype=torch.float64).item()
+        lost = residual.square().sum(dtype=torch.float64).item()
+        found = {"weight": lost, "relative": lost / norm if norm > 0 else 0.0}
+        if given.stats is not None and given.stats.count:
+            step = -(-original.shape[0] // report.MEASURED_ROWS)
+            rows = slice(None, None, step)
+            scale = original.shape[0] / original[rows].shape[0]
+            hessian, tokens = given.stats.hessian, self.flow.stream.samples * self.opened.prepared.seq_len
+            whole = report.quadratic(original[rows], hessian)
+            error = report.quadratic(residual[rows], hessian)
+            found |= {"hessian": error * scale / tokens, "output": error / whole if whole > 0 else 0.0}
+        else:
+            found |= {"hessian": 0.0, "output": 0.0}  # an expert that no token reached: nothing is known of it
+        return found
+
+
+def offered(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
+    """Numbers of the options that all members of a unit have; a kept one always is."""
+    found = [opened.levels[member.name] for member in members]
+    return [i for i, name in enumerate(opened.names) if name == KEEP or all(str(i) in levels for levels in found)]
+
+
+def nbytes(opened: Options, members: Sequence[LinearSpec], option: int) -> int:
+    """Of a unit at an option, as planned."""
+    levels = [opened.levels[member.name].get(str(option)) for member in members]
+    dense = [opened.dense_nbytes[member.name] for member in members]
+    return sum(level.nbytes if level is not None else kept for level, kept in zip(levels, dense, strict=True))
+
+
+def linears(opened: Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was measured of every linear."""
+    for index in range(len(opened.prepared.skeleton.blocks)):
+        yield from database.measured(index).items()
+
+
+def chosen(recipe: Recipe, choices: dict[str, int]) -> Recipe:
+    """The recipe with what was allocated, linear -> number of its option, as rules: nothing is left to allocate."""
+    assert recipe.allocate is not None, "the caller has checked"
+    rules = list(recipe.rules)
+    for number, option in enumerate(recipe.allocate.options):
+        if names := tuple(name for name, choice in choices.items() if choice == number):
+            rules.append(Rule(names, option))
+    return dataclasses.replace(recipe, rules=tuple(rules), allocate=None)
+
+
+def folder_of(asked: Job) -> Path:
+    """Where measurements are kept unless the user says otherwise: beside the output, one folder for all targets.
+
+    Its name tells the model, and what else is measured: options, calibration and seed.
+    """
+    if asked.out.name in ("", ".."):
+        raise OutputError(f"{asked.out} cannot be an output directory; give --out a new name")
+    recipe, allocation = asked.recipe, asked.recipe.allocate
+    known = [str(job.resolve(asked.model).resolve()), asked.calib, asked.seed]
+    known.append(
+        fingerprint(dataclasses.replace(_bare(recipe), allocate=_undecided(allocation) if allocation else None))
+    )
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
+    name = Path(asked.model.rstrip("/")).name or "model"
+    return asked.out.with_name(f"{name}-{recipe.name}-{digest}.measured")

@@ -1,0 +1,94 @@
+"""Commands and options for compressed key-value caches."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.cli.options import AsJson, Device, Model, TextFile, app, device_named, errors, missing, note
+from compress.errors import RecipeError
+
+if TYPE_CHECKING:
+    from compress.recipe.kv import CacheRecipe
+
+OWN = "own"
+
+Cache = Annotated[
+    str | None,
+    typer.Option("--kv", metavar="RECIPE", help="Cache: a recipe with kv_cache, or own: that of the checkpoint."),
+]
+CacheCalib = Annotated[
+    str | None, typer.Option("--calib", metavar="SRC", help="Text for cache recipes that are calibrated.")
+]
+
+
+def cache_recipes(names: list[str]) -> dict[str, CacheRecipe]:
+    """Recipes by name; none for the checkpoint's own."""
+    from compress import recipe
+
+    if names == [OWN]:
+        return {}
+    found = {}
+    for name in names:
+        note(recipe.ambiguous(name))
+        loaded = recipe.load(name)
+        if loaded.kv_cache is None:
+            raise RecipeError(f"recipe {loaded.name!r} has no kv_cache; those that have are {', '.join(with_cache())}")
+        found[loaded.name] = loaded.kv_cache
+    return found
+
+
+def with_cache(only: bool = False) -> list[str]:
+    """Built-in recipes with kv_cache; `only`: with nothing else."""
+    from compress import recipe
+
+    loaded = [recipe.load(name) for name in recipe.names()]
+    return [each.name for each in loaded if each.kv_cache is not None and not (only and each.packs)]
+
+
+@app.command("kv-bench", epilog="Example: compress kv-bench ./my-model --kv kv4 --kv kv2 --text held_out.txt")
+def kv_bench(
+    model: Model,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option("--kv", metavar="RECIPE", help="Recipe with kv_cache; repeatable. Default: own, or all built-in."),
+    ] = None,
+    text: TextFile = None,
+    context: Annotated[
+        list[int] | None, typer.Option("--context", min=64, help="Tokens; repeatable. Default: three that fit.")
+    ] = None,
+    calib: CacheCalib = None,
+    max_tokens: Annotated[int, typer.Option(min=128, help="Of the text, for each context.")] = 16384,
+    equal_bytes: Annotated[bool, typer.Option(help="Compare at equal bytes, too.")] = True,
+    speed: Annotated[bool, typer.Option(help="Time them, too.")] = True,
+    dtype: Annotated[str, typer.Option(help="Of the scores: float32, bfloat16, float16, or auto.")] = "float32",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compressed caches beside the uncompressed one: divergence, recall, errors of attention, bytes and speed."""
+    with errors():
+        import dataclasses
+
+        from compress.cli import kv_tables, tables
+        from compress.evaluate import Execution, cache
+        from compress.model.load import DTYPES
+        from compress.run.job import resolve
+
+        text = text or missing("--text", "give the text to score: a .txt, .jsonl or .parquet file")
+        if dtype not in DTYPES:
+            raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
+        directory = resolve(model)
+        names = kv or ([OWN] if kv_tables.has_cache(directory) else with_cache(only=True))
+        recipes = cache_recipes(names)
+        asked = cache.Asked(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
+        with tables.progress_bar() as progress:
+            found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)
+        if as_json:
+            print(json.dumps(dataclasses.asdict(found)))
+            return
+        for line in kv_tables.lines(found):
+            print(line)
+        for table in kv_tables.tables(found):
+            tables.out.print(table)

@@ -1,0 +1,276 @@
+"""What the command line shows: tables, a progress bar, one-line results. Formatting only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Column, Table
+
+if TYPE_CHECKING:
+    from compress.allocate.forecast import Unmeasured
+    from compress.evaluate.speed import Speed
+    from compress.progress import Progress
+    from compress.run.job import Prepared
+
+LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+
+PIPE_WIDTH = 160  # columns where there is no terminal that has a width
+
+out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A progress callback: a bar with the time left on a terminal, a line now and then elsewhere; both on stderr."""
+    if not err.is_terminal:
+        yield _Lines()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        stage = ["", 0.0]
+
+        def update(text: str, done: float, total: float) -> None:
+            if total and total != stage[1]:  # another kind of work: its own clock
+                stage[1] = total
+                bar.reset(task, total=total)
+            bar.update(task, description=text, completed=done, total=total or None)
+
+        yield update
+
+
+class _Lines:
+    """Progress for logs."""
+
+    def __init__(self) -> None:
+        self.next = time.monotonic() + LINE_SECONDS  # a short run says nothing but its result
+
+    def __call__(self, text: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        if now >= self.next:
+            self.next = now + LINE_SECONDS
+            share = f" ({100 * done / total:.0f}%)" if total else ""
+            print(f"{text}{share}", file=sys.stderr, flush=True)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    from compress.run.memory_plan import show
+
+    return show(nbytes)
+
+
+def seconds(value: float) -> str:
+    """A duration for people."""
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int, bpw: float) -> Table:
+    """The plan: a row for each group of layers, then what is copied, then the sum."""
+    table = Table(
+        Column("layers", overflow="fold"),
+        "count",
+        "shape",
+        "method",
+        "format",
+        "bpw",
+        "bytes",
+        box=None,
+        header_style="bold",
+    )
+    for row in rows:
+        shape = f"{row['shape'][0]} x {row['shape'][1]}"
+        table.add_row(
+            row["pattern"],
+            str(row["count"]),
+            shape,
+            row["method"],
+            row["format"],
+            f"{row['bpw']:.3f}",
+            f"{row['nbytes']:,}",
+        )
+    for name, nbytes in other.items():
+        table.add_row(name, "", "", "", "as it is", "", f"{nbytes:,}")
+    table.add_row("total", "", "", "", f"{size(total)} of {size(source)}", f"{bpw:.3f}", f"{total:,}", style="bold")
+    return table
+
+
+def plan_line(prepared: Prepared) -> str:
+    """What a run is about to do."""
+    plan, arrangement = prepared.plan, prepared.arrangement
+    what = f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight" if plan.layers else "no linear is packed"
+    line = (
+        f"{what}, {size(plan.nbytes)} of "
+        f"{size(prepared.skeleton.checkpoint.nbytes)}; predicted peak memory {size(arrangement.peak_nbytes)}"
+    )
+    if prepared.samples:
+        where = "on disk" if arrangement.spill else "in memory"
+        line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "
+        return line + f"hidden states {where}"
+    return line + "; the recipe needs no calibration text"
+
+
+def result_lines(report: dict[str, Any], directory: str) -> list[str]:
+    """The end of a run: what came out, and predictions beside measurements."""
+    used, took = report["memory"], report["seconds"]
+    plain = "weights as they are, with a kv_cache" if report.get("kv_cache") else "transformed, in full precision"
+    what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else plain
+    peak = "unknown" if used["measured_peak"] is None else size(used["measured_peak"])
+    lines = [
+        f"{directory}: {what}, {size(report['nbytes']['total'])} of "
+        f"{size(report['source_nbytes'])}, self-check {report['self_check']}",
+        f"peak memory {peak} (predicted {size(used['predicted_peak'])}"
+        + (f", limit {size(used['limit'])})" if used["limit"] else ")"),
+    ]
+    if took["predicted_quantize"] is not None:
+        lines.append(
+            f"time {seconds(took['total'])}; quantizing {seconds(took['quantize'])} (predicted from the first block "
+            f"{seconds(took['predicted_quantize'])})"
+        )
+    if report["resumed_blocks"]:
+        lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")
+    if experts := report.get("experts"):
+        pruned = [row for row in experts.values() if row["threshold"] is not None]
+        share = sum(row["dropped"] for row in pruned) / len(experts)
+        lines.append(
+            f"experts pruned in {len(pruned)} of {len(experts)} blocks that have any: {share:.1%} of what calibration "
+            "tokens were routed to is left out"
+        )
+    if cache := (report.get("allocation") or {}).get("cache"):
+        lines += [cache_line(cache)]
+    if report["fallbacks"]:
+        lines.append(f"{len(report['fallbacks'])} layers used a fallback; see report.json, or `compress inspect`")
+    return lines
+
+
+def cache_line(found: dict[str, Any]) -> str:
+    """What a budget gave the cache."""
+    bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
+    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])}; bits an element: {bits}"
+
+
+def verify_line(counts: dict[str, int], directory: str) -> str:
+    """What was found to be right."""
+    return (
+        f"{directory}: {counts['files']} files, {counts['tensors']} tensors ({size(counts['nbytes'])}) and "
+        f"{counts['blocks']} blocks are as written"
+    )
+
+
+def evaluation_table(values: dict[str, Any]) -> Table:
+    """Scores as two columns."""
+    table = Table(box=None, show_header=False)
+    for key, value in values.items():
+        table.add_row(key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
+    """Layers of a report with their errors."""
+    table = Table(
+        Column("layer", overflow="fold"),
+        "method",
+        "bpw",
+        "output error",
+        "weight error",
+        "notes",
+        box=None,
+        title=title,
+    )
+    for row in layers:
+        output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
+        table.add_row(
+            row["name"],
+            row["method"],
+            f"{row['bpw']:.3f}",
+            output,
+            f"{row['weight_error']:.5f}",
+            "; ".join(row["notes"]),
+        )
+    return table
+
+
+def speed_lines(speed: Speed) -> list[str]:
+    threads = f", {speed.threads} threads" if speed.device == "cpu" else ""
+    return [
+        f"{speed.device}{threads}, bfloat16, batch {speed.batch}",
+        f"prefill {speed.prefill_tokens_per_s:,.1f} tokens/s ({speed.prompt_tokens} tokens)",
+        f"decode {speed.decode_tokens_per_s:,.1f} tokens/s ({speed.new_tokens} tokens)",
+        f"memory copies {speed.copy_bytes_per_s / 1e9:,.1f} GB/s",
+    ]
+
+
+def speed_table(speed: Speed) -> Table:
+    """One row for each shape of packed layer."""
+    names = ("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16")
+    table = Table(*(Column(name, justify="left" if name in ("layer", "format", "by") else "right") for name in names))
+    for row in speed.layers:
+        cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
+        path = "kernel" if row.kernel else "decoding"
+        rates = (f"{row.bytes_per_s / 1e9:.1f}", f"{row.copy_share:.0%}", f"{row.ratio:.2f}")
+        table.add_row(*cells, path, f"{row.seconds * 1e6:.0f} us", *rates)
+    return table
+
+
+def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
+    """What measuring for an allocation would take, and what each option everywhere would give."""
+    what = f"{found.options} options x {found.linears} linears" if found.linears else "options of the cache"
+    lines = [f"not measured: {what} on {found.tokens:,} calibration tokens; target {found.target}; measure with:"]
+    lines.append(command)
+    width = max((len(row["option"]) for row in found.uniform), default=0)
+    for row in found.uniform:
+        lines.append(f"{row['option']:<{width}} everywhere: {row['bpw']:.3f} bpw, {row['nbytes']:,} bytes in all")
+    return lines
+
+
+def frontier_table(found: dict[str, Any]) -> Table:
+    """What bytes buy: uniform options, allocated models, and the one that was asked for."""
+    table = Table("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio", box=None, header_style="bold")
+
+    def add(name: str, row: dict[str, Any], style: str = "") -> None:
+        uniform = row.get("kl of uniform")
+        beside = (f"{uniform:.5f}", f"{row['kl'] / uniform:.2f}") if uniform else ("", "")
+        table.add_row(name, f"{row['bpw']:.3f}", f"{row['nbytes']:,}", f"{row['kl']:.5f}", *beside, style=style)
+
+    for row in found["uniform"]:
+        add(row["option"], row)
+    for row in found["allocated"]:
+        add(found["method"], row)
+    if found["chosen"] is not None:
+        add(f"{found['chosen']['method']}, {found['chosen']['target']}", found["chosen"], "bold")
+    return table
+
+
+def allocation_lines(found: dict[str, Any]) -> list[str]:
+    """Which units got what, and how well the text was covered."""
+    lines = [f"KL to the original on {found['tokens']:,} tokens of {found['text']}"]
+    chosen = found["chosen"]
+    if chosen is not None:
+        shares = ", ".join(f"{option}: {100 * share:.0f}%" for option, share in chosen["weights by option"].items())
+        lines.append(f"{chosen['method']} at {chosen['target']}: {shares} of the weights")
+        lines += [f"  {name}: {option}" for name, option in chosen["units"].items()]
+        if cache := chosen.get("cache"):
+            lines.append(cache_line(cache))
+            lines += [
+                f"  layer {layer}: " + ", ".join(f"{k} {o}" for k, o in kinds.items())
+                for layer, kinds in cache["layers"].items()
+            ]
+        lines += chosen["notes"]
+    return lines

@@ -1,0 +1,306 @@
+"""Low-rank parts as adapters in PEFT's format, so that they can be trained further on a packed, frozen base.
+
+An adapter of a packed linear is y = base(x) + B (A x), A [rank, in] and B [out, rank], as LoRA (arXiv 2106.09685) has
+it, with scaling 1. On disk it is a directory as PEFT writes it:
+
+    adapter_config.json          LoRA settings; ranks that differ are in rank_pattern
+    adapter_model.safetensors    base_model.model.<linear>.lora_A.weight, .lora_B.weight; a fingerprint of the base
+
+`export` takes the low-rank parts out of a packed checkpoint: what is left, still packed, and the adapter together are
+the same function. PEFT trains it on the base that `from_pretrained` loads, if it is told how to wrap a packed linear:
+
+    config = PeftConfig.from_pretrained(adapter)
+    config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
+    model = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)
+
+(new adapters likewise: the same call on a LoraConfig, then get_peft_model; PEFT 0.21 warns of a layer type that it does
+not know, which does no harm). It cannot merge an adapter into a packed linear, which holds no plain weight.
+Without PEFT `load`, `parameters` and `save` do what is needed for a training loop of one's own. Where operations lie
+around the stored matrix (compress/formats/transforms.py) the factors are turned out of their basis, and so are larger
+by nothing.
+
+The fingerprint is over the packed linears (names, how they are stored, samples of the bytes). PEFT does not keep it
+when it saves; what then is checked is whether names and shapes fit.
+
+Not done: adapters with DoRA, biases or dropout; training of the base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError, OutputError
+from compress.formats import lowrank, transforms
+from compress.model.skeleton import Skeleton
+from compress.run import write_checkpoint
+from compress.run.verify import MANIFEST
+from compress.runtime import hf
+from compress.runtime.linear import PackedLinear
+from compress.storage.checkpoint import CONFIG, open_checkpoint, read_header, read_json, write_shard, write_text
+from compress.types import Ops, PackedWeight
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FINGERPRINT = "compress_base"  # key in the header of the weights
+PREFIX = "base_model.model."  # of names in the weights
+SAMPLED = 1 << 16  # bytes at the start and the end of each tensor that the fingerprint is over
+REFUSED = {"use_dora": False, "bias": "none", "fan_in_fan_out": False}  # what we can load has these values
+
+Factors = tuple[Tensor, Tensor]  # A [rank, in], B [out, rank]
+
+
+class Adapted(nn.Module):
+    """A packed linear, frozen, with an adapter beside it."""
+
+    def __init__(self, base_layer: PackedLinear, a: Tensor, b: Tensor) -> None:
+        """a [rank, in], b [out, rank]: what training starts from; kept in float32."""
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_a, self.lora_b = (nn.Parameter(factor.detach().float().clone()) for factor in (a, b))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] of any floating type -> [..., out] of the same type."""
+        added = F.linear(F.linear(x.to(self.lora_a.dtype), self.lora_a), self.lora_b)
+        return self.base_layer(x) + added.to(x.dtype)
+
+
+def adapted(model: nn.Module) -> dict[str, Adapted]:
+    """The linears that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+
+
+def parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What is trained: A and B of all adapters, float32. Everything else of the model is frozen."""
+    model.requires_grad_(False)
+    trained = [factor for module in adapted(model).values() for factor in (module.lora_a, module.lora_b)]
+    for factor in trained:
+        factor.requires_grad_()
+    return trained
+
+
+def separate(model: nn.Module) -> int:
+    """Make an adapter of the low-rank part of every packed linear, in place; returns their number."""
+    found = _packed(model)
+    parts = {name: layer for name, layer in found.items() if layer.lowrank is not None}
+    for name, layer in parts.items():
+        weight = layer.packed()
+        bare = PackedLinear.from_packed(_without_part(weight), layer.bias)
+        model.set_submodule(name, Adapted(bare, *factors(weight)))
+    return len(parts)
+
+
+def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
+    """New adapters beside the packed linears whose names match, in place; returns their number.
+
+    A is random with entries of variance 1 / (3 in), B zero, as LoRA starts: the function stays what it is.
+    """
+    generator, count = torch.Generator().manual_seed(seed), 0
+    for name, layer in _packed(model).items():
+        if fnmatchcase(name, match):
+            bound = layer.in_features**-0.5
+            a = (2 * torch.rand(rank, layer.in_features, generator=generator) - 1) * bound
+            device = next(layer.parameters()).device
+            model.set_submodule(name, Adapted(layer, a.to(device), torch.zeros(layer.out_features, rank).to(device)))
+            count += 1
+    return count
+
+
+def factors(weight: PackedWeight) -> Factors:
+    """The low-rank part of a weight as an adapter has it, float32, turned out of the basis of the operations."""
+    assert weight.lowrank is not None
+    a, b = lowrank.part_factors(weight.tensors, weight.lowrank, weight.shape, torch.float32)
+    b = b.T
+    if weight.ops:
+        a = transforms.effective(a, Ops(input=weight.ops.input), weight.tensors)
+        b = transforms.effective(b, Ops(output=weight.ops.output), weight.tensors)
+    return a.contiguous(), b.contiguous()
+
+
+def save(model: nn.Module, directory: Path, base: str) -> None:
+    """Write the adapters of a model; `base`: the directory or name that the base is loaded from."""
+    found = adapted(model)
+    if not found:
+        raise CheckpointError("the model has no adapters to save; attach some, or separate its low-rank parts")
+    pairs = {name: (module.lora_a.detach(), module.lora_b.detach()) for name, module in found.items()}
+    _write(directory, pairs, base, fingerprint(model))
+
+
+def load(model: nn.Module, directory: Path) -> int:
+    """Put saved adapters beside the packed linears that they were made for, in place; returns their number.
+
+    Raises CheckpointError for adapters of another base, or a kind that we do not have.
+    """
+    pairs, found = _read(directory)
+    if found is not None and found != fingerprint(model):
+        raise CheckpointError(f"{directory} was trained on another base; load the packed model it was made for")
+    layers = _packed(model)
+    for name, (a, b) in pairs.items():
+        layer = layers.get(name)
+        if layer is None:
+            raise CheckpointError(f"{directory} adapts {name}, which is no packed linear of this model; load its base")
+        if (b.shape[0], a.shape[1]) != layer.shape:
+            shape = (b.shape[0], a.shape[1])
+            raise CheckpointError(f"{directory} adapts {name} of shape {shape}, but here it is {layer.shape}")
+        if layer.lowrank is not None:
+            raise CheckpointError(f"{name} has a low-rank part of its own; load the base that the adapter came with")
+    for name, (a, b) in pairs.items():
+        layer = layers[name]
+        device = next(layer.parameters()).device
+        model.set_submodule(name, Adapted(layer, a.to(device), b.to(device)))
+    return len(pairs)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """sha256 over how the packed linears of a model are stored, and samples of their bytes; adapters do not count."""
+    inner = {name: module.base_layer for name, module in adapted(model).items()}
+    layers = {**_packed(model), **inner}
+    return _digest((name, layer.packed()) for name, layer in sorted(layers.items()))
+
+
+def export(checkpoint: Path, out: Path, adapter: Path) -> int:
+    """Split a packed checkpoint into its base without the low-rank parts, and an adapter; returns their number.
+
+    Tensors pass through one by one. Raises OutputError where something is in the way.
+    """
+    for path in (out, adapter):
+        if path.exists():
+            raise OutputError(f"{path} exists already; give another directory")
+    source = open_checkpoint(checkpoint)
+    settings = source.config.get("quantization_config", {})
+    if settings.get("quant_method") != hf.METHOD:
+        raise CheckpointError(f"{checkpoint} is not a packed checkpoint; there is nothing to take out of it")
+    config = hf.CompressConfig(**settings)
+    stored = {name: hf.scheme(config, name) for name in config.modules}
+    parts = [name for name, form in stored.items() if form.lowrank is not None]
+    if not parts:
+        raise CheckpointError(f"{checkpoint} has no low-rank parts; `attach` makes new adapters on it as it is")
+    out.mkdir(parents=True)
+    taken = {f"{name}.{lowrank.PREFIX}{key}" for name in parts for key in ("a", "b", "a_scales", "b_scales")}
+    for file in sorted({tensor.file for tensor in source.tensors.values()}):
+        kept = {name: tensor for name, tensor in read_header(file).items() if name not in taken}
+        if kept:
+            write_shard(out / file.name, kept)
+    write_checkpoint.write_index(out)
+    write_checkpoint.copy_files(source.directory, out)
+    for name in (MANIFEST, "report.json"):  # of the whole
+        (out / name).unlink(missing_ok=True)
+    bare = hf.build_config({name: form._replace(lowrank=None) for name, form in stored.items()})
+    write_text(out / CONFIG, json.dumps({**source.config, "quantization_config": bare.to_dict()}, indent=2) + "\n")
+
+    pairs, seen = {}, []
+    for name, weight in _stored_weights(checkpoint):
+        seen.append((name, _without_part(weight)))
+        if weight.lowrank is not None:
+            pairs[name] = factors(weight)
+    _write(adapter, pairs, str(out), _digest(seen))
+    return len(pairs)
+
+
+def _stored_weights(checkpoint: Path) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed linears of a checkpoint, one block in memory at a time."""
+    skeleton = Skeleton(open_checkpoint(checkpoint))
+    for index in range(len(skeleton.blocks)):
+        block = skeleton.load_block(index, torch.device("cpu"))
+        for name, module in block.named_modules():
+            if isinstance(module, PackedLinear):
+                yield skeleton.block_prefix(index) + name, module.packed()
+        skeleton.free()
+
+
+def _packed(model: nn.Module) -> dict[str, PackedLinear]:
+    """The packed linears that have no adapter, by name."""
+    inner = {id(module.base_layer) for module in adapted(model).values()}
+    named = model.named_modules()
+    return {name: module for name, module in named if isinstance(module, PackedLinear) and id(module) not in inner}
+
+
+def _without_part(weight: PackedWeight) -> PackedWeight:
+    kept = {name: tensor for name, tensor in weight.tensors.items() if not name.startswith(lowrank.PREFIX)}
+    return dataclasses.replace(weight, tensors=kept, lowrank=None)
+
+
+def _digest(weights: Iterable[tuple[str, PackedWeight]]) -> str:
+    """sha256 of all these weights, in the order of their names; low-rank parts do not count."""
+    parts = {}
+    for name, weight in weights:
+        own = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.ops}".encode())
+        for key, tensor in sorted(_without_part(weight).tensors.items()):
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            own.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            own.update(torch.cat((flat[:SAMPLED], flat[-SAMPLED:])).numpy().tobytes())
+        parts[name] = own.hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _write(directory: Path, pairs: Mapping[str, Factors], base: str, found: str) -> None:
+    ranks = {name: a.shape[0] for name, (a, _) in pairs.items()}
+    common = Counter(ranks.values()).most_common(1)[0][0]
+    pattern = {name: rank for name, rank in ranks.items() if rank != common}
+    config = {
+        **REFUSED,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "target_modules": sorted(pairs),
+        "r": common,
+        "lora_alpha": common,  # scaling is lora_alpha / r
+        "rank_pattern": pattern,
+        "alpha_pattern": pattern,
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, (a, b) in pairs.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt", FINGERPRINT: found})
+    write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+
+
+def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
+    """The adapters of a directory, B times its scaling, and the fingerprint of their base if it is there."""
+    config = read_json(directory / CONFIG_FILE)
+    unlike = sorted(key for key, value in REFUSED.items() if config.get(key, value) != value)
+    if config.get("peft_type") != "LORA" or unlike:
+        raise CheckpointError(f"{directory} is no plain LoRA adapter ({unlike or config.get('peft_type')})")
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
+            found = (file.metadata() or {}).get(FINGERPRINT)
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                tensors[key.removeprefix(PREFIX)] = file.get_tensor(key).float()
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{directory / WEIGHTS_FILE} cannot be read; save the adapter again") from error
+    names = {key.rsplit(".lora_", 1)[0] for key in tensors}
+    if set(tensors) != {f"{name}.lora_{side}.weight" for name in names for side in "AB"}:
+        raise CheckpointError(f"{directory / WEIGHTS_FILE} holds more than pairs of lora_A and lora_B; not supported")
+    pairs = {}
+    for name in sorted(names):
+        a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+        alpha = _pattern(config, "alpha_pattern", name) or config.get("lora_alpha", a.shape[0])
+        pairs[name] = a, b * (alpha / (a.shape[0] ** 0.5 if config.get("use_rslora") else a.shape[0]))
+    return pairs, found
+
+
+def _pattern(config: Mapping[str, Any], key: str, name: str) -> float | None:
+    """What a pattern of the configuration says of a linear; its keys are regular expressions for ends of names."""
+    for pattern, value in (config.get(key) or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            return float(value)
+    return None

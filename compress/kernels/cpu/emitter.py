@@ -1,0 +1,171 @@
+"""What compiled products of packed weights with few activations share: activations as int16, sums in int32.
+
+An activation is an int16 times a float32 scale for each span of columns, so that its error, 2^-16 of the largest of its
+span, is below that of bfloat16 activations; a weight is a small integer times a scale. Pairs of products are summed in
+int32 by one instruction on most CPUs (pmaddwd and its like), and a span's sum meets the scales once. Nothing is
+approximated but the activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from compress.kernels import llvm
+
+_INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
+LANES = 16  # of float32 or int32; vectors of int16 have twice as many
+TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
+LARGEST = 32767.0
+# Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
+# codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
+MOST = 12
+MOST_OF_CODEBOOKS = 24
+MOST_FLOAT16 = 1024
+SMALL = 1 << 14  # weights, up to which a weight that is decoded once stays in the processor's cache
+THREAD = 1 << 21  # products of a weight and an activation that are worth waking a thread
+
+
+def worthwhile(shape: tuple[int, int]) -> bool:
+    """Whether code can be compiled here and a weight is so large that reading less of it saves time."""
+    return shape[0] * shape[1] > SMALL and llvm.available()
+
+
+def float32(value: float) -> float:
+    """The nearest float32, which a constant of this type has to be."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
+
+
+def most_rows(dtype: torch.dtype, bfloat16: int = MOST) -> int:
+    slow = dtype == torch.float16 and "avx512fp16" not in llvm.features()
+    return MOST_FLOAT16 if slow else bfloat16
+
+
+class Emitter(llvm.Emitter):
+    """Pieces of the kernels."""
+
+    def pair_sums(self, a: Any, b: Any) -> Any:
+        """Sums of the products of neighbours of two int16 vectors, as int32 vector of half the length."""
+        kind = self.vector(self.word, a.type.count)
+        product = self.b.mul(self.b.sext(a, kind), self.b.sext(b, kind))
+        even, odd = (range(first, a.type.count, 2) for first in (0, 1))
+        return self.b.add(self.shuffled(product, product, list(even)), self.shuffled(product, product, list(odd)))
+
+    def total(self, vector: Any) -> Any:
+        """The sum of a float vector's elements, in a fixed order."""
+        lanes = vector.type.count
+        while lanes > 1:
+            lanes //= 2
+            low = self.shuffled(vector, vector, list(range(lanes)))
+            vector = self.b.fadd(low, self.shuffled(vector, vector, list(range(lanes, 2 * lanes))))
+        return self.b.extract_element(vector, self.word(0))
+
+    def scaled_sums(self, scales: Any, sums: Any, m: int, spans: Any) -> Any:
+        """The sum over all spans of scale times sum of the activations of row m."""
+        b, total = self.b, self.variable(self.float)
+        b.store(self.float(0.0), total)
+        with self.loop(spans) as u:
+            cell = b.add(b.mul(spans, self.i64(m)), u)
+            product = b.fmul(self.load(scales, cell, self.float), self.load(sums, cell, self.float))
+            b.store(b.fadd(b.load(total), product), total)
+        return b.load(total)
+
+    def byte_pairs(self, words: Any) -> Any:
+        """int32 vector -> the sums of its first and second two unsigned bytes, as int16 vector of twice the length."""
+        b, lanes = self.b, words.type.count
+        shorts, octets = self.vector(self.short, 2 * lanes), self.vector(self.byte, 4 * lanes)
+        if lanes == LANES and "avx512bw" in llvm.features():
+            ones = self.constant(self.byte, 4 * lanes, 1)
+            return self.intrinsic("llvm.x86.avx512.pmaddubs.w.512", shorts, b.bitcast(words, octets), ones)
+        low = self.constant(self.word, lanes, 0x00FF00FF)
+        high = b.and_(b.lshr(words, self.constant(self.word, lanes, 8)), low)
+        return b.bitcast(b.add(b.and_(words, low), high), shorts)
+
+    def load_floats(self, pointer: Any, offset: Any, dtype: torch.dtype, lanes: int = 0, count: Any = None) -> Any:
+        """The element, or `lanes` of them, of this type as float32; with `count` only so many, 0 for the others."""
+        kind = {torch.float32: self.float, torch.float16: self.half, torch.bfloat16: self.short}[dtype]
+        if count is None:
+            value = self.load(pointer, offset, kind, lanes)
+        else:
+            value = self.load_some(pointer, offset, kind, lanes, count)
+        if dtype == torch.float32:
+            return value
+        if dtype == torch.float16:
+            return self.b.fpext(value, self.vector(self.float, lanes) if lanes else self.float)
+        word, sixteen = (
+            (self.vector(self.word, lanes), self.constant(self.word, lanes, 16))
+            if lanes
+            else (self.word, self.word(16))
+        )
+        high = self.b.shl(self.b.zext(value, word), sixteen)
+        return self.b.bitcast(high, self.vector(self.float, lanes) if lanes else self.float)
+
+    def load_some(self, pointer: Any, offset: Any, kind: Any, lanes: int, count: Any) -> Any:
+        """The first `count` of `lanes` elements, 0 for the others, whose memory is not touched."""
+        b, vector = self.b, self.vector(kind, lanes)
+        places = self.ir.Constant(self.vector(self.word, lanes), list(range(lanes)))
+        mask = b.icmp_signed("<", places, self.splat(b.trunc(count, self.word), lanes))
+        zeros = self.constant(kind, lanes, 0)
+        name = f"llvm.masked.load.v{lanes}{_INTRINSIC.get(str(kind), str(kind))}.p0"
+        here = self.at(pointer, offset, kind)
+        if llvm.llvm_version() < (22, 0):
+            return self.intrinsic(name, vector, here, self.word(1), mask, zeros)
+        return self.intrinsic(name, vector, here, mask, zeros)
+
+    def store_some(self, value: Any, pointer: Any, offset: Any, count: Any) -> None:
+        """Store the first `count` elements of a vector, none if it is negative; memory of the others is not touched."""
+        b, kind, lanes = self.b, value.type.element, value.type.count
+        places = self.ir.Constant(self.vector(self.index, lanes), list(range(lanes)))
+        mask = b.icmp_signed("<", places, self.splat(count, lanes))
+        name = f"llvm.masked.store.v{lanes}{_INTRINSIC.get(str(kind), str(kind))}.p0"
+        here = self.at(pointer, offset, kind)
+        if llvm.llvm_version() < (22, 0):
+            self.intrinsic(name, self.ir.VoidType(), value, here, self.word(1), mask)
+        else:
+            self.intrinsic(name, self.ir.VoidType(), value, here, mask)
+
+    def clamped(self, index: Any, size: Any) -> Any:
+        """A stored index, unsigned, as an offset below size: a damaged file leads nowhere out of a tensor."""
+        b, last = self.b, self.b.sub(size, self.i64(1))
+        wide = index if index.type == self.index else b.zext(index, self.index)
+        return b.select(b.icmp_unsigned("<", wide, last), wide, last)
+
+    def bit_field(self, stream: Any, index: Any, bits: int) -> Any:
+        """The field `index` of 1 to 8 bits of a little-endian bit stream, as int32."""
+        b = self.b
+        first = b.mul(index, self.i64(bits))
+        ends = [b.lshr(place, self.i64(3)) for place in (first, b.add(first, self.i64(bits - 1)))]
+        low, high = (b.zext(self.load(stream, end, self.byte), self.word) for end in ends)
+        both = b.or_(low, b.shl(high, self.word(8)))  # twice the same byte: the second is not reached
+        shift = b.trunc(b.and_(first, self.i64(7)), self.word)
+        return b.and_(b.lshr(both, shift), self.word(2**bits - 1))
+
+    def bit_fields(self, stream: Any, offset: Any, bits: int) -> Any:
+        """Sixteen fields of 2 to 8 bits of a little-endian bit stream, from a whole byte on, as floats."""
+        b, halves = self.b, []
+        for half in range(2):
+            pointer = self.at(stream, b.add(offset, self.i64(half * bits)), self.byte)
+            packed = b.load(pointer, typ=self.ir.IntType(8 * bits), align=1)
+            wide = self.splat(packed if bits == 8 else b.zext(packed, self.index), LANES // 2)
+            places = self.ir.Constant(self.vector(self.index, LANES // 2), [bits * i for i in range(LANES // 2)])
+            halves.append(b.and_(b.lshr(wide, places), self.constant(self.index, LANES // 2, 2**bits - 1)))
+        low, high = halves
+        return b.uitofp(self.shuffled(low, high, list(range(LANES))), self.vector(self.float, LANES))
+
+    def intrinsic(self, name: str, result: Any, *values: Any) -> Any:
+        kind = self.ir.FunctionType(result, [value.type for value in values])
+        function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
+        return self.b.call(function, values)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c of float vectors, in one instruction where there is one."""
+        return self.intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
+
+    def prefetch(self, pointer: Any, offset: Any, kind: Any) -> None:
+        """Ask for a line of memory that is read soon; an address past the end does no harm."""
+        here = self.at(pointer, offset, kind)
+        self.intrinsic("llvm.prefetch.p0", self.ir.VoidType(), here, self.word(0), self.word(3), self.word(1))
+
+    def floats(self, value: float) -> Any:
+        return self.constant(self.float, LANES, value)

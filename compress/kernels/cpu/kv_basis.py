@@ -1,0 +1,87 @@
+"""The matrices that turn codes into keys, in the order in which compiled code multiplies with them.
+
+With AMX the product takes levels in bfloat16, in which they are exact, and `back` in bfloat16, with its error as a
+second number: for all channels of the codes where keys are float32, else for the first SECOND * STEP, where nearly all
+of the energy is (the error, relative to the keys, is then a third of that of their rounding). Sums are float32. Without
+AMX it is a float32 product.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels import llvm
+from compress.kernels.cpu.emitter import LANES
+
+SECOND = 1  # steps of channels of the codes whose rows of `back` are a sum of two numbers
+STEP = 32  # fields of a tile
+TILE = 512  # bfloat16 numbers: 16 rows of STEP
+PAIR = 2 * TILE  # of the two tiles that a step reads
+
+
+class Transform(NamedTuple):
+    """Of all heads, as the kernel reads it; `transform` makes it."""
+
+    back: Tensor
+    firsts: Tensor  # int64 [2, h]: where a head begins in it, in elements; fields of the head
+    mean: Tensor  # [h, width] float32
+    pitch: int  # fields of a head
+    second: int  # steps that have a second number
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this process may use AMX."""
+    start = getattr(torch.cpu, "_init_amx", None)
+    return {"amx-tile", "amx-bf16"} <= llvm.features() and start is not None and bool(start())
+
+
+def transform(back: Tensor, mean: Tensor, columns: Tensor, rotary: int, is_exact: bool) -> Transform:
+    """back [h, width (of codes), width], a row for each channel of the codes, in units of the tables; mean [h, width];
+    columns int64 [h, width]: where a channel is among the fields of its head, -1: nowhere; rotary: channels that turn;
+    is_exact: to float32.
+    """
+    heads, _, width = back.shape
+    lanes = torch.zeros(heads, _pitch(columns) + 1, width, dtype=torch.float32, device="cpu")
+    index = columns.where(columns >= 0, lanes.shape[1] - 1)
+    lanes.scatter_(1, index[..., None].expand(-1, -1, width), back.float())
+    lanes, fields = lanes[:, :-1], columns.amax(1) + 1
+    second = lanes.shape[1] // STEP if is_exact else SECOND
+    if has_tiles():
+        high = lanes.bfloat16()
+        low = (lanes - high.float())[:, : second * STEP].bfloat16()
+        found = _tiles(torch.cat((high, low), 1), rotary)
+    else:
+        found = lanes.contiguous()
+    firsts = torch.arange(heads, device="cpu") * found[0].numel()
+    return Transform(found, torch.stack((firsts, fields)), mean.float().contiguous(), lanes.shape[1], second)
+
+
+def _tiles(rows: Tensor, rotary: int) -> Tensor:
+    """[h, fields, width] -> the order in which the kernel reads tiles: [h, pair, step, side, 16, 16, 2]."""
+    turning, width = rotary // 2, rows.shape[2]
+    sides = [range(0, turning, LANES), range(turning, rotary, LANES)]
+    rest = [range(rotary + side * LANES, width, 2 * LANES) for side in range(2)]
+    firsts = [first for pair in (*zip(*sides, strict=True), *zip(*rest, strict=True)) for first in pair]
+    channels = torch.cat([torch.arange(first, first + LANES) for first in firsts])
+    tiles = rows[..., channels].unflatten(2, (-1, 2, LANES)).unflatten(1, (-1, LANES, 2))  # h, s, row, k, n, side, c
+    return tiles.permute(0, 4, 1, 5, 2, 6, 3).contiguous()
+
+
+def _pitch(columns: Tensor) -> int:
+    """Of a row of `a`: fields of a head, in whole steps, and what the last piece of 8 writes too much."""
+    return -(-(int(columns.max()) + 1 + LANES // 2) // STEP) * STEP
+
+
+@cache
+def tile_config() -> Tensor:
+    """Eight tiles of 16 rows of 64 bytes."""
+    config = torch.zeros(64, dtype=torch.uint8, device="cpu")
+    config[0] = 1
+    config[16:32].view(torch.int16)[:] = 64
+    config[48:56] = 16
+    return config

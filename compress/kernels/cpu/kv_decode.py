@@ -1,0 +1,90 @@
+"""Packed keys and values (kernels/cpu/kv_affine.py) written out as floating-point numbers, decoded in registers.
+
+    x[t, c] = scale code[t, c] + min, in float32, rounded once
+
+with one scale for each group and channel (keys) or for each token and group (values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels import llvm
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.kv_affine import Packed, Sizes, addresses
+from compress.kernels.cpu.row_decoder import Writer
+from compress.numerics.packing import FIELDS
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LEAST = 4  # words of a plane and token
+
+
+def supports(sizes: Sizes, by_token: bool) -> bool:
+    """Whether `decode` can read such codes here: whole vectors of LEAST words or more of a token, of one scale each."""
+    if sizes.bits not in FIELDS or sizes.width % (FIELDS[sizes.bits] * LEAST) or not llvm.available():
+        return False
+    lanes = min(LANES, sizes.words)
+    return LANES % lanes == 0 and sizes.words % lanes == 0 and (not by_token or sizes.group % lanes == 0)
+
+
+def decode(planes: Sequence[Tensor], scales: Tensor, minima: Tensor, sizes: Sizes, by_token: bool, out: Tensor) -> None:
+    """planes [B, h, n, words]; scales, minima [B, h, n / group, width], by token [B, h, n, width / group];
+    out [B, h, n, width] of one of DTYPES. The last two axes of all are contiguous.
+    """
+    kernel, groups = _compiled(sizes, by_token, out.dtype), scales.shape[2]
+    stored = addresses((*planes, scales, minima, out))
+
+    def work(first: int, last: int) -> None:
+        for index in range(first, last):
+            kernel(*stored[index], groups)
+
+    llvm.parallel(work, len(stored), -(-(1 << 19) // (out.shape[2] * sizes.width)))
+
+
+@cache
+def _compiled(*settings: Any) -> Any:
+    return llvm.compiled(_Decode(*settings))
+
+
+class _Decode(Writer, Packed):
+    """void decode(words..., scales, minima, out, groups)."""
+
+    def __init__(self, sizes: Sizes, by_token: bool, dtype: torch.dtype) -> None:
+        super().__init__("decode", sizes.planes + 3, 1, dtype)
+        self.sizes, self.by_token = sizes, by_token
+        self.planes = self.pointers[: sizes.planes]
+        self.scales, self.minima, self.out = self.pointers[sizes.planes :]
+        self.lanes = min(LANES, sizes.words)
+        tokens = 1 if by_token else sizes.group
+        with self.loop(self.integers[0]) as group:
+            first = self.b.mul(group, self.i64(tokens))
+            for start in range(0, sizes.words, self.lanes):
+                for field in range(FIELDS[sizes.bits]):
+                    self._column(group, first, tokens, (start, field))
+        self.b.ret_void()
+
+    def _column(self, group: Any, first: Any, tokens: int, place: tuple[int, int]) -> None:
+        """The channels of a field from the word `start` on, for the tokens of a group."""
+        b, (start, field) = self.b, place
+        channel = field * self.sizes.words + start
+        scale, low = (self._factor(pointer, group, channel) for pointer in (self.scales, self.minima))
+        with self.loop(self.i64(tokens)) as token:
+            row = b.add(first, token)
+            words = b.add(b.mul(row, self.i64(self.sizes.words)), self.i64(start))
+            codes = self.field([self.load(plane, words, self.short, self.lanes) for plane in self.planes], field)
+            values = b.uitofp(codes, self.vector(self.float, self.lanes))
+            at = b.add(b.mul(row, self.i64(self.sizes.width)), self.i64(channel))
+            self.store(self.rounded(self.multiply_add(values, scale, low)), self.out, at)
+
+    def _factor(self, pointer: Any, group: Any, channel: int) -> Any:
+        b, sizes = self.b, self.sizes
+        if self.by_token:
+            at = b.add(b.mul(group, self.i64(sizes.width // sizes.group)), self.i64(channel // sizes.group))
+            return self.splat(b.fpext(self.load(pointer, at, self.half), self.float), self.lanes)
+        at = b.add(b.mul(group, self.i64(sizes.width)), self.i64(channel))
+        return b.fpext(self.load(pointer, at, self.half, self.lanes), self.vector(self.float, self.lanes))

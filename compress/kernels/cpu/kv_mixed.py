@@ -1,0 +1,225 @@
+"""Attention over codes whose bits differ between channels (kv/codecs/mixed_packed.py), on CPUs with AVX-512: values.
+
+A piece of 16 channels of a token is spread over the lanes of a register, each lane moves its own field down, and a
+permutation turns the codes into levels, three to ten instructions for 1 to 7 bits. The sum over tokens
+
+    mixed[m, c] = sum_t (p[m, t] norm[t]) level[code[t, c]]
+
+stays in registers for BLOCK tokens of a piece. Everything is float32. Keys: compress/kernels/cpu/kv_prerope.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.kv_affine import addresses
+
+PLANES = (4, 2, 1)  # bits of a field
+MOST = sum(PLANES)  # bits of a code
+BLOCK = 32  # tokens
+STEPS = 16  # of a norm in an octave
+UNROLLED = 8  # tokens
+FRACTIONS = 23  # bits of the fraction of a float32
+Tables = tuple[tuple[float, ...], ...]  # levels by bits, from 0 to MOST
+
+
+class Coded(NamedTuple):
+    """Tokens as they are stored, and how to read them."""
+
+    codes: Tensor  # uint8 [B, 1, n, bytes], rows contiguous
+    norms: Tensor  # uint8 [B, h, n, 1], contiguous along n
+    starts: Tensor  # int32 [pieces, 4]: first byte of each plane; fields of the head before the piece
+    bounds: Tensor  # int32 [h, MOST + 1]: first piece of each number of bits, falling from MOST
+    most: int  # pieces of a head, at most
+
+
+def supports() -> bool:
+    """Whether the kernels run here."""
+    return llvm.available() and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= llvm.features()
+
+
+def mix(p: Tensor, coded: Coded, tables: Tables) -> Tensor:
+    """p [B, h, m, n] float32, n a multiple of BLOCK -> sums [B, h, m, 16 most] float32, lane by lane of the pieces of
+    a head; lanes without a channel hold anything finite.
+    """
+    p = p if p.stride(3) == 1 else p.contiguous()
+    batch, heads, count, tokens = p.shape
+    out = torch.zeros(batch, heads, count, LANES * coded.most, dtype=torch.float32, device="cpu")
+    kernel = _compiled(count, tables)
+    stored = addresses((coded.codes, coded.codes))
+    given = addresses((coded.norms, p, out))
+    fixed = coded.starts.data_ptr(), coded.bounds.data_ptr()
+    row, steps = coded.codes.stride(2), (coded.norms.stride(1), p.stride(1), p.stride(2), out.stride(1), out.stride(2))
+
+    def work(first: int, last: int) -> None:
+        space = torch.empty(BLOCK * count, dtype=torch.float32, device="cpu")
+        for index in range(first // heads, -(-last // heads)):
+            begin, end = max(first - index * heads, 0), min(last - index * heads, heads)
+            places = stored[index][0], *fixed, *given[index * heads], space.data_ptr()
+            kernel(*places, tokens // BLOCK, begin, end, row, *steps)
+
+    llvm.parallel(work, batch * heads, -(-(1 << 19) // (max(tokens, 1) * LANES * max(coded.most, 1))))
+    return out
+
+
+@cache
+def _compiled(count: int, tables: Tables) -> Any:
+    return llvm.compiled(_Mix(count, tables))
+
+
+class Unpacker(emitter.Emitter):
+    """Reads pieces; the first three pointers are codes, starts and bounds."""
+
+    tables: Sequence[Sequence[int]]  # 32-bit words by bits
+    row: Any  # bytes of a token
+
+    @property
+    def codes(self) -> Any:
+        return self.pointers[0]
+
+    def integer(self, pointer: Any, offset: Any) -> Any:
+        """An int32 as 64 bits."""
+        return self.b.sext(self.load(pointer, offset, self.word), self.index)
+
+    def bound(self, head: Any, place: int) -> Any:
+        at = self.b.add(self.b.mul(head, self.i64(MOST + 1)), self.i64(place))
+        return self.integer(self.pointers[2], at)
+
+    def planes(self, piece: Any, bits: int) -> dict[int, Any]:
+        """Where the planes of a piece begin in a row, by width."""
+        first = self.b.mul(piece, self.i64(len(PLANES) + 1))
+        found = [self.b.add(first, self.i64(column)) for column in range(len(PLANES))]
+        return {w: self.integer(self.pointers[1], at) for w, at in zip(PLANES, found, strict=True) if bits & w}
+
+    def column(self, piece: Any) -> Any:
+        """Fields of the head before a piece."""
+        at = self.b.mul(piece, self.i64(len(PLANES) + 1))
+        return self.integer(self.pointers[1], self.b.add(at, self.i64(len(PLANES))))
+
+    def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
+        """The table's words for sixteen channels of a token, int32."""
+        return self._looked_up(self._index(self.b.mul(token, self.row), planes, bits), bits)
+
+    def norms(self, pointer: Any, offset: Any) -> Any:
+        """Sixteen norms as floats."""
+        b, words = self.b, self.vector(self.word, LANES)
+        code = b.zext(self.load(pointer, offset, self.byte, LANES), words)
+        table = [emitter.float32(2 ** (i / STEPS)) for i in range(STEPS)]
+        fraction = self.permuted(self.ir.Constant(self.vector(self.float, LANES), table), code)
+        octave = b.sub(b.lshr(code, self.constant(self.word, LANES, 4)), self.constant(self.word, LANES, 128 // STEPS))
+        whole = b.add(b.bitcast(fraction, words), b.shl(octave, self.constant(self.word, LANES, FRACTIONS)))
+        is_zero = b.icmp_unsigned("==", code, self.constant(self.word, LANES, 0))
+        return b.select(is_zero, self.floats(0.0), b.bitcast(whole, self.vector(self.float, LANES)))
+
+    def permuted(self, table: Any, index: Any) -> Any:
+        """Elements by the lowest four bits of the indices."""
+        kind = "sf" if table.type.element == self.float else "si"
+        return self.intrinsic(f"llvm.x86.avx512.permvar.{kind}.512", table.type, table, index)
+
+    def _index(self, row: Any, planes: Mapping[int, Any], bits: int) -> Any:
+        """Codes, in the lowest bits of each lane; anything above them."""
+        b, found, low = self.b, None, bits
+        for width, start in planes.items():
+            low -= width
+            shifts = [width * lane % 32 - low for lane in range(LANES)]
+            spread = self._spread(b.add(row, start), width)
+            moves = self.ir.Constant(spread.type, [shift % 32 for shift in shifts])
+            if low:
+                moved = self.intrinsic(f"llvm.fshr.v{LANES}i32", spread.type, spread, spread, moves)
+            else:
+                moved = b.lshr(spread, moves)
+            if found is not None:
+                above = self.constant(self.word, LANES, -1 << (low + width))
+                below = self.constant(self.word, LANES, (1 << (low + width)) - 1)
+                moved = b.or_(b.and_(found, above), b.and_(moved, below))
+            found = moved
+        return found
+
+    def _spread(self, offset: Any, width: int) -> Any:
+        """The number with sixteen fields in all lanes; of one of 64 bits each lane has the half with its field."""
+        b, kind = self.b, self.word if width > 1 else self.short
+        low = b.load(self.at(self.codes, offset, self.byte), typ=kind, align=1)
+        if width < 4:
+            return self.splat(low if width == 2 else b.zext(low, self.word), LANES)
+        high = b.load(self.at(self.codes, b.add(offset, self.i64(4)), self.byte), typ=kind, align=1)
+        return self.shuffled(self.splat(low, LANES), self.splat(high, LANES), [*range(8), *range(24, 32)])
+
+    def _looked_up(self, index: Any, bits: int) -> Any:
+        b, table = self.b, self.tables[bits]
+        kind = self.vector(self.word, LANES)
+        if bits <= 4:
+            return self.permuted(self.ir.Constant(kind, [table[i % len(table)] for i in range(LANES)]), index)
+        found = []
+        for first in range(0, len(table), 2 * LANES):
+            low, high = (self.ir.Constant(kind, table[at : at + LANES]) for at in (first, first + LANES))
+            found.append(self.intrinsic("llvm.x86.avx512.vpermi2var.d.512", kind, low, index, high))
+        bit = 5
+        while len(found) > 1:
+            masked = b.and_(index, self.constant(self.word, LANES, 1 << bit))
+            is_set = b.icmp_unsigned("!=", masked, self.constant(self.word, LANES, 0))
+            found = [b.select(is_set, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
+            bit += 1
+        return found[0]
+
+
+def words(tables: Tables) -> list[list[int]]:
+    """The levels as the words of float32."""
+    return [torch.tensor(table, dtype=torch.float32).view(torch.int32).tolist() for table in tables]
+
+
+class _Mix(Unpacker):
+    """void mix(codes, starts, bounds, norms, p, out, space, blocks, first head, last head, bytes of a token, steps): of
+    norms between heads, of p between heads and rows, of out between heads and rows. p [h, M, tokens], out [h, M, lanes]
+    is added to."""
+
+    def __init__(self, count: int, tables: Tables) -> None:
+        super().__init__("mix", 7, 9)
+        self.count, self.tables = count, words(tables)
+        *_, self.norm, self.p, self.out, self.space = self.pointers
+        blocks, first, last, self.row, *self.steps = self.integers
+        self.held = [self.variable(self.vector(self.float, LANES)) for _ in range(count)]
+        with self.loop(blocks) as block:
+            token = self.b.mul(block, self.i64(BLOCK))
+            with self.loop(last, first) as head:
+                self._weights(head, token)
+                begin = self.bound(head, 0)
+                for place in range(MOST):
+                    with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
+                        self._piece(head, token, piece, self.b.sub(piece, begin), MOST - place)
+        self.b.ret_void()
+
+    def _weights(self, head: Any, token: Any) -> None:
+        """Writes p times norm for the tokens of a block."""
+        b = self.b
+        for start in range(0, BLOCK, LANES):
+            here = b.add(token, self.i64(start))
+            norms = self.norms(self.norm, b.add(b.mul(head, self.steps[0]), here))
+            for m in range(self.count):
+                at = b.add(b.add(b.mul(head, self.steps[1]), b.mul(self.steps[2], self.i64(m))), here)
+                product = b.fmul(self.load(self.p, at, self.float, LANES), norms)
+                self.store(product, self.space, self.i64(m * BLOCK + start))
+
+    def _piece(self, head: Any, token: Any, piece: Any, place: Any, bits: int) -> None:
+        b, planes = self.b, self.planes(piece, bits)
+        for held in self.held:
+            b.store(self.floats(0.0), held)
+        with self.loop(self.i64(BLOCK // UNROLLED)) as part:
+            for i in range(UNROLLED):
+                inside = b.add(b.mul(part, self.i64(UNROLLED)), self.i64(i))
+                found = self.levels(b.add(token, inside), planes, bits)
+                level = b.bitcast(found, self.vector(self.float, LANES))
+                for m, held in enumerate(self.held):
+                    weight = self.load(self.space, b.add(inside, self.i64(m * BLOCK)), self.float)
+                    b.store(self.multiply_add(self.splat(weight, LANES), level, b.load(held)), held)
+        first = b.add(b.mul(head, self.steps[3]), b.mul(place, self.i64(LANES)))
+        for m, held in enumerate(self.held):
+            at = b.add(first, b.mul(self.steps[4], self.i64(m)))
+            self.store(b.fadd(self.load(self.out, at, self.float, LANES), b.load(held)), self.out, at)

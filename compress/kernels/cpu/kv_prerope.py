@@ -1,0 +1,332 @@
+"""Keys that are stored before the rotary embedding, as codes of a linear transform, on CPUs with AVX-512.
+
+A key of a head is mean + norm back level(code), turned by the position of its token. BLOCK tokens of a head at a time:
+codes become levels (compress/kernels/cpu/kv_mixed.py); then, for two times 16 channels that turn together, a
+product with `back`, the mean, the turn, and the products with the queries of the head, or the keys are written out. All
+of it stays in the first caches; nothing but codes and norms comes from memory.
+
+The product is one of matrices in AMX tiles, or float32: see compress/kernels/cpu/kv_basis.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels import llvm
+from compress.kernels.cpu import kv_mixed
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, Transform, has_tiles, tile_config
+from compress.kernels.cpu.kv_mixed import BLOCK, MOST, Coded, Tables, Unpacker
+from compress.kernels.cpu.row_decoder import Writer
+
+LINE = 64
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of cos and sin, and of keys that are written
+GROUP = 8  # queries that are in registers together
+TOGETHER = 8  # tokens of a float32 product
+
+
+class Sizes(NamedTuple):
+    """width: of a head; rotary: of its channels that turn, the first ones; turns: the type of cos and sin."""
+
+    width: int
+    rotary: int
+    turns: torch.dtype
+
+    @property
+    def half(self) -> int:
+        return self.rotary // 2
+
+
+def supports(width: int) -> bool:
+    """Whether keys of this width are read here, where half of the channels that turn fill registers, too."""
+    return width % (2 * LANES) == 0 and kv_mixed.supports()
+
+
+class Turns(NamedTuple):
+    """The rotary embedding of the tokens; nothing is read where no channel turns."""
+
+    rotary: int  # channels that turn
+    cos: Tensor  # [B or 1, n, half or more], contiguous along the last axis
+    sin: Tensor
+
+
+def scores(q: Tensor, coded: Coded, made: Transform, tables: Tables, turns: Turns, out: Tensor) -> None:
+    """q [B, h, m, width] float32; out [B, h, m, n] float32, its last axis contiguous, n a multiple of BLOCK."""
+    q = q.contiguous()
+    sizes = Sizes(q.shape[3], turns.rotary, turns.cos.dtype)
+    _run(_compiled(sizes, tables, q.shape[2], torch.float32), (q, out, 4), coded, made, turns)
+
+
+def write(coded: Coded, made: Transform, tables: Tables, turns: Turns, out: Tensor) -> None:
+    """out [B, h, n, width] of float32, float16 or bfloat16, its last axis contiguous, n a multiple of BLOCK."""
+    sizes = Sizes(out.shape[3], turns.rotary, turns.cos.dtype)
+    kernel = _compiled(sizes, tables, 0, out.dtype)
+    _run(kernel, (out, out, out.element_size() * out.stride(2)), coded, made, turns)
+
+
+def _run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: Coded, made: Transform, turns: Turns) -> None:
+    """ends: q, out and the bytes between tokens of out."""
+    q, out, move = ends
+    heads, tokens, width = coded.norms.shape[1], coded.norms.shape[2], made.mean.shape[1]
+    count = q.shape[2] if q is not out else 0
+    row, turn_step = coded.codes.stride(2), turns.cos.stride(1)
+    fixed = tuple(t.data_ptr() for t in (made.back, made.firsts, made.mean))
+    strides = row, coded.norms.stride(1), turn_step, out.stride(1), out.stride(2), made.pitch, made.second
+    config = tile_config()
+
+    def work(first: int, last: int) -> None:
+        turned = torch.empty(BLOCK, max(turns.rotary, 1), dtype=torch.float32, device="cpu")
+        a = torch.zeros(BLOCK, made.pitch, dtype=torch.float32, device="cpu")
+        c = torch.empty(BLOCK, 2 * LANES, dtype=torch.float32, device="cpu")
+        sums = torch.empty(count * BLOCK * LANES, dtype=torch.float32, device="cpu")
+        space = tuple(t.data_ptr() for t in (turned, a, c, sums, config))
+        start = first * BLOCK
+        for index in range(q.shape[0]):
+            codes, norms, at_q, at_out = (t[index].data_ptr() for t in (coded.codes, coded.norms, q, out))
+            angles = (
+                (x[index % len(x)].data_ptr() + start * turn_step * x.element_size()) for x in (turns.cos, turns.sin)
+            )
+            places = codes + start * row, coded.starts.data_ptr(), coded.bounds.data_ptr(), norms + start
+            kernel(*places, *fixed, *angles, at_q, at_out + start * move, *space, last - first, heads, *strides)
+
+    llvm.parallel(work, tokens // BLOCK, -(-(1 << 17) // (BLOCK * heads * width)))
+
+
+@cache
+def _compiled(sizes: Sizes, tables: Tables, count: int, dtype: torch.dtype) -> Any:
+    return llvm.compiled((_Tiles if has_tiles() else _Plain)(sizes, tables, count, dtype))
+
+
+class _Turned(Writer, Unpacker):
+    """void turned(codes, starts, bounds, norms, back, firsts, mean, cos, sin, q, out, turns, a, c, sums, config,
+    blocks, heads, bytes of a token, norms between heads, numbers of cos and sin between tokens, of out between heads
+    and between rows, numbers of a row of a, steps with a second number).
+
+    q [h, M, width], out [h, M, tokens], or with M = 0 out [h, tokens, width].
+    """
+
+    def __init__(self, sizes: Sizes, tables: Tables, count: int, dtype: torch.dtype) -> None:
+        super().__init__("turned", 16, 9, dtype)
+        self.sizes, self.count, self.tables = sizes, count, self.entries(tables)
+        self.norm, self.back, self.firsts, self.mean, self.cos, self.sin, self.q, self.out = self.pointers[3:11]
+        self.turns, self.a, self.c, self.sums, self.config = self.pointers[11:]
+        blocks, heads, self.row, self.norm_step, self.turn_step, self.out_head, self.out_row = self.integers[:7]
+        self.pitch, self.second = self.integers[7:]
+        scales = self.variable(self.ir.ArrayType(self.float, BLOCK))  # norms of a block
+        scales.align = LINE  # so that the stack is, and each register that is put there lies in one line of memory
+        self.scales = self.b.inttoptr(self.b.ptrtoint(scales, self.index), self.pointer)
+        self.begin()
+        with self.loop(blocks) as block:
+            token = self.b.mul(block, self.i64(BLOCK))
+            self._turn(token)
+            with self.loop(heads) as head:
+                self._unpack(head, token)
+                self._multiply(head, token, self.load(self.firsts, self.b.add(heads, head), self.index))
+                for m in range(count):
+                    self._total(head, token, m)
+        self.end()
+        self.b.ret_void()
+
+    def entries(self, tables: Tables) -> list[list[int]]:
+        raise NotImplementedError
+
+    def keep(self, words: Any, offset: Any) -> None:
+        """Sixteen levels into a."""
+        raise NotImplementedError
+
+    def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
+        """c [2, BLOCK, 16] = a times the `back` that begins at `first`, over `fields` columns of a, for two times 16
+        channels; place: their number as a pair and the first channel of each."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Before the first product."""
+
+    def end(self) -> None:
+        """After the last."""
+
+    def _turn(self, token: Any) -> None:
+        """Writes cos and sin of a block's tokens, half a row of each, as float32."""
+        b, sizes = self.b, self.sizes
+        with self.loop(self.i64(BLOCK)) as inside:
+            first, own = b.mul(b.add(token, inside), self.turn_step), b.mul(inside, self.i64(sizes.rotary))
+            for channel in range(0, sizes.half, LANES):
+                for side, pointer in enumerate((self.cos, self.sin)):
+                    found = self.load_floats(pointer, b.add(first, self.i64(channel)), sizes.turns, LANES)
+                    self.store(found, self.turns, b.add(own, self.i64(side * sizes.half + channel)))
+
+    def _unpack(self, head: Any, token: Any) -> None:
+        b = self.b
+        for start in range(0, BLOCK, LANES):
+            at = b.add(b.mul(head, self.norm_step), b.add(token, self.i64(start)))
+            self.store(self.norms(self.norm, at), self.scales, self.i64(start))
+        for place in range(MOST):
+            with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
+                planes, column = self.planes(piece, MOST - place), self.column(piece)
+                with self.loop(self.i64(BLOCK // kv_mixed.UNROLLED)) as part:
+                    for i in range(kv_mixed.UNROLLED):
+                        inside = b.add(b.mul(part, self.i64(kv_mixed.UNROLLED)), self.i64(i))
+                        found = self.levels(b.add(token, inside), planes, MOST - place)
+                        self.keep(found, b.add(b.mul(inside, self.pitch), column))
+
+    def _multiply(self, head: Any, token: Any, fields: Any) -> None:
+        b, sizes, first = self.b, self.sizes, self.load(self.firsts, head, self.index)
+        with self.loop(self.i64(self.count * BLOCK)) as cell:
+            self.store(self.floats(0.0), self.sums, b.mul(cell, self.i64(LANES)))
+        with self.loop(self.i64(sizes.half // LANES)) as pair:
+            low = b.mul(pair, self.i64(LANES))
+            place = pair, low, b.add(low, self.i64(sizes.half))
+            self.multiply(first, fields, place)
+            self._read(head, token, place, True)
+        with self.loop(self.i64((sizes.width - sizes.rotary) // (2 * LANES))) as rest:
+            low = b.add(b.mul(rest, self.i64(2 * LANES)), self.i64(sizes.rotary))
+            place = b.add(rest, self.i64(sizes.half // LANES)), low, b.add(low, self.i64(LANES))
+            self.multiply(first, fields, place)
+            self._read(head, token, place, False)
+
+    def _read(self, head: Any, token: Any, place: tuple[Any, Any, Any], turns: bool) -> None:
+        """What is done with two times 16 channels of a block of tokens."""
+        b, sizes, channels = self.b, self.sizes, place[1:]
+        first = b.mul(head, self.i64(sizes.width))
+        mean = [self.load(self.mean, b.add(first, channel), self.float, LANES) for channel in channels]
+        for start in range(0, max(self.count, 1), GROUP):
+            queries = []
+            for m in range(start, min(start + GROUP, self.count)):
+                row = b.add(b.mul(head, self.i64(self.count * sizes.width)), self.i64(m * sizes.width))
+                queries.append([self.load(self.q, b.add(row, channel), self.float, LANES) for channel in channels])
+            with self.loop(self.i64(BLOCK // 2)) as part:
+                for i in range(2):
+                    inside = b.add(b.mul(part, self.i64(2)), self.i64(i))
+                    keys = self._keys(inside, mean, place[1] if turns else None)
+                    if queries:
+                        self._add(inside, start, queries, keys)
+                    else:
+                        self._write(head, b.add(token, inside), channels, keys)
+
+    def _keys(self, inside: Any, mean: list[Any], channel: Any) -> list[Any]:
+        """Two times 16 channels of a token, turned if the first `channel` of them is given."""
+        b, scale = self.b, self.splat(self.load(self.scales, inside, self.float), LANES)
+        cells = [b.mul(b.add(inside, self.i64(side * BLOCK)), self.i64(LANES)) for side in range(2)]
+        x, y = (
+            self.multiply_add(self.load(self.c, cell, self.float, LANES), scale, own)
+            for cell, own in zip(cells, mean, strict=True)
+        )
+        if channel is None:
+            return [x, y]
+        at = b.add(b.mul(inside, self.i64(self.sizes.rotary)), channel)
+        cos, sin = (
+            self.load(self.turns, b.add(at, self.i64(side)), self.float, LANES) for side in (0, self.sizes.half)
+        )
+        return [
+            self.multiply_add(x, cos, b.fneg(b.fmul(y, sin))),
+            self.multiply_add(y, cos, b.fmul(x, sin)),
+        ]
+
+    def _add(self, inside: Any, start: int, queries: list[list[Any]], keys: list[Any]) -> None:
+        """Adds products of a token with the queries from `start` on, lane by lane."""
+        b = self.b
+        for m, query in enumerate(queries):
+            cell = b.mul(b.add(inside, self.i64((start + m) * BLOCK)), self.i64(LANES))
+            held = self.load(self.sums, cell, self.float, LANES)
+            for q, key in zip(query, keys, strict=True):
+                held = self.multiply_add(q, key, held)
+            self.store(held, self.sums, cell)
+
+    def _write(self, head: Any, token: Any, channels: tuple[Any, ...], keys: list[Any]) -> None:
+        b = self.b
+        row = b.add(b.mul(head, self.out_head), b.mul(token, self.out_row))
+        for channel, key in zip(channels, keys, strict=True):
+            self.store(self.rounded(key), self.out, b.add(row, channel))
+
+    def _total(self, head: Any, token: Any, m: int) -> None:
+        b = self.b
+        row = b.add(b.mul(head, self.out_head), b.mul(self.out_row, self.i64(m)))
+        for start in range(0, BLOCK, LANES):
+            place = b.add(row, b.add(token, self.i64(start)))
+            self.store(self._totals(m * BLOCK + start, LANES), self.out, place)
+
+    def _totals(self, first: int, count: int) -> Any:
+        """The sums of `count` vectors of sums, neighbours added up: in the end a lane for a vector."""
+        if count == 1:
+            return self.load(self.sums, self.i64(first * LANES), self.float, LANES)
+        x, y = (self._totals(start, count // 2) for start in (first, first + count // 2))
+        even, odd = (self.shuffled(x, y, list(range(side, 2 * LANES, 2))) for side in (0, 1))
+        return self.b.fadd(even, odd)
+
+
+class _Tiles(_Turned):
+    """Levels as bfloat16; a is [BLOCK, pitch] of them, in the first half of its memory."""
+
+    def entries(self, tables: Tables) -> list[list[int]]:
+        return [[(word >> 16) & 0xFFFF for word in table] for table in kv_mixed.words(tables)]
+
+    def keep(self, words: Any, offset: Any) -> None:
+        self.store(self.b.trunc(words, self.vector(self.short, LANES)), self.a, offset)
+
+    def begin(self) -> None:
+        self._tile("ldtilecfg", self.config)
+
+    def end(self) -> None:
+        self._tile("tilerelease")
+
+    def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
+        b = self.b
+        most = b.lshr(self.pitch, self.i64(5))
+        steps = b.lshr(b.add(fields, self.i64(STEP - 1)), self.i64(5))
+        first = b.add(first, b.mul(b.mul(place[0], b.add(most, self.second)), self.i64(PAIR)))
+        for tile in range(4):
+            self._tile("tilezero", self.byte(tile))
+        with self.loop(steps) as step:
+            self._step(step, b.add(first, b.mul(step, self.i64(PAIR))))
+        with self.loop(self.second) as step:
+            self._step(step, b.add(first, b.mul(b.add(most, step), self.i64(PAIR))))
+        for tile in range(4):
+            at = self.i64((tile % 2 * BLOCK + tile // 2 * LANES) * LANES)
+            self._tile("tilestored64", self.byte(tile), self.at(self.c, at, self.float), self.i64(4 * LANES))
+
+    def _step(self, step: Any, at: Any) -> None:
+        """Two tiles of 16 tokens times two of 16 channels, whose numbers begin at `at`."""
+        b = self.b
+        left, stride = b.mul(step, self.i64(STEP)), b.mul(self.pitch, self.i64(2))
+        for i, offset in enumerate((left, b.add(left, b.mul(self.pitch, self.i64(LANES))))):
+            self._tile("tileloadd64", self.byte(4 + i), self.at(self.a, offset, self.short), stride)
+            here = self.at(self.back, b.add(at, self.i64(i * TILE)), self.short)
+            self._tile("tileloadd64", self.byte(6 + i), here, self.i64(LINE))
+        for tile in range(4):
+            self._tile("tdpbf16ps", *(self.byte(x) for x in (tile, 4 + tile // 2, 6 + tile % 2)))
+
+    def _tile(self, name: str, *values: Any) -> None:
+        self.intrinsic(f"llvm.x86.{name}", self.ir.VoidType(), *values)
+
+
+class _Plain(_Turned):
+    """Levels as float32."""
+
+    def entries(self, tables: Tables) -> list[list[int]]:
+        return kv_mixed.words(tables)
+
+    def keep(self, words: Any, offset: Any) -> None:
+        self.store(words, self.a, offset)
+
+    def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
+        b = self.b
+        held = [[self.variable(self.vector(self.float, LANES)) for _ in range(2)] for _ in range(TOGETHER)]
+        with self.loop(self.i64(BLOCK // TOGETHER)) as part:
+            for x in (x for own in held for x in own):
+                b.store(self.floats(0.0), x)
+            rows = [b.add(b.mul(part, self.i64(TOGETHER)), self.i64(t)) for t in range(TOGETHER)]
+            with self.loop(fields) as k:
+                at = b.add(first, b.mul(k, self.i64(self.sizes.width)))
+                right = [self.load(self.back, b.add(at, channel), self.float, LANES) for channel in place[1:]]
+                for row, own in zip(rows, held, strict=True):
+                    left = self.splat(self.load(self.a, b.add(b.mul(row, self.pitch), k), self.float), LANES)
+                    for x, y in zip(own, right, strict=True):
+                        b.store(self.multiply_add(left, y, b.load(x)), x)
+            for row, own in zip(rows, held, strict=True):
+                for side, x in enumerate(own):
+                    cell = b.mul(b.add(row, self.i64(side * BLOCK)), self.i64(LANES))
+                    self.store(b.load(x), self.c, cell)

@@ -1,0 +1,253 @@
+"""Products of a stored weight with a few rows of activations, bound once and called many times.
+
+A call is three compiled steps: the activations become int16 (`_Quantize`), the kernel of the format sums, and the
+sums are scaled and rounded to the type of the activations (`_Finish`). What a step needs to know is found once for a
+weight: in small layers, each operation of torch and each conversion of an argument costs as much as the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels import llvm
+from compress.kernels.cpu import emitter as rows
+from compress.kernels.cpu.emitter import LANES, LARGEST, TOKENS
+from compress.kernels.cpu.row_decoder import Writer
+
+ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a stored weight, as its kernel sees them."""
+
+    inputs: int
+    outputs: int
+    columns: int  # with padding, a multiple of span and lanes
+    rows: int  # with padding, a multiple of 16
+    span: int  # columns that share the scale of an activation
+    lanes: int  # activations of a vector
+    space: int  # float32 that a thread works in, for one row of activations
+
+    @property
+    def spans(self) -> int:
+        return self.columns // self.span
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What sums are multiplied with in the end."""
+
+    scale: int = 0  # address of one float32, over `divisor`; 0: there is none
+    rows: int = 0  # address of a float16 for each output
+    divisor: float = 1.0
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return self.scale, self.rows
+
+
+NO_FACTORS = Factors()
+
+
+class _Steps(NamedTuple):
+    """What runs for a number of rows and a type of activations."""
+
+    quantize: Callable[..., None]
+    kernel: Callable[..., None]
+    finish: Callable[..., None]
+    offsets: list[int]  # of x16, its scales and sums, the outputs, the space of a thread, and gathered activations
+    nbytes: int
+    least: int  # blocks of sixteen rows for a thread
+
+
+class Product:
+    """x [..., in], contiguous -> x times the stored weight [..., out] of the same type, bfloat16, float16 or float32.
+
+    The kernel of a format, `kernel(tokens)`, is called as
+        kernel(*stored, x16, x_scales, x_sums, out, space, first, last, *sizes)
+    for a range of blocks of sixteen rows of the weight, with
+    - x16 int16 [columns / lanes, tokens, lanes]: vectors of the same columns lie beside each other, because a kernel
+      reads them together; columns past those of x are 0;
+    - x_scales and x_sums float32 [tokens, columns / span]: scales and sums of these integers. A span with a value that
+      is not finite has scale NaN;
+    - out float32 [tokens, rows].
+    `stored` are addresses: of tensors that have to stay where they are.
+    """
+
+    gathers = False  # activations go through `gather` first
+
+    def __init__(
+        self,
+        layout: Layout,
+        stored: Sequence[int],
+        sizes: Sequence[int],
+        kernel: Callable[[int], Callable[..., None]],
+        factors: Factors = NO_FACTORS,
+    ) -> None:
+        self.layout, self.stored, self.sizes = layout, tuple(stored), tuple(sizes)
+        self.kernel, self.factors = kernel, factors
+        self._steps: dict[tuple[int, torch.dtype], _Steps] = {}
+
+    def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
+        """Activations in the order of the kernel's columns, [tokens, columns]."""
+
+    def add(self, source: int, sums: int, tokens: int, dtype: torch.dtype) -> None:
+        """Add to the sums, float32 [tokens, rows]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inputs, outputs = self.layout.inputs, self.layout.outputs
+        out = x.new_empty((*x.shape[:-1], outputs))
+        left, size, dtype = x.numel() // inputs, x.element_size(), x.dtype
+        source, target = x.data_ptr(), out.data_ptr()
+        while left:
+            tokens = next(t for t in TOKENS if t <= left)
+            self._run(tokens, dtype, source, target)
+            source += tokens * inputs * size
+            target += tokens * outputs * size
+            left -= tokens
+        return out
+
+    def _run(self, tokens: int, dtype: torch.dtype, source: int, target: int) -> None:
+        layout, stored, sizes = self.layout, self.stored, self.sizes
+        steps = self._steps.get((tokens, dtype)) or self._prepare(tokens, dtype)
+        memory = torch.empty(steps.nbytes, dtype=torch.uint8, device="cpu")  # the defaults may be others
+        base = memory.data_ptr()
+        x16, scales, sums, out, space, gathered = [base + offset for offset in steps.offsets]
+        given, columns = source, layout.inputs
+        if self.gathers:
+            self.gather(source, gathered, tokens, dtype)
+            given, columns = gathered, layout.columns
+        steps.quantize(given, x16, scales, sums, tokens, layout.spans, layout.span, layout.lanes, columns)
+
+        def work(first: int, last: int) -> None:
+            own = torch.empty(layout.space * tokens, dtype=torch.float32, device="cpu") if first else None
+            place = space if own is None else own.data_ptr()
+            steps.kernel(*stored, x16, scales, sums, out, place, first, last, *sizes)
+
+        llvm.parallel(work, layout.rows // LANES, steps.least)
+        self.add(source, out, tokens, dtype)
+        steps.finish(out, *self.factors.addresses, target, tokens, layout.rows, layout.outputs)
+
+    def _prepare(self, tokens: int, dtype: torch.dtype) -> _Steps:
+        layout, factors = self.layout, self.factors
+        sizes = (
+            2 * layout.columns * tokens,
+            4 * layout.spans * tokens,
+            4 * layout.spans * tokens,
+            4 * layout.rows * tokens,
+            4 * layout.space * tokens,
+            dtype.itemsize * layout.columns * tokens * self.gathers,
+        )
+        ends = list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
+        steps = _Steps(
+            _quantizer(dtype),
+            self.kernel(tokens),
+            _finisher(dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
+            [0, *ends[:-1]],
+            ends[-1],
+            -(-rows.THREAD // (LANES * layout.columns * tokens)),
+        )
+        self._steps[tokens, dtype] = steps
+        return steps
+
+
+@cache
+def _quantizer(dtype: torch.dtype) -> Callable[..., None]:
+    return llvm.compiled(_Quantize(dtype))
+
+
+@cache
+def _finisher(dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> Callable[..., None]:
+    return llvm.compiled(_Finish(dtype, divisor, scaled, by_row))
+
+
+class _Quantize(rows.Emitter):
+    """void quantize(x, x16, scales, sums, rows, spans, span, lanes, inputs): rows of `inputs` values of one type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__("quantize", 4, 5)
+        self.dtype = dtype
+        self.x, self.x16, self.scales, self.sums = self.pointers
+        self.rows, spans, span, self.lanes, self.inputs = self.integers
+        self.vectors = self.b.udiv(span, self.i64(LANES))
+        self.kind = self.vector(self.float, LANES)
+        self.largest, self.sum = self.variable(self.kind), self.variable(self.vector(self.word, LANES))
+        self.read = self.variable(self.kind)
+        with self.loop(self.rows) as row, self.loop(spans) as u:
+            self._span(row, self.b.add(self.b.mul(row, spans), u), self.b.mul(u, span))
+        self.b.ret_void()
+
+    def _span(self, row: Any, index: Any, column: Any) -> None:
+        b = self.b
+        b.store(self.floats(0.0), self.largest)
+        with self.loop(self.vectors) as i:
+            values = self._values(row, b.add(column, b.mul(i, self.i64(LANES))))
+            size = self.intrinsic(f"llvm.fabs.v{LANES}f32", self.kind, values)
+            largest = self.intrinsic(f"llvm.maximum.v{LANES}f32", self.kind, b.load(self.largest), size)  # NaN stays
+            b.store(largest, self.largest)
+        largest = self.intrinsic(f"llvm.vector.reduce.fmaximum.v{LANES}f32", self.float, b.load(self.largest))
+        usable = b.fcmp_ordered("<", largest, self.float(float("inf")))
+        scale = b.select(usable, b.fmul(largest, self.float(1 / LARGEST)), self.float(float("nan")))
+        positive = b.fcmp_ordered(">", scale, self.float(2.0**-126))  # smaller ones have no reciprocal
+        factor = self.splat(b.select(positive, b.fdiv(self.float(1.0), scale), self.float(0.0)), LANES)
+        b.store(self.constant(self.word, LANES, 0), self.sum)
+        with self.loop(self.vectors) as i:
+            place = b.add(column, b.mul(i, self.i64(LANES)))
+            rounded = self.intrinsic(f"llvm.rint.v{LANES}f32", self.kind, b.fmul(self._values(row, place), factor))
+            words = self.vector(self.word, LANES)
+            integers = self.intrinsic(f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32", words, rounded)  # 0 for NaN
+            b.store(b.add(b.load(self.sum), integers), self.sum)
+            inside = b.urem(place, self.lanes)
+            vector = b.add(b.mul(b.sub(place, inside), self.rows), b.mul(row, self.lanes))
+            self.store(b.trunc(integers, self.vector(self.short, LANES)), self.x16, b.add(vector, inside))
+        self.store(scale, self.scales, index)
+        self.store(self.total(b.sitofp(b.load(self.sum), self.kind)), self.sums, index)
+
+    def _values(self, row: Any, column: Any) -> Any:
+        """Sixteen activations as float32, 0 past the last."""
+        b, left = self.b, self.b.sub(self.inputs, column)
+        place = b.add(b.mul(row, self.inputs), column)
+        with b.if_else(b.icmp_signed(">=", left, self.i64(LANES))) as (whole, some):
+            with whole:
+                b.store(self.load_floats(self.x, place, self.dtype, LANES), self.read)
+            with some:
+                b.store(self.load_floats(self.x, place, self.dtype, LANES, left), self.read)
+        return b.load(self.read)
+
+
+class _Finish(Writer):
+    """void finish(sums, scale, row scales, out, rows, stored rows, outputs): float32 [rows, stored rows] -> [rows,
+    outputs] of a type, times scale / divisor and the scales of the outputs where there are any."""
+
+    def __init__(self, dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> None:
+        super().__init__("finish", 4, 3, dtype)
+        sums, scale, row_scales, out = self.pointers
+        count, stored, outputs = self.integers
+        b = self.b
+        factor = None
+        if scaled:
+            factor = b.fmul(self.load(scale, self.i64(0), self.float), self.float(1 / divisor))
+            factor = self.splat(factor, LANES)
+        with self.loop(count) as row, self.loop(b.udiv(stored, self.i64(LANES))) as i:
+            column = b.mul(i, self.i64(LANES))
+            values = self.load(sums, b.add(b.mul(row, stored), column), self.float, LANES)
+            if factor is not None:
+                values = b.fmul(values, factor)
+            if by_row:
+                values = b.fmul(values, self.load_floats(row_scales, column, torch.float16, LANES))
+            left, place = b.sub(outputs, column), b.add(b.mul(row, outputs), column)
+            rounded = self.rounded(values)
+            with b.if_else(b.icmp_signed(">=", left, self.i64(LANES))) as (whole, some):
+                with whole:
+                    self.store(rounded, out, place)
+                with some:
+                    self.store_some(rounded, out, place, left)
+        b.ret_void()

@@ -1,0 +1,66 @@
+"""Codes taken out of planar words (numerics/packing.py) in registers: pieces for the kernels that read such words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from compress.kernels.cpu.emitter import LANES, Emitter
+from compress.numerics.packing import FIELDS, WORDS
+
+# Tiles of fewer words than this are asked for so many words ahead: 15-25% less time at 2 and 3 bits (4096 x 4096, one
+# row, weights not in the cache). Wider ones are found by the processor itself, and 25% slower if they are asked for.
+WIDEST = 128
+AHEAD = 2048
+
+
+def lanes(tile_words: int) -> int:
+    """Codes of a vector, int16."""
+    return min(2 * LANES, tile_words)
+
+
+class Planar:
+    """Reads codes [rows, columns] from the planes of a row-major matrix of words."""
+
+    def __init__(self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, tiles: Any):
+        """planes: pointers to words of these widths, high bits first; tiles: number of tiles in a row, a value."""
+        self.e, self.planes, self.widths = emitter, planes, widths
+        self.tile_words, self.tiles = tile_words, tiles
+        self.fields = max(FIELDS[w] for w in widths)  # blocks of tile_words codes in a tile
+        self.lanes = lanes(tile_words)
+
+    def codes(self, tile: Any, row: Any, block: int, first: int) -> Any:
+        """`lanes` codes of a row as int16: those from `first` on of a block of a tile."""
+        b, whole = self.e.b, None
+        for plane, width in enumerate(self.widths):
+            part = self._field(plane, self._words(tile, row, plane), block, first)
+            shift = self.e.constant(self.e.short, self.lanes, width)
+            whole = part if whole is None else b.or_(b.shl(whole, shift), part)
+        return whole
+
+    def _words(self, tile: Any, row: Any, plane: int) -> list[Any]:
+        """Where the words of a tile begin, for each of the words that belong together."""
+        e, b, width = self.e, self.e.b, self.widths[plane]
+        size = self.tile_words * (self.fields // FIELDS[width])  # words of this plane in a tile of the widest
+        in_row = b.mul(self.tiles, e.i64(size))
+        first = b.add(b.mul(row, b.mul(in_row, e.i64(WORDS[width]))), b.mul(tile, e.i64(size)))
+        return [b.add(first, b.mul(in_row, e.i64(i))) for i in range(WORDS[width])]
+
+    def _field(self, plane: int, words: list[Any], block: int, first: int) -> Any:
+        e, b, width = self.e, self.e.b, self.widths[plane]
+        field = block % FIELDS[width]
+        skip = e.i64(block // FIELDS[width] * self.tile_words + first)
+
+        def bits(word: int, shift: int, mask: int) -> Any:
+            value = e.load(self.planes[plane], b.add(words[word], skip), e.short, self.lanes)
+            if field == 0 and self.tile_words < WIDEST:
+                e.prefetch(self.planes[plane], b.add(b.add(words[word], skip), e.i64(AHEAD)), e.short)
+            moved = b.lshr(value, e.constant(e.short, self.lanes, shift)) if shift else value
+            return b.and_(moved, e.constant(e.short, self.lanes, mask))
+
+        if width != 3:
+            return bits(0, field * width, (1 << width) - 1)
+        if field < 15:
+            return bits(field // 5, field % 5 * 3, 7)
+        spare = [bits(i, 15 - i, 1 << i) for i in range(3)]  # bit 15 of word i is bit i of the sixteenth code
+        return b.or_(b.or_(spare[0], spare[1]), spare[2])

@@ -1,0 +1,266 @@
+"""Rotation and Lloyd-Max levels, with one norm for each token and head; no calibration (TurboQuant, arXiv 2504.19874).
+
+A random rotation (signs, then Hadamard) makes the channels of a head nearly Gaussian with equal variance, whatever the
+outliers were. One table of levels, optimal for a Gaussian, then serves all channels, and a norm is all that a token
+stores besides its codes: x = s R^T level(code). Relative squared error on Gaussian data 0.118, 0.0345, 0.0095 at 2, 3,
+4 bits, where min-max integers of the same bytes have two to three times as much. Bits: bits + norm_bits / width.
+
+Rotation leaves a mean that all tokens share as it is, and there is a large one in keys before the rotary embedding. So
+keys are stored as they were before it (`rope: pre`), and the mean of the first FIRST coded tokens of the sequence is
+taken off (`centre: first`) and kept with it. That serves attention only through decoding; keys after the rotary
+embedding (`rope: post`) and values are read in the coded basis: the query is rotated once, the sum of values turned
+back once, norms are folded into scores and probabilities. Left padding: pads, which are coded as copies of a token, do
+not count for the mean; a row with fewer than LEAST other tokens among the first FIRST is not centred.
+
+`norm: preserved` stores what gives the coded vector the length of the exact one (unbiased enough for scores: "norm
+correction"), `least_squares` what gives it the least error, and codes once more with it. 8-bit norms are rounded to
+2^(1/8), 9 % apart, and the codes are chosen for the rounded one.
+
+Differences from the paper: no 1-bit sketch of the residual, whose variance costs more than its bias saves once softmax
+is applied; no separate treatment of outlier channels, which the rotation has already spread; centring is ours.
+What it does not do: a width that is no product of a known Hadamard order and a power of two is rotated by a table that
+is orthogonal but less mixing (compress/numerics/hadamard.py); channels are not told apart (compress/kv/codecs/pca.py
+does that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu import kv_affine, kv_levels
+from compress.kernels.cpu.emitter import LANES
+from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codecs.packed import Codes
+from compress.numerics import hadamard
+
+NEEDS: frozenset[str] = frozenset()
+FIRST = 32  # tokens whose mean is taken off
+LEAST = 8  # of them that are not copies, for it to count
+SMALLEST = 1e-12  # root mean square of a vector that is not zero
+STEPS = 8  # of an 8-bit norm in an octave
+ROUNDS = 400  # of Lloyd's algorithm
+ALL = 1 << 40  # tokens
+
+
+@dataclass(frozen=True)
+class Config:
+    bits: int = 2  # of one code, 1..8
+    rope: Literal["pre", "post"] = "pre"  # keys before or after the rotary embedding
+    centre: Literal["first", "none"] | None = None  # None: first for keys before the rotary embedding, else none
+    norm: Literal["preserved", "least_squares"] | None = None  # None: preserved for keys, least_squares for values
+    norm_bits: Literal[8, 16] = 16
+    seed: int = 0  # of the signs
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+
+
+@cache
+def levels(bits: int) -> Tensor:
+    """The 2^bits levels of least squared error for N(0, 1), ascending, float32 [2^bits]; bits 0 has the mean alone."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        count = 2**bits
+        normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
+        found = 3**0.5 * normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+        far = torch.tensor([50.0], dtype=torch.float64)
+        for _ in range(ROUNDS if count > 1 else 0):
+            edges = torch.cat((-far, (found[1:] + found[:-1]) / 2, far))
+            density, below = normal.log_prob(edges).exp(), normal.cdf(edges)
+            found = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
+            found = (found - found.flip(0)) / 2
+        if bits <= kv_levels.MOST_BITS:  # multiples of a step, which costs 0.4 % of the error at 4 bits
+            step = found.max() / kv_levels.LARGEST_LEVEL if bits else 1.0
+            found = (found / step).round() * step
+        return found.float()
+
+
+def nearest(x: Tensor, table: Tensor) -> Tensor:
+    """Indices, int64, of the nearest levels of an ascending table [count]."""
+    return torch.bucketize(x, (table[1:] + table[:-1]) / 2)
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square over the last axis, kept; never zero."""
+    return x.square().mean(-1, keepdim=True).sqrt().clamp(min=SMALLEST)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Positive numbers as float16, or as bytes: 2^((byte - 128) / steps), 0 for none."""
+
+    bits: int
+    steps: int = STEPS
+
+    def store(self, norms: Tensor) -> Tensor:
+        if self.bits == 16:
+            return norms.clamp(max=torch.finfo(torch.float16).max).half()
+        code = (norms.clamp(min=1e-30).log2() * self.steps).round() + 128
+        return torch.where(norms > 1e-30, code.clamp(1, 255), 0).to(torch.uint8)
+
+    def load(self, stored: Tensor) -> Tensor:
+        if self.bits == 16:
+            return stored.float()
+        return torch.where(stored > 0, ((stored.float() - 128) / self.steps).exp2(), 0)
+
+
+class Levels:
+    """Vectors [..., width] of nearly Gaussian numbers <-> codes and a norm."""
+
+    def __init__(self, bits: int, norm: str, norm_bits: int) -> None:
+        self.table, self.norm, self.norms = levels(bits), norm, Norms(norm_bits)
+
+    def encode(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """y float32 -> codes int64 like y, norms [..., 1] as they are stored."""
+        table, size = self.table.to(y.device), rms(y)
+        codes = nearest(y / size, table)
+        for _ in range(2):
+            found = table[codes]
+            if self.norm == "preserved":
+                norms = size / rms(found)
+            else:
+                norms = ((y * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)).clamp(min=0)
+            norms = torch.where(size > SMALLEST, norms, 0)
+            stored = self.norms.store(norms)
+            if self.norm == "preserved" and self.norms.bits == 16:
+                break
+            codes = nearest(y / self.norms.load(stored).clamp(min=SMALLEST), table)
+        return codes, stored
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Levels of codes of any integer type, float32."""
+        return self.table.to(codes.device)[codes.int()]
+
+    def whole(self) -> tuple[tuple[int, ...], float]:
+        """The levels as small integers, for compiled code, and the step that these are multiples of."""
+        step = float(self.table[-1]) / kv_levels.LARGEST_LEVEL
+        return tuple((self.table / step).round().int().tolist()), step
+
+
+class Lloyd(Codec):
+    """Codes [B, h, n, width] of rotated vectors and norms [B, h, n, 1]."""
+
+    def __init__(self, spec: Spec, config: Config) -> None:
+        generator = torch.Generator().manual_seed(config.seed)
+        signs = torch.randint(0, 2, (spec.width,), generator=generator, device="cpu") * 2 - 1
+        super().__init__(spec, {"signs": signs.to(torch.int8)})
+        is_keys = spec.kind == "keys"
+        self.rope = config.rope if is_keys else "post"
+        self.centre = config.centre or ("first" if self.rope == "pre" else "none")
+        self.granularity = FIRST if self.centre == "first" else 1
+        self.levels = self.coder(config, config.bits)
+        self.codes = Codes(spec.width, config.bits)
+        self.fields = {**self.codes.fields, "norms": Field("scales")}
+        is_padded = self.codes.padded != spec.width
+        self.is_compiled = config.norm_bits == 16 and not is_padded and kv_levels.supports(config.bits, spec.width)
+
+    def coder(self, config: Config, bits: int) -> Levels:
+        norm = config.norm or ("preserved" if self.spec.kind == "keys" else "least_squares")
+        return Levels(bits, norm, config.norm_bits)
+
+    def begin(self, x: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
+        return {"mean": first_mean(x).to(torch.float16)} if self.centre == "first" else {}
+
+    def turned(self, x: Tensor, state: Block) -> Tensor:
+        """x [B, h, n, width] without the mean, rotated."""
+        if "mean" in state:
+            x = x - state["mean"]
+        return hadamard.transform(x * self._signs(x))
+
+    def turned_back(self, y: Tensor) -> Tensor:
+        return hadamard.transpose(y) * self._signs(y)
+
+    def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
+        codes, norms = self.levels.encode(self.turned(x, state))
+        return {**self.codes.pack(codes), "norms": norms}
+
+    def coded(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
+        return self.levels.values(self.codes.unpack(block)), self.levels.norms.load(block["norms"])
+
+    def decode(self, block: Block) -> Tensor:
+        found, norms = self.coded(block)
+        x = self.turned_back(found * norms)
+        return x + block["mean"].float() if "mean" in block else x
+
+    def query(self, q: Tensor, state: Block) -> Tensor:
+        """With a column more: what the mean adds to all scores."""
+        if self.rope == "pre":
+            return q
+        bias = q @ state["mean"].float().mT if "mean" in state else q.new_zeros(*q.shape[:3], 1)
+        return torch.cat((hadamard.transform(q * self._signs(q)), bias), -1)
+
+    def at_once(self, rows: Tensor) -> int:
+        return ALL if self._compiles(rows) else self.block
+
+    def scores(self, query: Tensor, block: Block) -> Tensor:
+        if self.rope == "pre":
+            return super().scores(query, block)
+        found, norms = self.coded(block)
+        return (query[..., :-1] @ found.mT) * norms.mT + query[..., -1:]
+
+    def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
+        whole = out.shape[-1] // LANES * LANES if self._compiles(query, block) else 0
+        if whole:
+            (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
+            planes = [part[name] for name in self.codes.fields]
+            kv_levels.scores(query[..., :-1] * step, planes, part["norms"], levels, out[..., :whole])
+            out[..., :whole] += query[..., -1:]
+        if whole < out.shape[-1]:
+            out[..., whole:] = self.scores(query, _last(block, self.fields, whole))
+
+    def mix(self, p: Tensor, block: Block) -> Tensor:
+        whole = p.shape[-1] // kv_affine.BLOCK * kv_affine.BLOCK if self._compiles(p, block) else 0
+        mixed = p.new_zeros(*p.shape[:3], self.spec.width)
+        if whole:
+            (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
+            planes = [part[name] for name in self.codes.fields]
+            mixed += kv_levels.mix(p[..., :whole], planes, part["norms"], levels, self.spec.width) * step
+        if whole < p.shape[-1]:
+            found, norms = self.coded(_last(block, self.fields, whole))
+            mixed += (p[..., whole:] * norms.mT) @ found
+        return mixed
+
+    def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
+        """Whether compiled code reads the codes for these queries or probabilities."""
+        if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
+            return False
+        is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
+        return is_large and rows.shape[2] <= kv_affine.MOST_ROWS and self.rope == "post"
+
+    def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
+        x = self.turned_back(mixed)
+        return x + mass * state["mean"].float() if "mean" in state else x
+
+    def _signs(self, x: Tensor) -> Tensor:
+        return self.static["signs"].to(x.device, x.dtype)
+
+
+def _first(block: Block, fields: Mapping[str, Field], count: int) -> dict[str, Tensor]:
+    return {name: block[name][:, :, :count] for name in fields}
+
+
+def _last(block: Block, fields: Mapping[str, Field], start: int) -> Block:
+    """The tokens from `start` on, with what is not of tokens."""
+    return {**block, **{name: block[name][:, :, start:] for name in fields}} if start else block
+
+
+def first_mean(x: Tensor) -> Tensor:
+    """x [B, h, n, width] -> the mean [B, h, 1, width] of its first FIRST tokens that are no copies of the one before;
+    zero where fewer than LEAST are left.
+    """
+    x = x[:, :, :FIRST]
+    is_new = torch.ones(x.shape[0], 1, x.shape[2], 1, dtype=torch.bool, device=x.device)
+    is_new[:, 0, 1:, 0] = (x[:, :, 1:] != x[:, :, :-1]).any(-1).any(1)
+    count = is_new.sum(2, keepdim=True)
+    return (x * is_new).sum(2, keepdim=True) / count * (count >= LEAST)
+
+
+def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+    return Lloyd(spec, config)

@@ -1,0 +1,135 @@
+"""Codes whose bits differ between channels, packed in pieces that compiled code unpacks with a few instructions.
+
+All heads share one row of bytes for each token. A piece holds 16 channels of a head that have equal bits, or the last
+of them, filled up with zeros to 8 or 16; channels of 0 bits are in none. A piece has a plane of 4, 2 and 1 bits for
+each that its bits are a sum of, highest bits first, so that 16 fields of w bits are one little-endian number of 16 w
+bits. In a row the pieces of 8 come first: reading 16 fields of them goes past their end, but not past the row's unless
+there are no others (`reach`).
+
+compress/kernels/cpu/kv_mixed.py reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.kv_mixed import MOST, PLANES
+
+
+@dataclass(frozen=True)
+class Piece:
+    head: int
+    bits: int
+    channels: tuple[int, ...]  # of the head, in the order of fields
+    fields: int  # 8 or 16: channels, then zeros
+
+    @property
+    def nbytes(self) -> int:
+        return self.fields * self.bits // 8
+
+
+class Pieces:
+    """Where the codes of channels with bits [h, width] (0 to MOST) lie in a row of `nbytes` bytes.
+
+    `pieces` are ordered by head, then by falling bits; `starts` int32 [pieces, 4] says where their planes begin (-1:
+    there is none), and the last column how many fields of the head are before them; `bounds` int32 [h, MOST + 1] at
+    which piece those of a head with MOST, MOST - 1, ... bits begin, and where the head ends. `lanes` int64 [h, width]
+    says where a channel is among registers of 16 for each piece of its head, `columns` where among its fields; -1:
+    nowhere.
+    """
+
+    def __init__(self, bits: Tensor) -> None:
+        self.shape = (int(bits.shape[0]), int(bits.shape[1]))
+        self.pieces = [piece for head, row in enumerate(bits.tolist()) for piece in _of_head(head, row)]
+        self.starts, self.nbytes = self._lay_out()
+        self.bounds = torch.empty(self.shape[0], MOST + 1, dtype=torch.int32)
+        for head in range(self.shape[0]):
+            before = sum(piece.head < head for piece in self.pieces)
+            for place in range(MOST + 1):
+                own = sum(piece.head == head and piece.bits > MOST - place for piece in self.pieces)
+                self.bounds[head, place] = before + own
+        self.lanes, self.columns = torch.full(self.shape, -1), torch.full(self.shape, -1)
+        for index, piece in enumerate(self.pieces):
+            channels, fields = torch.tensor(piece.channels), torch.arange(len(piece.channels))
+            self.lanes[piece.head, channels] = LANES * (index - int(self.bounds[piece.head, 0])) + fields
+            self.columns[piece.head, channels] = int(self.starts[index, -1]) + fields
+        self._planes = [self._plane(column, width) for column, width in enumerate(PLANES)]
+
+    @property
+    def most(self) -> int:
+        """Pieces of the head that has most."""
+        return int((self.bounds[:, -1] - self.bounds[:, 0]).max())
+
+    @property
+    def reach(self) -> int:
+        """Bytes of a row that are read where 16 fields are read of each piece."""
+        starts = self.starts[:, :-1]
+        ends = (starts + LANES // 8 * torch.tensor(PLANES)) * (starts >= 0)
+        return int(ends.max()) if self.pieces else 0
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """codes [..., h, width] of an integer type, below 2^bits -> uint8 [..., nbytes]."""
+        codes = torch.nn.functional.pad(codes.to(torch.uint8).flatten(-2), (0, 1))
+        rows = torch.zeros(*codes.shape[:-1], self.nbytes, dtype=torch.uint8, device=codes.device)
+        for width, (source, shift, place) in zip(PLANES, self._on(codes), strict=True):
+            if len(place):
+                fields = (codes[..., source] >> shift) & ((1 << width) - 1)
+                moved = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+                rows[..., place] = (fields.unflatten(-1, (-1, 8 // width)) << moved).sum(-1, dtype=torch.uint8)
+        return rows
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Inverse of `pack`: codes [..., h, width] uint8."""
+        count = self.shape[0] * self.shape[1]
+        codes = torch.zeros(*rows.shape[:-1], count + 1, dtype=torch.uint8, device=rows.device)
+        for width, (source, shift, place) in zip(PLANES, self._on(rows), strict=True):
+            if len(place):
+                moved = torch.arange(0, 8, width, dtype=torch.uint8, device=rows.device)
+                fields = ((rows[..., place, None] >> moved) & ((1 << width) - 1)).flatten(-2)
+                codes[..., source] += fields << shift
+        return codes[..., :-1].unflatten(-1, self.shape)
+
+    def _lay_out(self) -> tuple[Tensor, int]:
+        starts, at = torch.full((len(self.pieces), len(PLANES) + 1), -1, dtype=torch.int32), 0
+        for index in sorted(range(len(self.pieces)), key=lambda i: self.pieces[i].fields):
+            for column, width in enumerate(PLANES):
+                if self.pieces[index].bits & width:
+                    starts[index, column] = at
+                    at += self.pieces[index].fields * width // 8
+        before = [0] * self.shape[0]
+        for index, piece in enumerate(self.pieces):
+            starts[index, -1] = before[piece.head]
+            before[piece.head] += piece.fields
+        return starts, at
+
+    def _plane(self, column: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the fields of a width, in the order of their bytes: channels (the one past the last for zeros), how far
+        the code's bits are moved; and the bytes."""
+        source: list[int] = []
+        shift: list[int] = []
+        place: list[int] = []
+        for index, piece in enumerate(self.pieces):
+            if piece.bits & width:
+                own = [piece.head * self.shape[1] + channel for channel in piece.channels]
+                source += own + [self.shape[0] * self.shape[1]] * (piece.fields - len(own))
+                shift += [piece.bits & (width - 1)] * piece.fields
+                start = int(self.starts[index, column])
+                place += range(start, start + piece.fields * width // 8)
+        return torch.tensor(source).long(), torch.tensor(shift, dtype=torch.uint8), torch.tensor(place).long()
+
+    def _on(self, like: Tensor) -> list[list[Tensor]]:
+        return [[part.to(like.device) for part in plane] for plane in self._planes]
+
+
+def _of_head(head: int, bits: list[int]) -> list[Piece]:
+    found = []
+    for b in range(MOST, 0, -1):
+        channels = [channel for channel, own in enumerate(bits) if own == b]
+        for start in range(0, len(channels), LANES):
+            part = tuple(channels[start : start + LANES])
+            found.append(Piece(head, b, part, LANES if len(part) > LANES // 2 else LANES // 2))
+    return found

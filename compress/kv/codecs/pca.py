@@ -1,0 +1,312 @@
+"""Principal components with bits where the energy is, then Lloyd-Max levels; calibrated (KVTC, arXiv 2511.01815).
+
+Keys before the rotary embedding and values lie close to a subspace: in the basis of their principal components most
+variance is in a few channels of a head. A rotation to equal variances throws that away; here component c, of variance
+v_c, has b_c bits of 0 to 7, given greedily where a bit lowers sum_c v_c D(b_c) most, D being the error of Gaussian
+Lloyd-Max levels, over all heads of the layer together. The bits are chosen for UNIT components at a time. For keys the
+components are those of the scores: with S the second moment of the queries of a KV head and C the covariance of its
+keys, both before the rotary embedding, eigenvectors of S^1/2 C S^1/2, in whose basis the error of a score is the sum of
+the components' errors.
+
+    x = mean + s back (level_c(code_c))_c,   back = S^-1/2 V diag(sd), s one byte for each token and head
+
+Bits per element: bits + 8 / width, and what fills runs of equal bits up to 8 components (nothing with a `unit` of 8).
+Static: the mean and `back` in float16, h width^2 numbers for keys and as many for values of a layer, `bits` for each
+component; at run time `back` and its inverse in float32, and for compiled readers a third copy. Levels of 5 to 7 bits
+are rounded to bfloat16, which costs up to 0.7 % of their error.
+
+On CPUs with AVX-512, blocks of tokens are decoded, turned and multiplied with the queries, or written out, by compiled
+code (compress/kernels/cpu/kv_prerope.py), and probabilities meet the codes of values
+(compress/kernels/cpu/kv_mixed.py).
+
+Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
+errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);
+score-weighted keys and the norm of a token are ours; codes are not entropy-coded, which one token cannot be alone.
+What it does not do: read keys without decoding them (the rotary embedding stands between); follow text that is unlike
+the calibration text, but for its norms.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from compress.errors import RecipeError
+from compress.kernels.cpu import kv_affine, kv_basis, kv_levels, kv_mixed, kv_prerope
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.kv_mixed import BLOCK, MOST, STEPS
+from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codecs.lloyd import ALL, Norms, levels, nearest
+from compress.kv.codecs.mixed_packed import Pieces
+
+NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
+DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
+AT_ONCE = 2048  # tokens that are written
+NO_TURNS = kv_prerope.Turns(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
+LEAST = 1e-6  # variance of a component, relative to the mean
+ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
+
+
+@dataclass(frozen=True)
+class Config:
+    bits: float = 2.0  # of one element on average, codes alone
+    unit: int = 8  # components that have the same bits
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bits <= MOST:
+            raise ValueError(f"bits {self.bits} is not above 0 and at most {MOST}")
+        if self.unit < 1:
+            raise ValueError(f"unit {self.unit} is not 1 or more")
+
+
+def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
+    """variances [h, width] descending along the last axis -> bits uint8 alike, with a sum of at most `budget`.
+
+    Runs of `unit` components of a head get a bit together, those first whose error falls most; `ERRORS` falls by ever
+    smaller steps, so that this is optimal but for the last bits.
+    """
+    heads, width = variances.shape
+    runs = [variances[:, start : start + unit].sum(1).tolist() for start in range(0, width, unit)]
+    sizes = [min(unit, width - start) for start in range(0, width, unit)]
+    bits = torch.zeros(heads, width, dtype=torch.uint8)
+    heap = [
+        (-(1 - ERRORS[1]) * energy / sizes[run], run, head, 0)
+        for run, energies in enumerate(runs)
+        for head, energy in enumerate(energies)
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, run, head, held = heapq.heappop(heap)
+        if sizes[run] > budget:
+            continue
+        budget -= sizes[run]
+        bits[head, run * unit : run * unit + unit] += 1
+        if held + 1 < MOST:
+            gain = (ERRORS[held + 1] - ERRORS[held + 2]) * runs[run][head] / sizes[run]
+            heapq.heappush(heap, (-gain, run, head, held + 1))
+    return bits
+
+
+def components(x: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """x [tokens, h, width] -> mean [h, width], back [h, width, width] with x = mean + back z for z of unit variance,
+    and the variances [h, width] that an error of z stands for, descending; moment [h, width, width] of queries or none.
+    """
+    x = x.double().transpose(0, 1)
+    mean = x.mean(1)
+    x = x - mean[:, None]
+    covariance = x.mT @ x / x.shape[1]
+    if moment is None:
+        variances, back = torch.linalg.eigh(covariance)
+    else:
+        moment = moment.double()
+        damp = DAMP * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
+        values, vectors = torch.linalg.eigh(moment + damp[:, None, None] * torch.eye(x.shape[2], dtype=torch.float64))
+        root = (vectors * values.sqrt()[:, None]) @ vectors.mT
+        variances, back = torch.linalg.eigh(root @ covariance @ root)
+        back = (vectors / values.sqrt()[:, None]) @ vectors.mT @ back
+    variances, back = variances.flip(-1), back.flip(-1)
+    variances = variances.clamp(min=LEAST * variances.mean(-1, keepdim=True)).clamp(min=1e-12)
+    return mean, back * variances.sqrt()[:, None], variances
+
+
+def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Samples [tokens, h, width]; sums over tokens in float64, so that their order does not matter."""
+    moment = None
+    x = samples["values"]
+    if spec.kind == "keys":
+        x = samples["keys_pre"]
+        queries = samples["queries_pre"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2).double()
+        moment = queries.mT @ queries / queries.shape[1]
+    mean, back, variances = components(x, moment)
+    budget = int(config.bits * spec.heads * spec.width + 1e-6)
+    bits = allocate(variances.cpu(), budget, config.unit)
+    return {"mean": mean.half(), "back": back.half(), "variances": variances.float(), "bits": bits}
+
+
+class Principal(Codec):
+    """Codes of all heads in one row for each token, [B, 1, n, bytes]; norms uint8 [B, h, n, 1]."""
+
+    def __init__(self, spec: Spec, static: Mapping[str, Tensor]) -> None:
+        back = static["back"].double()
+        held = {
+            "mean": static["mean"].float()[:, None],
+            "back": back.mT.float().contiguous(),
+            "forward": torch.linalg.inv(back).mT.float().contiguous(),
+            "weights": (static["variances"] * (static["bits"] > 0))[:, None],
+            "bits": static["bits"],
+        }
+        super().__init__(spec, held)
+        self.rope = "pre" if spec.kind == "keys" else "post"
+        self.norms = Norms(8, STEPS)
+        self.pieces = Pieces(static["bits"])
+        self.fields = {"norms": Field("scales"), "codes": Field("codes")}
+        self.table = torch.cat([table(b) for b in range(MOST + 1)])  # those of b bits from 2^b - 1 on
+        self.starts = (1 << static["bits"].long()) - 1
+        self._made: dict[int, kv_basis.Transform] = {}
+        is_read = kv_mixed.supports() and 0 < self.pieces.reach <= 2 * self.pieces.nbytes
+        self.is_compiled = is_read and (spec.kind == "values" or kv_prerope.supports(spec.width))
+
+    def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
+        if self.is_compiled and x.is_cpu and "cos" in state:
+            self._transform(state["cos"].shape[-1])  # now, for its bytes to be counted from the start
+        y = (x - self._static("mean", x)) @ self._static("forward", x)
+        weights = self._static("weights", y)
+        active = (weights > 0).to(y.dtype)
+        norms = ((y.square() * active).sum(-1, keepdim=True) / active.sum(-1, keepdim=True).clamp(min=1)).sqrt()
+        found = self._levels(self._nearest(y, norms))
+        norms = (y * found * weights).sum(-1, keepdim=True) / (found.square() * weights).sum(-1, keepdim=True)
+        stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
+        codes = self._nearest(y, self.norms.load(stored)).transpose(1, 2)  # B, n, h, width
+        return {"norms": stored, "codes": self.pieces.pack(codes)[:, None]}
+
+    def coded(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
+        codes = self.pieces.unpack(block["codes"][:, 0]).transpose(1, 2)
+        return self._levels(codes), self.norms.load(block["norms"])
+
+    def decode(self, block: Block) -> Tensor:
+        found, norms = self.coded(block)
+        return (found * norms) @ self._static("back", found) + self._static("mean", found)
+
+    def at_once(self, rows: Tensor) -> int:
+        return ALL if self._compiles(rows) else self.block
+
+    def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
+        whole, turns = self._turns(block) if self._compiles(query, block) else (0, NO_TURNS)
+        if whole:
+            made, part = self._transform(turns.rotary), self._stored(block, whole)
+            kv_prerope.scores(query, part, made, _tables(True), turns, out[..., :whole])
+        for tokens, rest in self._parts(block, whole):
+            out[..., tokens] = self.scores(query, rest)
+
+    def write_at_once(self, out: Tensor) -> int:
+        is_written = self.is_compiled and kv_prerope.supports(self.spec.width)
+        is_written = is_written and out.is_cpu and out.dtype in kv_prerope.DTYPES
+        return AT_ONCE if is_written and out.numel() > kv_affine.SMALL else self.block
+
+    def write(self, block: Block, out: Tensor) -> None:
+        whole, turns = self._turns(block) if self.write_at_once(out) == AT_ONCE else (0, NO_TURNS)
+        if whole:
+            made, part = self._transform(turns.rotary), self._stored(block, whole)
+            kv_prerope.write(part, made, _tables(True), turns, out[:, :, :whole])
+        for tokens, rest in self._parts(block, whole):
+            out[:, :, tokens] = self.dense(rest)
+
+    def mix(self, p: Tensor, block: Block) -> Tensor:
+        whole = self._whole(block) if self._compiles(p, block) else 0
+        mixed = p.new_zeros(*p.shape[:3], self.spec.width)
+        if whole:
+            lanes = kv_mixed.mix(p[..., :whole], self._stored(block, whole), _tables(False))
+            lanes = torch.nn.functional.pad(lanes, (0, 1))  # the last one: channels without codes
+            mixed += lanes.gather(-1, (self.pieces.lanes % lanes.shape[-1])[None, :, None].expand_as(mixed))
+        if whole < p.shape[-1]:
+            found, norms = self.coded({name: block[name][:, :, whole:] for name in self.fields})
+            mixed += (p[..., whole:] * norms.mT) @ found
+        return mixed
+
+    def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
+        return mixed @ self._static("back", mixed) + mass * self._static("mean", mixed)
+
+    def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
+        """Whether compiled code reads the codes for these queries or probabilities."""
+        if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
+            return False
+        is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
+        return is_large and rows.shape[2] <= kv_affine.MOST_ROWS
+
+    def _whole(self, block: Block) -> int:
+        """Of the first tokens, how many compiled code reads: it may read beyond the last piece, into the next row."""
+        next_row = int(self.pieces.reach > self.pieces.nbytes)
+        return (block["norms"].shape[2] - next_row) // BLOCK * BLOCK
+
+    def _turns(self, block: Block) -> tuple[int, kv_prerope.Turns]:
+        """How many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
+        whole = self._whole(block)
+        if self.rope == "post":
+            return whole, NO_TURNS
+        halves = block.get("halves")
+        if halves is None or halves.dtype not in kv_prerope.DTYPES or halves.shape[-1] % LANES:
+            return 0, NO_TURNS
+        return whole, kv_prerope.Turns(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
+
+    def _parts(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
+        """The tokens from `first` on, as plain code reads them."""
+        for start in range(first, block["norms"].shape[2], self.block):
+            tokens = slice(start, start + self.block)
+            rows = {name: block[name][:, :, tokens] for name in self.fields}
+            rows |= {name: block[name][:, tokens] for name in ("cos", "sin") if name in block}
+            if "halves" in block:
+                both = torch.cat((block["halves"][:, :, tokens],) * 2, -1)
+                rows |= {"cos": both[:, 0], "sin": both[:, 1]}
+            yield tokens, rows
+
+    def _stored(self, block: Block, count: int) -> kv_mixed.Coded:
+        codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
+        return kv_mixed.Coded(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
+
+    def _transform(self, rotary: int) -> kv_basis.Transform:
+        """`back` as compiled code reads it."""
+        if rotary not in self._made:
+            back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
+            mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
+            self._made[rotary] = kv_basis.transform(back, mean, self.pieces.columns, rotary, is_exact)
+            self.static[f"turned{rotary}"] = self._made[rotary].back
+        return self._made[rotary]
+
+    def _nearest(self, y: Tensor, norms: Tensor) -> Tensor:
+        """Codes int64 of y [B, h, n, width] for norms [B, h, n, 1]."""
+        y, bits = y / norms.clamp(min=1e-12), self.static["bits"]
+        codes = torch.zeros(y.shape, dtype=torch.int64, device=y.device)
+        for b in self.static["bits"].unique().tolist():
+            is_such = bits == b
+            codes.transpose(2, 3)[:, is_such] = nearest(y.transpose(2, 3)[:, is_such], self._on(y, table(b)))
+        return codes
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        """Of codes [B, h, n, width]."""
+        return self._on(codes, self.table)[codes.int() + self._on(codes, self.starts)[:, None]]
+
+    def _static(self, name: str, like: Tensor) -> Tensor:
+        """[h, ...] float32, or float64 for such tensors."""
+        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+    def _on(self, like: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.to(like.device)
+
+
+def table(bits: int) -> Tensor:
+    """Levels: multiples of `step` by whole numbers, or of more than 4 bits, by bfloat16."""
+    return levels(bits) if bits <= kv_levels.MOST_BITS else levels(bits).bfloat16().float()
+
+
+@cache
+def _steps() -> Tensor:
+    """What the levels by bits are multiples of."""
+    whole = range(1, kv_levels.MOST_BITS + 1)
+    found = {b: float(levels(b).max()) / kv_levels.LARGEST_LEVEL for b in whole}
+    return torch.tensor([found.get(b, 1.0) for b in range(MOST + 1)], device="cpu")
+
+
+@cache
+def _tables(in_steps: bool) -> kv_mixed.Tables:
+    """Levels by bits, for compiled code."""
+    found = []
+    for b, size in enumerate(_steps().tolist()):
+        multiples = (table(b) / size).round() if size != 1 else table(b)
+        found.append(tuple((multiples if in_steps else table(b)).tolist()))
+    return tuple(found)
+
+
+def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+    missing = {"mean", "back", "variances", "bits"} - static.keys()
+    if missing:
+        raise RecipeError(f"{spec.where}: pca has no calibrated {min(missing)}; calibrate the cache first")
+    if static["bits"].shape != (spec.heads, spec.width):
+        found = tuple(static["bits"].shape)
+        raise RecipeError(f"{spec.where}: calibrated for {found} heads and channels, not {spec.heads, spec.width}")
+    return Principal(spec, static)

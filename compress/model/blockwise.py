@@ -1,0 +1,239 @@
+"""Runs a model one block at a time: what the blocks receive, and the stream of hidden states between them.
+
+Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states
+that reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ
+between blocks) are kept for each batch size. They must not depend on the tokens, which is checked.
+
+Asymmetric calibration carries two streams through the blocks in lockstep, the sides of one `Stream`: what the
+quantized prefix produces, and what the full-precision model does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import NumericalError, UnsupportedModelError
+from compress.model.skeleton import Skeleton
+from compress.types import Plan
+
+
+class Call(NamedTuple):
+    """What a block gets beside its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Calls = list[dict[int, Call]]  # for each block, by batch size
+Batches = Callable[[], Iterable[tuple[Tensor, Call]]]  # what a block receives, batch by batch, the same at every call
+
+
+class Workbench(NamedTuple):
+    """What a transform of the whole model can try itself out with, before anything is quantized."""
+
+    device: torch.device
+    tokens: Tensor | None  # the calibration text [samples, seq_len], int64; None: there is none
+    plan: Plan
+    batch: int  # samples in a forward pass
+    folder: Path  # of the run's own files; its file `rotation` stays for a resumed run, `stream` does not
+    max_memory: int | None  # bytes
+    say: Callable[[str], None]  # shows what is being done
+
+
+QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model
+
+
+class Leg(NamedTuple):
+    """The way of a batch through a block: the side it is read from, the one that keeps what comes out, who watches."""
+
+    source: int
+    target: int | None = None
+    watch: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext()  # given the samples of the batch
+
+
+class Stream:
+    """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file."""
+
+    def __init__(self, samples: int, file: Path | None, sides: int = 1) -> None:
+        self.samples, self.file, self.sides = samples, file, sides
+        self.tensor: Tensor | None = None
+        self.slice_shape: tuple[int, ...] = ()
+        self.dtype = torch.float32
+        self.descriptor = -1
+
+    def write(self, start: int, states: Tensor, side: int = QUANTIZED) -> None:
+        """Put states [batch, tokens, hidden] at sample `start` of a side."""
+        start += side * self.samples
+        if not self.slice_shape:
+            self.slice_shape, self.dtype = tuple(states.shape[1:]), states.dtype
+            if self.file is None:
+                self.tensor = torch.empty(self.sides * self.samples, *self.slice_shape, dtype=self.dtype)
+            else:
+                self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        if self.tensor is not None:
+            self.tensor[start : start + states.shape[0]] = states
+            return
+        raw = memoryview(cast(Any, states.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        offset = start * self._nbytes()
+        while raw:
+            written = os.pwrite(self.descriptor, raw, offset)
+            raw, offset = raw[written:], offset + written
+
+    def read(self, start: int, count: int, side: int = QUANTIZED) -> Tensor:
+        """States [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
+        start += side * self.samples
+        if self.tensor is not None:
+            return self.tensor[start : start + count]
+        states = torch.empty(count, *self.slice_shape, dtype=self.dtype)
+        raw = memoryview(cast(Any, states.reshape(-1).view(torch.uint8).numpy()))
+        offset = start * self._nbytes()
+        while raw:
+            got = os.preadv(self.descriptor, [raw], offset)
+            if got == 0:
+                raise OSError(f"{self.file} is shorter than the hidden states written to it")
+            raw, offset = raw[got:], offset + got
+        return states
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        self.tensor = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+    def _nbytes(self) -> int:
+        return int(torch.Size(self.slice_shape).numel()) * self.dtype.itemsize
+
+
+def load_as(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
+    """From now on weights are loaded, and blocks compute, in this type; call what is returned to end it.
+
+    All weights must be free now; the end frees them.
+    """
+    owners = [(module, name, p.dtype) for module in skeleton.model.modules() for name, p in _own(module)]
+    before = skeleton.dtype
+    _retype(skeleton, dtype, [(module, name, dtype) for module, name, _ in owners])
+
+    def end() -> None:
+        skeleton.free()
+        _retype(skeleton, before, owners)
+
+    return end
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))
+
+
+def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module, str, torch.dtype]]) -> None:
+    for module, name, own in owners:
+        empty = torch.empty_like(module.get_parameter(name), dtype=own, device="meta")
+        module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    skeleton.dtype = dtype
+    skeleton.model.tie_weights()
+
+
+@torch.no_grad()
+def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
+    """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""
+    calls: Calls = [{} for _ in skeleton.blocks]
+    skeleton.load_rest(device)
+    try:
+        for start in range(0, tokens.shape[0], batch):
+            part = tokens[start : start + batch].to(device)
+            hidden, found = _calls(skeleton, part)
+            stream.write(start, hidden)
+            for call, known in zip(found, calls, strict=True):
+                if not _equal(known.setdefault(part.shape[0], call), call):
+                    raise UnsupportedModelError(
+                        "the decoder blocks take arguments that differ between samples; such a model cannot be "
+                        "calibrated block by block"
+                    )
+    finally:
+        skeleton.free()
+    return calls
+
+
+def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[Call]]:
+    """The hidden states that reach the first block, and what every block is called with."""
+    real = list(skeleton.blocks)
+    for as_tuple in (False, True):  # what a block returns is not written anywhere: try a tensor, then a tuple
+        seen: list[tuple[Any, Call]] = []
+        for i, block in enumerate(real):
+            skeleton.blocks[i] = _Recorder(block, seen, len(real), as_tuple)
+        try:
+            skeleton.model.base_model(input_ids=tokens, use_cache=False)
+        except _AllSeenError:
+            return seen[0][0], [call for _, call in seen]
+        except _WrongKindError:
+            continue
+        finally:
+            for i, block in enumerate(real):
+                skeleton.blocks[i] = block
+        break
+    raise UnsupportedModelError("some decoder blocks are not called with hidden states in a plain forward pass")
+
+
+@torch.no_grad()
+def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor:
+    """One block on hidden states [batch, tokens, hidden]; raises NumericalError if its output is not finite."""
+    out = block(hidden, *call.args, **call.kwargs)
+    states = cast(Tensor, out[0] if isinstance(out, tuple) else out)
+    if not torch.isfinite(states).all():
+        raise NumericalError(
+            f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"
+        )
+    return states
+
+
+class _AllSeenError(Exception):
+    """Every block has been called: the rest of the forward pass is not needed."""
+
+
+class _WrongKindError(Exception):
+    """The model wants its blocks to return the other of tensor and tuple."""
+
+
+class _Recorder(nn.Module):
+    """Takes a block's place: notes what it is called with and passes the hidden states on."""
+
+    def __init__(self, real: nn.Module, seen: list[tuple[Any, Call]], blocks: int, as_tuple: bool) -> None:
+        super().__init__()
+        # not registered as a child
+        self.__dict__.update(real=real, seen=seen, blocks=blocks, as_tuple=as_tuple)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(hidden_states, Tensor) or (self.seen and hidden_states.shape != self.seen[0][0].shape):
+            raise _WrongKindError
+        self.seen.append((hidden_states, Call(args, kwargs)))
+        if len(self.seen) == self.blocks:
+            raise _AllSeenError
+        return (hidden_states,) if self.as_tuple else hidden_states
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two argument trees are the same, tensors by value."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    return bool(a == b)

@@ -1,0 +1,36 @@
+"""What a transform of the whole model is to the rest: changes to weights as they are loaded, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compress.types import Ops
+
+if TYPE_CHECKING:
+    from compress.model.blockwise import Workbench
+
+
+class Edits(Protocol):
+    """Changes to parameters as they are loaded, in place, and what they leave to run time."""
+
+    online: dict[str, Ops]  # linear -> operations on what it reads, if it is packed
+    samples: int  # of the calibration text that `choose` looks at; 0: none
+
+    def choose(self, bench: Workbench) -> list[str]:
+        """Called once, before `begin`: decide between possible edits; what the report should say of it."""
+
+    def begin(self, device: torch.device) -> None:
+        """Called once, before anything is loaded."""
+
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """What happens to rows [rows, hidden] of the output head."""
+
+    def rest(self, model: nn.Module) -> None:
+        """What lies outside the blocks, except the output head."""
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """One decoder block, its experts unfused."""

@@ -1,0 +1,360 @@
+"""What feeds what inside a model: norms and what reads them, what writes to the residual stream, attention's values.
+
+Found from the model itself, by one forward pass on the meta device: no family is known by name. Modules that read the
+same memory read the same tensor, or views of it; a norm is a module with a vector for a weight, over the hidden size;
+the values and the output of attention are seen where transformers calls its attention function.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from compress.errors import NumericalError, UnsupportedModelError
+from compress.model.blockwise import Batches, run_block
+from compress.model.skeleton import PROBE_TOKENS, Skeleton
+from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts, is_supported
+
+WATCHED = "compress_watched"  # the name of our attention function while a forward pass is watched
+
+
+class Site(NamedTuple):
+    """A vector of channels between what makes it and what reads it; paths are those within the block."""
+
+    producer: str  # the norm, or the linear whose rows the channels are
+    is_norm: bool
+    readers: tuple[str, ...]  # all linears and routers that read it, each with a `weight` [out, channels]
+    scope: str  # the smallest module that holds all readers and whose output is worth comparing; "": the block
+    repeats: int = 1  # head h of the reader reads head h // repeats of the producer
+    head_dim: int = 0  # channels of such a head; 0: there are none
+    offset: bool = False  # a norm that multiplies by 1 + weight
+
+
+class Attention(NamedTuple):
+    """Where attention takes its values from and where it leaves its result."""
+
+    values: str  # linear; channel j of key/value head h is its row first + h head_step + j step
+    output: str  # linear, reads [heads * head_dim]
+    first: int
+    head_step: int
+    step: int
+    key_value_heads: int
+    heads: int
+    head_dim: int
+
+
+class Sites(list[Site]):
+    """The sites of a block, and its attention, for transforms that change more than scales."""
+
+    def __init__(self, found: Iterable[Site], attention: Attention | None) -> None:
+        super().__init__(found)
+        self.attention = attention
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block, or ("outside") what is around the blocks; paths within it."""
+
+    norms: dict[str, tuple[str, ...]]  # norm over the hidden size -> what reads it
+    writers: tuple[str, ...]  # linears that write to the residual stream
+    post_norms: tuple[str, ...]  # norms over the hidden size whose output goes to the residual stream itself
+    attention: Attention | None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The whole model."""
+
+    blocks: tuple[Block, ...]
+    outside: Block  # writers: the embeddings
+
+
+class _Seen(NamedTuple):
+    name: str
+    module: nn.Module
+    read: int  # memory of its input
+    written: int  # memory of its output
+    version: int  # of its output: counts changes in place
+
+
+class _Experts(nn.Module):
+    """Stands for an experts module, whose routing depends on data."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.count = real.get_parameter("down_proj").shape[0]
+        self.supported = is_supported(real)
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+
+class _Values(NamedTuple):
+    value: Tensor  # [batch, key/value heads, tokens, head_dim]
+    output: Tensor  # [batch, tokens, heads, head_dim]
+
+
+def trace(skeleton: Skeleton) -> Graph:
+    """The graph of a model; UnsupportedModelError if its forward pass cannot be followed without data."""
+    seen, attentions = _watch(skeleton)
+    width = skeleton.config.get_text_config().hidden_size
+    parts = []
+    for index in range(len(skeleton.blocks)):
+        prefix = skeleton.block_prefix(index)
+        own = [entry._replace(name=entry.name.removeprefix(prefix)) for entry in seen if entry.name.startswith(prefix)]
+        parts.append(_block(own, attentions, width))
+    outside = [entry for entry in seen if not entry.name.startswith(f"{skeleton.blocks_name}.")]
+    embeddings = tuple(
+        e.name for e in outside if isinstance(e.module, nn.Embedding) and e.module.embedding_dim == width
+    )
+    head = {id(p) for p in _own(skeleton.model.get_output_embeddings())}
+    around = _block([e for e in outside if not isinstance(e.module, nn.Embedding)], [], width)
+    named = {name: module for name, module in skeleton.model.named_modules()}
+    writers = [name for name in around.writers if not head & {id(p) for p in _own(named.get(name))}]
+    return Graph(tuple(parts), Block(around.norms, (*embeddings, *writers), around.post_norms, None))
+
+
+def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
+    """Run the model on the meta device; what its weighted modules read and wrote, in order, and every attention."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()
+    seen: list[_Seen] = []
+    attentions: list[_Values] = []
+    alive: list[Any] = []  # memory that is freed would be used again
+
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        result = output[0] if isinstance(output, tuple) else output
+        if inputs and isinstance(inputs[0], Tensor) and isinstance(result, Tensor):
+            alive.extend((inputs[0], result))
+            seen.append(_Seen(name, module, memory_of(inputs[0]), memory_of(result), result._version))
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = torch.empty(query.transpose(1, 2).shape[:-1] + value.shape[-1:], dtype=query.dtype, device="meta")
+        attentions.append(_Values(value, output))
+        return output, None
+
+    for name, module in list(model.named_modules()):
+        if is_fused_experts(module):
+            module = _Experts(module)
+            model.set_submodule(name, module)
+        if isinstance(module, _Experts) or any(p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False)):
+            module.register_forward_hook(lambda found, inputs, output, name=name: record(name, found, inputs, output))
+    try:
+        with watched(model.config, attend):
+            model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be followed without data ({reason}); use a recipe without transforms"
+        ) from error
+    return seen, attentions
+
+
+@contextmanager
+def watched(config: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """While active, models of this configuration call `function` for attention."""
+    parts = {id(c): c for c in (config, config.get_text_config())}.values()
+    before = [part._attn_implementation for part in parts]
+    ALL_ATTENTION_FUNCTIONS.register(WATCHED, function)
+    for part in parts:
+        part._attn_implementation = WATCHED
+    try:
+        yield
+    finally:
+        for part, name in zip(parts, before, strict=True):
+            part._attn_implementation = name
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The same for views of one tensor."""
+    return tensor.untyped_storage()._cdata
+
+
+def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
+    """(multiplies by 1 + weight, takes the mean away) of a norm module, found by running it."""
+    probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+    for parameter in probe.parameters():
+        parameter.data.zero_()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, width, generator=generator)
+    with torch.no_grad():
+        offset = bool(probe(x).abs().max() > 0)
+        probe.get_parameter("weight").fill_(0 if offset else 1)
+        plain, shifted = probe(x), probe(x + 3)
+    expected = x - x.mean(-1, keepdim=True) if (centred := torch.allclose(plain, shifted, atol=1e-3)) else x
+    expected = expected / expected.square().mean(-1, keepdim=True).sqrt()
+    if not torch.allclose(plain, expected, rtol=0.01, atol=1e-3):
+        raise UnsupportedModelError(f"{type(norm).__name__} is no norm that a transform can pass; remove `transform`")
+    return offset, centred
+
+
+def sites(graph: Block, block: nn.Module, batches: Batches, where: str) -> Sites:
+    """The places of a loaded block where channels can be scaled: behind norms, between values and output, up and down.
+
+    That the channels of a linear are just multiplied into what another reads is found by doubling them. A norm that
+    something else reads, too (the residual stream itself), is found by doubling what it gives and halving it for them.
+    """
+    found = []
+    hidden, call = next(iter(batches()))
+    for norm, readers in graph.norms.items():
+        if not _reach_all(block, norm, readers, lambda: run_block(block, call, hidden, where)):
+            continue
+        module = block.get_submodule(norm)
+        offset, _ = norm_kind(module, module.get_parameter("weight").shape[0])
+        found.append(Site(norm, True, readers, _scope(readers), offset=offset))
+    attention = graph.attention
+    if attention is not None and _is_whole(attention, block):
+        repeats = attention.heads // attention.key_value_heads
+        reader = (attention.output,)
+        found.append(Site(attention.values, False, reader, attention.output, repeats, attention.head_dim))
+    gated = [name for readers in graph.norms.values() for name in readers]
+    for writer in graph.writers:
+        if attention is not None and writer == attention.output:
+            continue
+        if writer.endswith(f".{PROJECTIONS[2]}") and isinstance(block.get_submodule(_parent(writer, 2)), Experts):
+            found.append(Site(f"{_parent(writer)}.{PROJECTIONS[1]}", False, (writer,), writer))
+            continue
+        columns = cast(nn.Linear, block.get_submodule(writer)).in_features
+        same = [name for name in gated if getattr(block.get_submodule(name), "out_features", 0) == columns]
+        found += [
+            Site(name, False, (writer,), writer)
+            for name in same
+            if _doubles(block, name, writer, lambda: run_block(block, call, hidden, where))
+        ]
+    return Sites(found, attention)
+
+
+def _parent(path: str, levels: int = 1) -> str:
+    return ".".join(path.split(".")[:-levels])
+
+
+def _scope(readers: tuple[str, ...]) -> str:
+    """The innermost module that holds all these, which is none of them."""
+    parents = [name.split(".")[:-1] for name in readers]
+    common = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
+    depth = next((i for i, parts in enumerate(zip(*parents, strict=False)) if len(set(parts)) > 1), len(common))
+    return ".".join(parents[0][:depth])
+
+
+def _is_whole(attention: Attention, block: nn.Module) -> bool:
+    """Whether the values are the rows of a linear of their own, in order."""
+    rows = cast(nn.Linear, block.get_submodule(attention.values)).out_features
+    in_order = (attention.first, attention.head_step, attention.step) == (0, attention.head_dim, 1)
+    return in_order and rows == attention.key_value_heads * attention.head_dim
+
+
+def _doubles(block: nn.Module, producer: str, reader: str, run: Callable[[], Tensor]) -> bool:
+    """Whether what `reader` is given is twice as large where `producer` gives twice as much, to the bit."""
+    given: list[Tensor] = []
+    watch = block.get_submodule(reader).register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].clone()))
+    try:
+        run()
+        twice = block.get_submodule(producer).register_forward_hook(lambda _, inputs, output: 2 * output)
+        try:
+            run()
+        except NumericalError:  # twice as much leaves the type
+            return False
+        finally:
+            twice.remove()
+    finally:
+        watch.remove()
+    return len(given) == 2 and torch.equal(given[1], 2 * given[0])
+
+
+def _reach_all(block: nn.Module, norm: str, readers: tuple[str, ...], run: Callable[[], Tensor]) -> bool:
+    """Whether the block gives the same if `norm` gives twice as much and each reader takes half of what it is given."""
+    before = run()
+    hooks = [block.get_submodule(norm).register_forward_hook(lambda _, inputs, output: 2 * output)]
+    for name in readers:
+        reader = block.get_submodule(name)
+        hooks.append(reader.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2, *inputs[1:])))
+    try:
+        after = run()
+    except NumericalError:
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # equal to the bit where sums are always taken in the same order
+    return bool((after.float() - before.float()).norm() <= 1e-3 * before.float().norm())
+
+
+def _own(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())
+
+
+def _is_norm(entry: _Seen, width: int | None = None) -> bool:
+    weights = dict(entry.module.named_parameters(recurse=False))
+    vector = "weight" in weights and all(p.dim() == 1 for p in weights.values())
+    return vector and (width is None or weights["weight"].shape[0] == width)
+
+
+def _is_reader(entry: _Seen) -> bool:
+    weight = getattr(entry.module, "weight", None)
+    return isinstance(entry.module, _Experts) or (isinstance(weight, Tensor) and weight.dim() == 2)
+
+
+def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block:
+    """The structure of the modules of one block."""
+    all_norms = {e.written: e for e in entries if _is_norm(e)}
+    readers = [e for e in entries if _is_reader(e)]
+    # of readers of a norm: queries, gates, latents
+    inner = {e.written for e in readers if e.read in all_norms and not isinstance(e.module, _Experts)}
+    consumed = {e.read for e in readers}
+    writers = [e for e in readers if _writes(e, width) and e.written not in inner | (consumed & _plain(entries))]
+    norms: dict[str, tuple[str, ...]] = {}
+    post: list[str] = []
+    for entry in entries:
+        if not _is_norm(entry, width) or entry.read in inner:
+            continue
+        reading = [name for e in readers if e.read == entry.written for name in _names(e, PROJECTIONS[:2])]
+        if reading:
+            norms[entry.name] = tuple(reading)
+        else:
+            post.append(entry.name)
+    written = [name for e in writers for name in _names(e, PROJECTIONS[2:])]
+    return Block(norms, tuple(written), tuple(post), _attention(entries, attentions))
+
+
+def _plain(entries: list[_Seen]) -> set[int]:
+    """Memory that a linear has written and nothing but linears have a hold of."""
+    return {e.written for e in entries if isinstance(e.module, nn.Linear)}
+
+
+def _writes(entry: _Seen, width: int) -> bool:
+    if isinstance(entry.module, _Experts):
+        return True
+    return isinstance(entry.module, nn.Linear) and entry.module.out_features == width
+
+
+def _names(entry: _Seen, projections: tuple[str, ...]) -> list[str]:
+    """The paths of a module as the loaded block has them: experts are linears there."""
+    if not isinstance(entry.module, _Experts):
+        return [entry.name]
+    if not entry.module.supported:
+        raise UnsupportedModelError(
+            f"{entry.name} holds experts in a layout that is not supported; use a recipe without transforms"
+        )
+    return [f"{entry.name}.{i}.{projection}" for i in range(entry.module.count) for projection in projections]
+
+
+def _attention(entries: list[_Seen], attentions: list[_Values]) -> Attention | None:
+    """Where this block's attention has its values from; None where it is not a linear's rows that go in, or out."""
+    linears = [e for e in entries if isinstance(e.module, nn.Linear)]
+    for value, output in attentions:
+        made = [e for e in linears if e.written == memory_of(value) and e.version == value._version]
+        read = [e for e in linears if e.read == memory_of(output)]
+        if len(made) == 1 and len(read) == 1 and value.stride(2) == made[0].module.out_features:
+            return Attention(
+                made[0].name, read[0].name, int(value.storage_offset()), value.stride(1), value.stride(3),
+                value.shape[1], output.shape[2], value.shape[3],
+            )  # fmt: skip
+    return None

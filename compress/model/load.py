@@ -1,0 +1,194 @@
+"""A whole causal language model in memory: loading it with one-line errors, and letting it write.
+
+For what needs the whole model: evaluation, generation, calibration text that the model writes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers.utils import logging
+
+from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line
+from compress.model.skeleton import no_bars
+from compress.storage.checkpoint import open_checkpoint, read_config
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
+_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+
+
+def load_config(directory: Path) -> transformers.PretrainedConfig:
+    """The configuration of the text model; its vocab_size is the number of token ids that the model knows."""
+    read_config(directory)
+    try:
+        return AutoConfig.from_pretrained(directory, **_LOCAL).get_text_config()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory}: transformers cannot read its configuration ({first_line(error)})"
+        ) from error
+
+
+def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer in a checkpoint directory."""
+    read_config(directory)
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    except (OSError, ValueError) as error:  # ValueError: damaged JSON too
+        raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
+
+
+def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> transformers.PreTrainedModel:
+    """The model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
+
+    A checkpoint that does not hold every weight is a CheckpointError: transformers would fill in random ones.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    open_checkpoint(directory)  # files, index and headers are whole, or one clear line
+    try:
+        with _quiet():
+            loaded = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
+            )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}: transformers cannot load it ({first_line(error)})") from error
+    model, info = cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
+    absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if absent:
+        raise CheckpointError(
+            f"{directory} lacks {len(absent)} of the model's weights, or has them in another shape, first {absent[0]}; "
+            "its configuration and weights do not belong together"
+        )
+    cast(torch.nn.Module, model).to(device)
+    return model
+
+
+class Draw(LogitsProcessor):
+    """Chooses each next token: the likeliest at temperature 0, else drawn with the given generator.
+
+    generator is one for all sequences, or a list with one for each. `generate` itself draws from torch's global
+    generator. So it is told to take the likeliest token, and this leaves it one to take. step, if any, is told the
+    tokens that each sequence has by then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        temperature: float,
+        generator: torch.Generator | list[torch.Generator],
+        step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.name, self.temperature, self.generator, self.step = name, temperature, generator, step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [batch, seq] int64, [batch, vocab] float32
+        if not torch.isfinite(scores).all():
+            raise NumericalError(
+                f"{self.name} has non-finite logits at token {input_ids.shape[1]}; its weights are damaged, or overflow"
+            )
+        if self.step is not None:
+            self.step(input_ids.shape[1] + 1)
+        if self.temperature == 0:
+            return scores
+        cumulative = (scores.double() / self.temperature).softmax(-1).cumsum(-1)
+        uniform = self._uniform(len(scores)).to(scores.device)
+        token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+
+    def _uniform(self, count: int) -> Tensor:  # [count, 1] float64
+        if isinstance(self.generator, torch.Generator):
+            return torch.rand(count, 1, dtype=torch.float64, generator=self.generator)
+        return torch.stack([torch.rand(1, dtype=torch.float64, generator=own) for own in self.generator])
+
+
+def write(
+    model: transformers.PreTrainedModel, start: Tensor, new_tokens: int, draw: Draw, stop: tuple[int, ...] = ()
+) -> Tensor:
+    """start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
+
+    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. More tokens than the
+    model has positions are a CalibrationError.
+    """
+    if new_tokens < 1:
+        return start
+    length, positions = start.shape[1] + new_tokens, max_positions(model.config.get_text_config())
+    if positions is not None and length > positions:
+        raise CalibrationError(f"{draw.name} has {positions} positions, {length} tokens are too many; ask for fewer")
+    model.generation_config = GenerationConfig()  # unset fields of the next line would be filled from the checkpoint's
+    settings = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        max_new_tokens=new_tokens,
+        eos_token_id=list(stop) or None,
+        pad_token_id=stop[0] if stop else None,
+    )
+    start = start.to(model.device)
+    generate = cast(Callable[..., Tensor], model.generate)
+    written = generate(
+        start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw]
+    )
+    return written.cpu()
+
+
+def max_positions(config: transformers.PretrainedConfig) -> int | None:
+    """The longest sequence that the model is made for, if its configuration says so."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:
+    """Bytes that one sequence takes while `write` brings it to seq_len tokens, an upper bound.
+
+    Keys and values of all layers count in float32, and twice, because each step copies them into larger tensors.
+    config is that of the text model.
+    """
+    layers = _largest(config, "num_hidden_layers") or 256
+    heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
+    hidden = _largest(config, "hidden_size")
+    shared = hidden // max(1, _largest(config, "num_attention_heads"))
+    head_dim = max(_largest(config, "head_dim", "qk_head_dim", "v_head_dim"), shared)
+    cache = 2 * layers * (heads * head_dim or hidden) * seq_len * 4
+    return 2 * cache + LOGIT_NBYTES * config.vocab_size
+
+
+def _largest(config: transformers.PretrainedConfig, *names: str) -> int:
+    """The largest of these settings, which may be lists (one for each layer); 0 where there are none."""
+    values = [getattr(config, name, None) for name in names]
+    return max((max(v) if isinstance(v, (list, tuple)) else v for v in values if v), default=0)
+
+
+def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch.Generator]) -> Tensor:
+    """int64 [generators, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
+    config = model.config.get_text_config()
+    for token in (config.bos_token_id, *end_tokens(model)):
+        if token is not None:
+            return torch.full((len(generators), 1), token)
+    return torch.stack([torch.randint(config.vocab_size, (1,), generator=own) for own in generators])
+
+
+def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a text, from the checkpoint's generation settings or else its configuration."""
+    end = model.generation_config.eos_token_id
+    if end is None:
+        end = model.config.get_text_config().eos_token_id
+    return () if end is None else tuple(end) if isinstance(end, list) else (end,)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or load reports from transformers, and its settings left as they were."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with no_bars():
+            yield
+    finally:
+        logging.set_verbosity(verbosity)

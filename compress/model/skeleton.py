@@ -1,0 +1,393 @@
+"""The model's structure, found from the model itself: decoder blocks, their linears, and which linears share an input.
+
+A `Skeleton` is the transformers model on the meta device, with real buffers. Blocks are filled from the checkpoint
+one at a time through transformers' own key conversion (renamed keys, merged experts) and emptied again. The decoder
+blocks are the longest list of modules that is not inside another list; the linears are their `nn.Linear` modules and
+the experts, which transformers stores as three-dimensional parameters and which are unfused here into one linear each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from compress.errors import CheckpointError, UnsupportedModelError
+from compress.model.edits import Edits
+from compress.runtime import hf
+from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor
+from compress.types import LinearSpec
+
+MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
+PROBE_TOKENS = 8
+
+
+class Skeleton:
+    """A causal language model without weights, to be filled block by block; `edits` change what is loaded."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.config = _config(checkpoint)
+        self.dtype = _dtype(self.config, checkpoint)
+        with init_empty_weights(include_buffers=False), _one_line(checkpoint):
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        self.model.eval()
+        self.model.tie_weights()
+        if packed := checkpoint.config.get("quantization_config"):
+            hf.swap(self.model, hf.CompressConfig(**packed))
+        self.blocks_name, self.blocks = find_blocks(self.model)
+        self.edits: Edits | None = None
+        self.is_untied = False  # the output head has been given a weight of its own
+        self.aliases = _aliases(self.model)
+        self.sources = self._sources()
+        self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
+
+    def _sources(self) -> dict[str, list[StoredTensor]]:
+        """Parameter name -> the stored tensors that it is made of."""
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
+        converters = [w for w in mapping if isinstance(w, WeightConverter)]
+        state = self.model.state_dict()
+        sources: dict[str, list[StoredTensor]] = {}
+        for key, stored in self.checkpoint.tensors.items():
+            name, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
+            sources.setdefault(name, []).append(stored)
+        return sources
+
+    def check_tensors(self) -> None:
+        """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape.
+
+        Tensors that are merged or (of three dimensions only) turned while they are loaded have shapes of their own.
+        """
+        others = {name: group for group in self.aliases for name in group}
+        packed = {
+            f"{name}.{key}"
+            for name, module in self.model.named_modules()
+            if isinstance(module, PackedLinear)
+            for key in module.specs
+        }
+        for name, parameter in self.model.named_parameters():
+            stored_as = [alias for alias in others.get(name, [name]) if alias in self.sources]
+            if not stored_as:
+                raise CheckpointError(f"{self.checkpoint.directory} has no tensor for {name}; download it again")
+            found, shape = self.sources[stored_as[0]], tuple(parameter.shape)
+            if name in packed and found[0].dtype != parameter.dtype:
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {name} is stored as {found[0].dtype}, its format says "
+                    f"{parameter.dtype}"
+                )
+            if len(found) == 1 and found[0].name == name and found[0].shape != shape and len(shape) < 3:
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {name} has shape {found[0].shape}, the configuration asks for "
+                    f"{shape}; they do not belong together"
+                )
+
+    def block_prefix(self, index: int) -> str:
+        return f"{self.blocks_name}.{index}."
+
+    def load_block(self, index: int, device: torch.device) -> nn.Module:
+        """Fill one block with its weights and unfuse its experts."""
+        prefix = self.block_prefix(index)
+        self._load((name for name in self.sources if name.startswith(prefix)), device)
+        block = self.blocks[index]
+        _place_buffers(block, device)
+        missing = [n for n, p in block.named_parameters() if p.is_meta]
+        if missing:
+            raise CheckpointError(f"the checkpoint has no weights for {prefix}{missing[0]}; download it again")
+        for name, module in list(block.named_modules()):
+            if is_fused_experts(module) and is_supported(module):
+                self._fused[prefix + name] = module
+                block.set_submodule(name, Experts.from_fused(module))
+        if self.edits is not None:
+            self.edits.block(index, block)
+        return block
+
+    def linear(self, block: nn.Module, name: str) -> nn.Linear:
+        """The linear of this full name in a loaded block."""
+        linear = block.get_submodule(self._within(name))
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+    def expert(self, block: nn.Module, name: str) -> tuple[nn.Module, int]:
+        """The module of all experts that the linear of this full name belongs to, and the number of its expert."""
+        path, number, _ = self._within(name).rsplit(".", 2)
+        return block.get_submodule(path), int(number)
+
+    def _within(self, name: str) -> str:
+        """The path within its block of a full name."""
+        return name.removeprefix(self.blocks_name + ".").partition(".")[2]
+
+    def load_rest(self, device: torch.device, with_head: bool = False) -> None:
+        """Fill everything outside the blocks (embeddings, positions, final norm), the output head only if asked to."""
+        head = {id(p) for p in _parameters(None if with_head else self.model.get_output_embeddings())}
+        head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
+        self._load((name for name in wanted if name in self.sources), device)
+        _place_buffers(self.model, device)
+        for names in self.aliases:  # a tied weight may be stored under any of its names
+            loaded = [p for p in map(self.model.get_parameter, names) if not p.is_meta]
+            for name in names if loaded else ():
+                module, _, key = name.rpartition(".")
+                self.model.get_submodule(module).register_parameter(key, loaded[0])
+        for name in wanted:
+            if self.model.get_parameter(name).is_meta:
+                raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
+        if self.edits is not None:
+            self.edits.rest(self.model)
+
+    def untie(self) -> None:
+        """Give an output head that is tied to the embeddings a weight of its own; both come from the same bytes."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or not any(p is q for p in _parameters(head) for q in _parameters(embeddings)):
+            return
+        name = next(name for name, module in self.model.named_modules() if module is head) + ".weight"
+        for config in (self.model.config, self.config, self.config.get_text_config()):
+            config.tie_word_embeddings = False
+        tied = next(group for group in self.aliases if name in group)
+        stored = next(self.sources[alias][0] for alias in tied if alias in self.sources)
+        for alias in tied:
+            self.sources.setdefault(alias, [stored._replace(name=alias)])
+        self.aliases.remove(tied)
+        head.weight = nn.Parameter(torch.empty_like(head.weight, device="meta"), requires_grad=False)
+        self.is_untied = True
+
+    def free(self) -> None:
+        """Give back all weights; buffers stay."""
+        for name, module in self._fused.items():
+            self.model.set_submodule(name, module)
+        self._fused.clear()
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.is_meta:
+                    empty = torch.empty_like(parameter, device="meta")
+                    module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.model.tie_weights()
+
+    def _load(self, names: Iterable[str], device: torch.device) -> None:
+        tensors = {stored.name: stored.read() for name in names for stored in self.sources[name]}
+        options = LoadStateDictConfig(
+            dtype=self.dtype,
+            device_map={"": str(device)},
+            weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
+        )
+        with no_bars():
+            info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
+        if info.conversion_errors or info.mismatched_keys or info.error_msgs:
+            found = [*info.conversion_errors, *info.mismatched_keys, *info.error_msgs]
+            raise CheckpointError(f"the checkpoint does not fit its configuration: {str(found[0])[:200]}")
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+
+    def linears(self) -> tuple[list[LinearSpec], dict[str, str]]:
+        """The linears of all blocks in model order, and those that cannot be quantized with the reason."""
+        keys = shared_inputs(self)
+        specs: list[LinearSpec] = []
+        kept: dict[str, str] = {}
+        for index, block in enumerate(self.blocks):
+            prefix = self.block_prefix(index)
+            for name, module in block.named_modules():
+                full = prefix + name
+                if is_plain_linear(module):
+                    shape = tuple(module.get_parameter("weight").shape)
+                    self._add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
+                elif isinstance(module, nn.Linear):
+                    kept[full] = "a linear with a forward pass of its own"
+                elif is_fused_experts(module) and is_supported(module):
+                    for spec in _expert_specs(full, module, self.dtype, index):
+                        self._add(spec, specs, kept)
+                elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                    kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
+        if not specs:
+            reasons = sorted(set(kept.values()))
+            raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
+        return specs, kept
+
+    def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
+        """Bytes of unchanged tensors (stored name -> bytes) by kind: embeddings, output head, norms and the rest."""
+        embeddings = self._stored_names(self.model.get_input_embeddings())
+        head = self._stored_names(self.model.get_output_embeddings())
+        sizes = {"embeddings": 0, "output head": 0, "norms and the rest": 0}
+        for name, nbytes in kept.items():
+            kind = "embeddings" if name in embeddings else "output head" if name in head else "norms and the rest"
+            sizes[kind] += nbytes
+        return sizes
+
+    def _stored_names(self, module: nn.Module | None) -> set[str]:
+        """Names on disk of a module's parameters."""
+        own = {id(p) for p in _parameters(module)}
+        names = [name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in own]
+        return {stored.name for name in names for stored in self.sources.get(name, [])}
+
+    def _add(self, spec: LinearSpec, specs: list[LinearSpec], kept: dict[str, str]) -> None:
+        if min(spec.shape) < MIN_FEATURES:
+            kept[spec.name] = f"narrower than {MIN_FEATURES} features"
+        elif not self.weight_sources(spec):
+            kept[spec.name] = "its weight is not stored under a name of its own"
+        else:
+            specs.append(spec)
+
+    def weight_sources(self, spec: LinearSpec) -> list[StoredTensor]:
+        """The stored tensors that a linear's weight comes from (of an expert: those of all experts of the module)."""
+        if not spec.is_expert:
+            return self.sources.get(f"{spec.name}.weight", [])
+        module, _, projection = spec.name.rpartition(".")
+        fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        return self.sources.get(f"{module.rpartition('.')[0]}.{fused}", [])
+
+
+def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
+    """Linear name -> name of the first linear that reads the same tensor, found by a forward pass on the meta device.
+
+    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory
+    and time but changes no result.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()
+    first: dict[int, str] = {}
+    keys: dict[str, str] = {}
+    alive: list[Tensor] = []  # ids of freed tensors would be used again
+
+    def record(name: str, inputs: tuple[Tensor, ...]) -> None:
+        alive.append(inputs[0])
+        keys[name] = first.setdefault(id(inputs[0]), name)
+
+    for name, module in list(model.named_modules()):
+        if is_fused_experts(module):
+            model.set_submodule(name, _Pass())
+        elif isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
+    try:
+        # with a cache, transformers does not look into the (absent) position values for packed sequences
+        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        return {}
+    return keys
+
+
+class _Pass(nn.Module):
+    """Stands for an experts module, whose routing depends on data."""
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+
+def _expert_specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec]:
+    experts, hidden, inner = _fused_shape(module)
+    for e in range(experts):
+        key = f"{name}.{e}.gate_proj"
+        yield LinearSpec(key, (inner, hidden), dtype, block, key, is_expert=True)
+        yield LinearSpec(f"{name}.{e}.up_proj", (inner, hidden), dtype, block, key, is_expert=True)
+        down = f"{name}.{e}.down_proj"
+        yield LinearSpec(down, (hidden, inner), dtype, block, down, is_expert=True)
+
+
+def _fused_shape(module: nn.Module) -> tuple[int, int, int]:
+    experts, hidden, inner = module.get_parameter("down_proj").shape
+    return experts, hidden, inner
+
+
+def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
+    with _one_line(checkpoint):
+        config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # packed linears are put in place here, not by transformers
+    return config
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """No progress bars from transformers and the hub, and the settings of both left as they were."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    is_hub_quiet = are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's too
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+        if is_hub_quiet:
+            disable_progress_bars()
+
+
+@contextmanager
+def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
+    """What a damaged or unknown configuration makes transformers raise, as one clear line."""
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+        OSError,
+        StrictDataclassError,
+    ) as error:
+        reason = " ".join(str(error).split())[:200] or "no reason given"
+        raise UnsupportedModelError(
+            f"{checkpoint.directory / CONFIG} does not give a causal language model ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The configured dtype, else that of most stored values."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    sizes: dict[torch.dtype, int] = {}
+    for stored in checkpoint.tensors.values():
+        if stored.dtype.is_floating_point:
+            sizes[stored.dtype] = sizes.get(stored.dtype, 0) + stored.nbytes
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.directory} stores no floating-point tensors")
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [(name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)]
+    if not outer:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
+    decoder = set(model.get_decoder().modules())  # of a model with a vision tower, the text part
+    return max([pair for pair in outer if pair[1] in decoder] or outer, key=lambda pair: len(pair[1]))
+
+
+def _aliases(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that have several (tied weights)."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers (rotary tables) that have values to the device."""
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(owner, name, buffer.to(device))
+
+
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())

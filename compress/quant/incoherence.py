@@ -1,0 +1,87 @@
+"""Incoherence: a method is given a weight, and statistics, in a random rotated basis (QuIP#, arXiv 2402.04396).
+
+Signs and a Hadamard transform on both sides spread outliers over all entries, which are then nearly Gaussian; at run
+time the same operations go around the stored matrix (compress/formats/transforms.py). A method knows nothing of it.
+Input signs are drawn for each shared input, so that its rotated Hessian is made once for all the linears that read it;
+output signs for each linear. All draws depend on the job's seed and names alone, not on any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import torch
+from torch import Tensor
+
+from compress.formats import transforms
+from compress.numerics import hadamard
+from compress.numerics.hadamard import CHUNK
+from compress.types import LayerPlan, LinearSpec, Ops, PackedWeight, Stats
+
+OPS = Ops(input=("signs", "hadamard"), output=("hadamard", "signs"))
+BUFFERS = 8  # float32 temporaries of CHUNK numbers that a rotation has at a time, an upper bound
+
+
+def derived_seed(seed: int, what: str, name: str) -> int:
+    """A seed of its own for each purpose and name, 63 bits."""
+    digest = hashlib.sha256(f"{seed} {what} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
+    """The stored tensors of the operations around this linear, on the CPU."""
+    sides = {
+        "out_signs": ("output", spec.name, spec.shape[0], around.output),
+        "in_signs": ("input", spec.input_key, spec.shape[1], around.input),
+    }
+    return {
+        key: _signs(size, derived_seed(seed, f"{side} signs", name))
+        for key, (side, name, size, names) in sides.items()
+        if "signs" in names
+    }
+
+
+def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
+    """The statistics of the layer's shared input in its rotated basis: the same for all its readers."""
+    return Stats(transforms.rotate_hessian(stats.hessian, layer.ops, drawn(layer, seed, stats.hessian)), stats.count)
+
+
+def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
+    """weight [out, in] -> what the layer's method is given, float32."""
+    return transforms.rotate(weight, layer.ops, drawn(layer, seed, weight))
+
+
+def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
+    """What a method made of the rotated weight, with the operations that turn it back."""
+    added = drawn(layer, seed, next(iter(packed.tensors.values())))
+    return dataclasses.replace(packed, tensors={**packed.tensors, **added}, ops=layer.ops)
+
+
+def notes(layer: LayerPlan) -> tuple[str, ...]:
+    """What the report should say of the transforms."""
+    sides = zip(layer.spec.shape, (layer.ops.output, layer.ops.input), strict=True)
+    sizes = dict.fromkeys(size for size, names in sides if "hadamard" in names)
+    odd = {size: hadamard.order(size).K for size in sizes if hadamard.order(size).kind == "hartley"}
+    return tuple(
+        f"no Hadamard matrix of size {n} is known here: a Hartley matrix of {K} is used" for n, K in odd.items()
+    )
+
+
+def workspace(layer: LayerPlan, has_statistics: bool) -> int:
+    """Bytes beside what the method needs: the rotated weight, the rotated Hessian, temporaries."""
+    if not layer.ops:
+        return 0
+    rows, columns = layer.spec.shape
+    hessian = columns * columns if has_statistics else 0
+    return 4 * (rows * columns + hessian + BUFFERS * min(CHUNK, max(rows * columns, hessian)))
+
+
+def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
+    """The stored tensors of the layer's operations, on the device of `like`."""
+    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.ops).items()}
+
+
+def _signs(size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return transforms.pack_signs(torch.randint(2, (size,), generator=generator))

@@ -1,0 +1,19 @@
+"""Recipes: YAML -> `Recipe`, strict keys and types, every default visible, and back."""
+
+from compress.recipe.read import ambiguous, describe, dump, fingerprint, load, names, text
+from compress.recipe.schema import CalibrationConfig, Recipe, Rule, Step, Target
+
+__all__ = [
+    "CalibrationConfig",
+    "Recipe",
+    "Rule",
+    "Step",
+    "Target",
+    "ambiguous",
+    "describe",
+    "dump",
+    "fingerprint",
+    "load",
+    "names",
+    "text",
+]

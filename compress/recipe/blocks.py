@@ -1,0 +1,75 @@
+"""The blocks of a recipe that stand for a plugin and its settings, from YAML nodes to data."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from yaml import Node, ScalarNode
+
+from compress import plugins
+from compress.errors import RecipeError
+from compress.recipe.yaml import Entries, check_keys, error_at, found, mapping, value
+
+if TYPE_CHECKING:
+    from compress.types import Scheme
+
+SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank")  # beside the method's settings
+RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
+
+
+def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Scheme:
+    """Settings over the defaults of `method`, or over the scheme `above` if there is one and no method is named."""
+    from compress.types import Activations, Correction, Scheme
+
+    if "method" in entries:
+        module = method(entries)
+        beside = (above.activations, above.lowrank) if above is not None else ()
+        base = Scheme(value(entries, "method", str), module.Config(), module.INCOHERENCE, *beside)
+    elif above is not None:
+        base = above
+    else:
+        raise error_at(at, f"{where} needs a method, one of {', '.join(plugins.names('quant'))}")
+    settings = {key: entry for key, entry in entries.items() if key not in SCHEME_KEYS}
+    config = built(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
+    activations = _part(entries, "activations", base.activations, Activations())
+    lowrank = _part(entries, "lowrank", base.lowrank, Correction())
+    return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence), activations, lowrank)
+
+
+def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
+    """What the block `key` says over `base`, or over `default` if that is None; `base` without one, None for null."""
+    if key not in entries:
+        return base
+    at, node = entries[key]
+    if isinstance(node, ScalarNode) and found(node) == "nothing":
+        return None
+    return built(mapping(node, key), at, key, base or default)
+
+
+def method(entries: Entries, kind: str = "quant") -> ModuleType:
+    """The method that a block names."""
+    try:
+        return plugins.load(kind, value(entries, "method", str))
+    except RecipeError as error:
+        raise error_at(entries["method"][0], str(error)) from error
+
+
+def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
+    """The dataclass instance `base` with the values of `entries`; `beside`: what else the block may hold."""
+    hints = typing.get_type_hints(type(base))
+    check_keys(entries, [*beside, *fields(base)], where)
+    values = {key: value(entries, key, hints[key]) for key in entries}
+    try:
+        return dataclasses.replace(base, **values)
+    except ValueError as error:  # from __post_init__; begins with the name of the field, if one field is at fault
+        key = str(error).partition(" ")[0]
+        raise error_at(entries[key][0] if key in entries else at, f"{where}: {error}") from error
+
+
+def fields(config: Any) -> list[str]:
+    """Names of the fields of a dataclass."""
+    return [field.name for field in dataclasses.fields(config)]

@@ -1,0 +1,349 @@
+"""Recipes: YAML -> `Recipe`, strictly, and back.
+
+    name: gptq4                # by default that of the file
+    description: 4-bit GPTQ, one scale for 128 weights
+    calibration:               # CalibrationConfig
+      num_samples: 128
+      seq_len: 2048
+      importance: none         # attention: tokens weigh what attention pays to them (RSQ)
+    transform:                 # in order, each a method of compress/transform and its `Config`; none by default
+      - method: rotate
+    quantize:                  # a method of compress/quant and its settings (its `Config`)
+      method: gptq
+      bits: 4
+      incoherence: false       # true: choose codes in a random rotated basis; by default what suits the method
+      activations: {bits: 8}   # quantize the inputs, too, at run time (`Activations`); by default they stay as they are
+      lowrank: {rank: 16}      # two thin matrices that make up for what is lost (`Correction`); none by default
+    rules:                     # the first match decides; fnmatch on the linear's full module name, case counts
+      - match: "*.mlp.down_proj"
+        bits: 8                # over the settings above; with `method:` over that method's defaults; or `keep: true`
+      - match_any: ["*.k_proj", "*.qkv"]  # one is enough: for several architectures; of `match` each must be found
+        bits: 8
+    ignore: ["lm_head"]        # kept as they are, before any rule; each must match a module or parameter of the model
+    allocate:                  # which linears get which options; a method of compress/allocate and its `Config`
+      method: knapsack
+      target: 3.25bpw          # or 2.1GiB of all tensors, or 0.05kl: the smallest model within that divergence
+      options: [{bits: 2}, {bits: 3}, {method: trellis, bits: 4}, {keep: true}]  # like rules; default: bits 2 to 8
+      units: fused             # what gets one option together: fused, linear, expert, block
+      context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
+      cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
+      cache_estimator: swap    # how the cache's share is spent: swap, output_error, or rule (KV-AdaQuant)
+    kv_cache:                  # how generation stores keys and values (compress/recipe/kv.py); by default as they are
+      method: kivi
+    experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
+      prune: true
+
+Only `quantize.method` or `kv_cache.method` is required; without `quantize` all weights stay as they are. Keys and types
+come from the dataclasses; anything else is an error with its line.
+
+An override `key=value` ("quantize.bits=3", "rules.0.bits=2", "ignore=[]") replaces one value of the file
+(compress/recipe/overrides.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from yaml import Node, SequenceNode
+
+from compress import plugins
+from compress.errors import RecipeError
+from compress.recipe import kv
+from compress.recipe.blocks import built, method, scheme
+from compress.recipe.overrides import overridden
+from compress.recipe.schema import (
+    ALLOCATE_KEYS,
+    KEEP,
+    OF_EXPERTS,
+    TOP_KEYS,
+    Allocation,
+    CacheEstimator,
+    CalibrationConfig,
+    Recipe,
+    Rule,
+    Step,
+    Target,
+    Units,
+    settings,
+)
+from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, sequence, value
+
+if TYPE_CHECKING:
+    from compress.types import ExpertPruning, Scheme
+
+ALLOCATOR = "knapsack"  # where a target is given and no method
+BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
+
+
+def names() -> list[str]:
+    """The built-in recipes, sorted."""
+    listed = (entry.name for entry in files("compress.recipes").iterdir())
+    return sorted(name.removesuffix(".yaml") for name in listed if name.endswith(".yaml"))
+
+
+def text(name: str) -> str:
+    """The YAML of a built-in recipe, comments included."""
+    if name not in names():
+        raise RecipeError(plugins.unknown("recipe", name, names()))
+    return (files("compress.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def describe(name: str) -> str:
+    """The description of a built-in recipe."""
+    return value(mapping(compose(text(name), f"{name}.yaml"), "the recipe"), "description", str, "")
+
+
+def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The built-in recipe of that name, or else that in a file, with `key=value` overrides.
+
+    A file with the name of a built-in recipe is meant by its path: ./int4. RecipeError says what is wrong and where:
+    file and line, or the override.
+    """
+    path = Path(name_or_file)
+    if name_or_file in names():
+        name, root = name_or_file, compose(text(name_or_file), f"{name_or_file}.yaml")
+    elif path.is_file():
+        name, root = path.stem, compose(_read(path), str(path))
+    else:
+        raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
+    recipe = _recipe(root, name)
+    return _recipe(overridden(root, overrides), name) if overrides else recipe
+
+
+def ambiguous(name: str) -> str | None:
+    """Say that a built-in recipe is taken where a file here has its name, too; None where there is no such file."""
+    if name not in names() or not Path(name).is_file():
+        return None
+    return f"{name} is the built-in recipe; the file of this name is ./{name}"
+
+
+def dump(recipe: Recipe) -> str:
+    """YAML with every default written out; loads back to an equal recipe."""
+    return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """sha256 (hex) of everything that decides numbers: all but the name and the description."""
+    content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """The recipe in the layout of its YAML."""
+
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "calibration": dataclasses.asdict(recipe.calibration),
+        "transform": [{"method": step.method, **dataclasses.asdict(step.config)} for step in recipe.transform],
+        **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
+        "rules": [{_match_key(r): _short(r.match), **_kept_or(r.scheme)} for r in recipe.rules],
+        "ignore": list(recipe.ignore),
+        **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
+        **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
+        **({"kv_cache": kv.plain(recipe.kv_cache)} if recipe.kv_cache is not None else {}),
+    }
+
+
+def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
+    return {
+        "method": allocation.method,
+        "target": allocation.target.text if allocation.target is not None else None,
+        "options": [_kept_or(option) for option in allocation.options],
+        "units": allocation.units,
+        "samples": allocation.samples,
+        "context": allocation.context,
+        "cache_bits": list(allocation.cache_bits),
+        "cache_estimator": allocation.cache_estimator,
+        **dataclasses.asdict(allocation.config),
+    }
+
+
+def _kept_or(scheme: Scheme | None) -> dict[str, Any]:
+    return settings(scheme) if scheme is not None else {"keep": True}
+
+
+def _match_key(rule: Rule) -> str:
+    return "match_any" if rule.alternatives else "match"
+
+
+def _short(match: tuple[str, ...]) -> str | list[str]:
+    return match[0] if len(match) == 1 else list(match)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+
+
+def _recipe(root: Node, default_name: str) -> Recipe:
+    entries = mapping(root, "a recipe")
+    check_keys(entries, TOP_KEYS, "the recipe")
+    quantize = _quantize(entries, root)
+    calibration = CalibrationConfig()
+    if "calibration" in entries:
+        at, block = entries["calibration"]
+        calibration = built(mapping(block, "calibration"), at, "calibration", calibration)
+    return Recipe(
+        name=value(entries, "name", str, default_name),
+        description=value(entries, "description", str, ""),
+        calibration=calibration,
+        quantize=quantize,
+        rules=tuple(_rule(node, quantize) for node in sequence(entries, "rules")),
+        ignore=value(entries, "ignore", tuple[str, ...], ()),
+        transform=_steps(entries),
+        allocate=_allocation(entries, quantize),
+        experts=_experts(entries),
+        kv_cache=kv.read(*entries["kv_cache"]) if "kv_cache" in entries else None,
+    )
+
+
+def _quantize(entries: Entries, root: Node) -> Scheme:
+    from compress.types import Scheme
+
+    if "quantize" in entries:
+        at, block = entries["quantize"]
+        return scheme(mapping(block, "quantize"), at, "quantize", None)
+    if "kv_cache" not in entries:
+        raise error_at(root, f"quantize is missing; it needs a method, one of {', '.join(plugins.names('quant'))}")
+    for key in ("rules", "allocate", "experts"):
+        if key == "allocate" and key in entries and "context" in mapping(entries[key][1], key):
+            continue  # bits of the cache alone
+        if key in entries and (key != "rules" or sequence(entries, key)):
+            raise error_at(entries[key][0], f"{key} needs quantize, which this recipe does not have")
+    return Scheme(KEEP, None)
+
+
+def _experts(entries: Entries) -> ExpertPruning | None:
+    from compress.types import ExpertPruning
+
+    if "experts" not in entries:
+        return None
+    at, node = entries["experts"]
+    return built(mapping(node, "experts"), at, "experts", ExpertPruning())
+
+
+def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
+    if "allocate" not in entries:
+        return None
+    at, node = entries["allocate"]
+    block = mapping(node, "allocate")
+    if "method" in block:
+        module, name = method(block, "allocate"), value(block, "method", str)
+    else:
+        module, name = plugins.load("allocate", ALLOCATOR), ALLOCATOR
+    listed = sequence(block, "options")
+    context = _context(block, entries)
+    if quantize.method == KEEP and listed:
+        raise error_at(block["options"][0], "allocate: options are for weights and need quantize; offer cache_bits")
+    options: tuple[Scheme | None, ...] = tuple(_option(option, quantize) for option in listed)
+    if quantize.method != KEEP and not listed:
+        options = _all_bits(quantize, at)
+    if quantize.method != KEEP and len(set(options)) < max(2, len(options)):
+        raise error_at(block["options"][0] if listed else at, "allocate needs two or more options, all different")
+    target = value(block, "target", str | None)
+    units = value(block, "units", Units, "fused")
+    samples = value(block, "samples", int, Allocation.samples)
+    rest = {key: entry for key, entry in block.items() if key not in ALLOCATE_KEYS}
+    config = built(rest, at, f"allocate ({name})", module.Config(), ALLOCATE_KEYS)
+    if samples < 1:
+        raise error_at(block["samples"][0], f"allocate: samples {samples} is not positive")
+    if units != "expert" and module.needs(config) & OF_EXPERTS:
+        raise error_at(at, f"allocate: {name} chooses for whole experts; set allocate.units to expert, not {units}")
+    bits = value(block, "cache_bits", tuple[float, ...], ())
+    try:
+        wanted = Target(target) if target is not None else None
+        if wanted is not None and context is not None and wanted.unit in ("bpw", "kl"):
+            raise ValueError(f"a target with a context is a size (24GiB), not {target}")
+    except ValueError as error:
+        raise error_at(block["target"][0], f"allocate: {error}") from error
+    estimator = value(block, "cache_estimator", CacheEstimator, "swap")
+    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator)
+
+
+def _context(block: Entries, entries: Entries) -> int | None:
+    """Tokens whose cache is within the target."""
+    context = value(block, "context", int | None)
+    if context is not None and context < 1:
+        raise error_at(block["context"][0], f"allocate: context {context} is not positive")
+    asked = {"context": context, "cache_bits": value(block, "cache_bits", tuple[float, ...], ())}
+    for key in [key for key, given in asked.items() if given and "kv_cache" not in entries]:
+        raise error_at(block[key][0], f"allocate: {key} needs kv_cache; use a recipe that has it, such as w4kv4")
+    return context
+
+
+def _option(node: Node, above: Scheme) -> Scheme | None:
+    entries = mapping(node, "an option")
+    if "keep" not in entries:
+        return scheme(entries, node, "an option", above)
+    _check_keep(entries, "an option")
+    return None
+
+
+def _check_keep(entries: Entries, where: str) -> None:
+    value(entries, "keep", Literal[True])
+    if others := sorted(entries.keys() - {"keep"}):
+        raise error_at(entries[others[0]][0], f"{where} keeps the weight; remove keep or {others}")
+
+
+def _all_bits(quantize: Scheme, at: Node) -> tuple[Scheme, ...]:
+    """The scheme at every number of bits that its method takes."""
+    options = []
+    for bits in BITS:
+        try:
+            options.append(dataclasses.replace(quantize, config=dataclasses.replace(quantize.config, bits=bits)))
+        except (TypeError, ValueError):  # no such setting, or not this number
+            continue
+    if len(options) < 2:
+        raise error_at(at, f"allocate: {quantize.method} has no bits to choose; list the options")
+    return tuple(options)
+
+
+def _steps(entries: Entries) -> tuple[Step, ...]:
+    """The transforms; one of the whole model comes before those of blocks, which it would undo, and only once."""
+    steps: list[Step] = []
+    scopes: list[str] = []
+    for node in sequence(entries, "transform"):
+        block = mapping(node, "a transform")
+        if "method" not in block:
+            raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
+        module = method(block, "transform")
+        name = value(block, "method", str)
+        if module.SCOPE == "model" and scopes:
+            raise error_at(
+                node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"
+            )
+        rest = {key: entry for key, entry in block.items() if key != "method"}
+        steps.append(Step(name, built(rest, node, f"transform ({name})", module.Config(), ("method",))))
+        scopes.append(module.SCOPE)
+    return tuple(steps)
+
+
+def _rule(node: Node, above: Scheme) -> Rule:
+    entries = mapping(node, "a rule")
+    keys = [key for key in ("match", "match_any") if key in entries]
+    if not keys:
+        raise error_at(node, "a rule needs match, the pattern of the linears that it is for")
+    if len(keys) > 1:
+        raise error_at(entries["match_any"][0], "a rule has match or match_any, not both")
+    key = keys[0]
+    at, patterns = entries.pop(key)
+    is_list = isinstance(patterns, SequenceNode)
+    match = value({key: (at, patterns)}, key, tuple[str, ...] if is_list else str)
+    match = match if is_list else (match,)
+    if not match:
+        raise error_at(at, f"{key} is an empty list; name a linear, or remove the rule")
+    where = f"the rule for {match[0]!r}"
+    if "keep" not in entries:
+        return Rule(match, scheme(entries, node, where, above), key == "match_any")
+    _check_keep(entries, where)
+    return Rule(match, None, key == "match_any")

@@ -1,0 +1,201 @@
+"""What a recipe says, as data; compress/recipe/read.py reads it from YAML and writes it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from compress.recipe.kv import CacheRecipe
+    from compress.types import ExpertPruning, Scheme
+
+KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
+OTHER_KEYS = ("allocate", "experts", "kv_cache")
+TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *OTHER_KEYS)
+CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
+ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", *CACHE_KEYS)  # beside the method's settings
+OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what is measured of whole experts only
+
+Importance = Literal[
+    "none",
+    "attention",
+    "first_tokens",
+    "activation_norm",
+    "input_output_difference",
+    "token_rarity",
+    "token_similarity",
+]
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    num_samples: int = 128  # sequences
+    seq_len: int = 2048  # tokens of each; capped by the model's maximum
+    asymmetric: float = (
+        0.0  # share of the way from each weight to its target in compress/quant/target_correction.py; 0: off
+    )
+    importance: Importance = "none"  # what tokens weigh in the statistics (calib/token_importance.py)
+    importance_min: float = 0.005  # weight of the least important token of a sample, of that of the most important one
+    rolled: int = 1  # of each sample this many copies are used, each shifted in a circle
+
+    def __post_init__(self) -> None:
+        for key in ("num_samples", "seq_len", "rolled"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} {getattr(self, key)} is not positive")
+        if not 0 <= self.asymmetric <= 1:
+            raise ValueError(f"asymmetric {self.asymmetric} is not between 0 and 1")
+        if not 0 < self.importance_min <= 1:
+            raise ValueError(f"importance_min {self.importance_min} is not above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A transform before quantization."""
+
+    method: str
+    config: Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    match: tuple[str, ...]  # fnmatch patterns, any of which may match
+    scheme: Scheme | None  # None: keep the weight as it is
+    alternatives: bool = False  # names of the same thing in several architectures: it is enough that one is the model's
+
+    def matches(self, name: str) -> bool:
+        return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """Plain names: an allocation lists thousands of them."""
+        return frozenset(self.match)
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(pattern for pattern in self.match if any(sign in pattern for sign in "*?["))
+
+
+Units = Literal["fused", "linear", "expert", "block"]
+CacheEstimator = Literal["swap", "output_error", "rule"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an allocation aims at: stored bits a quantized weight, bytes of all stored tensors, or a bound on the KL.
+
+    `text`: "3.25bpw", "2.1GiB" or "0.05kl" (nats a token, on the calibration text).
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|kl|[kmg]i?b|b)", self.text, re.IGNORECASE) is None:
+            raise ValueError(f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB)")
+        if self.value <= 0:
+            raise ValueError(f"target {self.text!r} is not positive")
+
+    @property
+    def unit(self) -> str:
+        """bpw, kl, or a unit of size."""
+        return self.text.lstrip("0123456789. ").lower()
+
+    @property
+    def value(self) -> float:
+        return float(re.match(r"[0-9.]+", self.text)[0])  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A choice among options for each unit of the model, to be made by a method of compress/allocate."""
+
+    method: str
+    config: Any
+    options: tuple[Scheme | None, ...]  # None: keep the weight as it is
+    target: Target | None = None
+    units: Units = "fused"  # what is stored alike: q, k, v and gate, up (all experts of a block); one linear; one
+    # expert; a block
+    samples: int = 32  # calibration sequences that measured choices are scored on
+    context: int | None = None  # tokens whose cache is within the target, too; its bits are chosen with the weights'
+    cache_bits: tuple[float, ...] = ()  # offered to the keys and values of each layer; none: those the method takes
+    cache_estimator: CacheEstimator = "swap"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
+
+
+def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
+    """Short names of options: the method where they differ in it, and its bits, or all settings that differ."""
+    methods = {option.method for option in options if option is not None}
+    names = []
+    for option in options:
+        if option is None:
+            names.append(KEEP)
+            continue
+        plain = settings(option)
+        kin = [settings(other) for other in options if other is not None and other.method == option.method]
+        differing = [key for key in plain if key != "method" and any(other[key] != plain[key] for other in kin)]
+        if "bits" in differing and len({other["bits"] for other in kin}) == len(kin):
+            differing = ["bits"]
+        parts = [_said(key, plain[key], [other[key] for other in kin]) for key in differing]
+        parts = sorted(filter(None, parts), key=lambda part: part.startswith("+"))
+        names.append(" ".join([*([option.method] if len(methods) > 1 or not parts else []), *parts]))
+    return names
+
+
+def _said(key: str, value: Any, all_of_kin: list[Any]) -> str:
+    """One setting of an option in a few words; of a part, what differs between those that have it; "" without one."""
+    if not any(isinstance(other, dict) for other in all_of_kin):
+        return f"{key}={value}"
+    if value is None:
+        return ""
+    parts = [other for other in all_of_kin if other is not None]
+    differing = [name for name in value if any(other[name] != value[name] for other in parts)]
+    return f"+ {key}" + "".join(f" {name}={value[name]}" for name in differing)
+
+
+def settings(scheme: Scheme) -> dict[str, Any]:
+    """A scheme in the layout of its YAML."""
+    activations = dataclasses.asdict(scheme.activations) if scheme.activations else None
+    lowrank = dataclasses.asdict(scheme.lowrank) if scheme.lowrank else None
+    around = {"incoherence": scheme.incoherence, "activations": activations, "lowrank": lowrank}
+    return {"method": scheme.method, **around, **dataclasses.asdict(scheme.config)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    description: str
+    calibration: CalibrationConfig
+    quantize: Scheme
+    rules: tuple[Rule, ...] = ()
+    ignore: tuple[str, ...] = ()
+    transform: tuple[Step, ...] = ()
+    allocate: Allocation | None = None
+    experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
+    kv_cache: CacheRecipe | None = None  # None: generation stores keys and values as they are
+
+    @property
+    def packs(self) -> bool:
+        """Whether it has a `quantize` section."""
+        return self.quantize.method != KEEP
+
+    @property
+    def pruning(self) -> ExpertPruning | None:
+        """How experts are pruned, None where they are not."""
+        return self.experts if self.experts is not None and self.experts.prune else None
+
+    def scheme_for(self, name: str) -> Scheme | None:
+        """What to do with the linear of this full module name; None: keep it as it is."""
+        if any(fnmatchcase(name, pattern) for pattern in self.ignore):
+            return None
+        for rule in self.rules:
+            if rule.matches(name):
+                return rule.scheme
+        return self.quantize if self.packs else None
+
+    def is_open(self, name: str) -> bool:
+        """Whether neither ignore nor a rule decides what happens to a linear: an allocation may."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.ignore) and not any(
+            rule.matches(name) for rule in self.rules
+        )

@@ -1,0 +1,390 @@
+"""The memory budget: what a run needs, how it adapts to a limit, and what it really used.
+
+A run's peak is predicted from shapes before it starts, as the process's memory at that point plus the largest of its
+phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches
+shrink, the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with
+what it would need. While it runs, the peak that the operating system recorded is checked against the limit, and the
+run stops, resumable, before it goes on past it. The arrangement changes no result beyond the order of floating-point
+sums: in the model's own batched products, and in the statistics of experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from compress import plugins
+from compress.errors import BudgetError
+from compress.lowrank import correct as lowrank
+from compress.model.skeleton import Skeleton
+from compress.quant import incoherence, target_correction
+from compress.tune import low_rank
+from compress.types import LayerPlan, LinearSpec, Plan
+
+GIB = 1 << 30
+BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
+SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
+MEASURING = 16  # bytes a weight that the errors in the report take
+TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
+SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
+EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
+SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
+KEPT = 128 << 20  # bytes that a process has come to hold when the blocks are done: compiled functions, a tokenizer
+SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
+MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
+MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
+_former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a run is fitted into memory."""
+
+    batch: int  # samples in a forward pass
+    spill: bool  # hidden states in a file instead of in memory
+    passes: int  # most calibration passes over one block
+    statistics_nbytes: int  # what the statistics of one pass may take
+    peak_nbytes: int  # predicted peak of the process
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "8GiB", "1.5 GB", "800MiB" or a plain number; raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
+        raise ValueError(f"{text!r} is not a size such as 8GiB or 1.5GB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def show(nbytes: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def resident() -> int:
+    """Memory of this process that is resident now, in bytes."""
+    return _status("VmRSS") or _highest()
+
+
+def peak() -> int:
+    """Largest resident memory of this process since `reset_peak` that is known, in bytes.
+
+    Where the system did not reset its counter and this is still at the former peak, it is what is resident now.
+    """
+    found = measured_peak()
+    return _status("VmRSS") if found is None else found
+
+
+def measured_peak() -> int | None:
+    """The largest resident memory since `reset_peak` in bytes; None where the system has only an earlier one."""
+    highest = _highest()
+    return highest if highest > _former["peak"] else None
+
+
+def reset_peak() -> None:
+    """Start a new measurement of `peak`; where the kernel refuses, the peak so far is no longer taken for one."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        _former["peak"] = _highest()
+    else:
+        _former["peak"] = 0
+
+
+def _highest() -> int:
+    """The largest resident memory that the system has counted, in bytes."""
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available() -> int:
+    """Memory that the system, or the container this runs in, can still give, in bytes."""
+    free = _proc("/proc/meminfo", "MemAvailable") or 1 << 40
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
+
+
+def return_freed_memory() -> None:
+    """Make the C library hand freed tensors back to the system instead of keeping them for later."""
+    try:
+        ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError):
+        return
+
+
+def trim() -> None:
+    """Hand memory that was freed in small pieces back to the system."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def check(limit: int | None) -> None:
+    """Raise BudgetError if the peak so far is over the limit."""
+    if limit is not None and (used := peak()) > limit:
+        raise BudgetError(
+            f"the run used {show(used)}, more than --max-memory {show(limit)}; blocks that were finished are kept: run "
+            "the same command with a larger limit"
+        )
+
+
+class Extras(NamedTuple):
+    """What a recipe asks for that takes memory of its own."""
+
+    paired: bool = False  # the stream of the full-precision model beside the quantized one
+    searched: bool = False  # transforms of blocks, which try changes on copies of weights and inputs
+    weighted: bool = False  # token importance
+    others: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
+    every: bool = False  # statistics of all inputs, whether a method needs them or not
+    cached: int = 0  # bytes of the keys, values and queries that a cache is calibrated on
+
+
+NO_EXTRAS = Extras()
+
+
+def arrange(
+    plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, extras: Extras = NO_EXTRAS
+) -> Arrangement:
+    """The fastest arrangement whose predicted peak is within the limit (without one: 80% of the available memory).
+
+    samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
+    """
+    needs = _Needs(plan, skeleton, samples, seq_len, extras)
+    allowed = limit if limit is not None else resident() + int(0.8 * available())
+    best: Arrangement | None = None
+    for candidate in _candidates(needs):
+        if candidate.peak_nbytes <= allowed:
+            return candidate
+        if best is None or candidate.peak_nbytes < best.peak_nbytes:
+            best = candidate
+    assert best is not None
+    raise BudgetError(
+        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({show(needs.base)} of it for the program "
+        f"itself), more than {'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
+        "raise it, or use fewer or shorter calibration samples"
+    )
+
+
+def check_prediction(arrangement: Arrangement, limit: int | None) -> None:
+    """Raise BudgetError if an arrangement, that of a run to be resumed, was made for more than the limit."""
+    if limit is not None and arrangement.peak_nbytes > limit:
+        raise BudgetError(
+            f"the unfinished run was arranged for {show(arrangement.peak_nbytes)}, more than --max-memory "
+            f"{show(limit)}; give at least that to resume it, or --restart to start over"
+        )
+
+
+def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
+    """Input keys (with their statistics' bytes) in passes of at most `allowed` bytes, in order; at least one a pass."""
+    passes: list[list[str]] = []
+    used = 0
+    for key, nbytes in keys.items():
+        if not passes or used + nbytes > allowed:
+            passes.append([])
+            used = 0
+        passes[-1].append(key)
+        used += nbytes
+    return passes
+
+
+def readers(layers: Sequence[LayerPlan], every: bool = False) -> dict[str, list[LayerPlan]]:
+    """Input key -> the layers whose method needs statistics of it, or all."""
+    methods = {layer.scheme.method for layer in layers if layer.scheme.config is not None}
+    needing = {method for method in methods if plugins.load("quant", method).NEEDS}
+    found: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        if every or layer.scheme.method in needing or lowrank.needs_statistics(layer.scheme.lowrank):
+            found.setdefault(layer.spec.input_key, []).append(layer)
+    return found
+
+
+def needs_gradients(layer: LayerPlan) -> bool:
+    """Whether the gradients of the model's loss tell what an error of this linear matters."""
+    return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
+
+
+def needs_text(layer: LayerPlan) -> bool:
+    """Whether a low-rank part needs calibration text beside statistics of its inputs."""
+    part = layer.scheme.lowrank
+    return needs_gradients(layer) or (part is not None and bool(part.train or part.train_blocks))
+
+
+def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
+    """Input key -> bytes of its Hessian, and of its drift if `paired`, where a method needs one (or all: `every`)."""
+    inputs = {key: users[0].spec for key, users in readers(layers, every).items()}
+    return {key: 4 * spec.shape[1] ** 2 * (2 if paired and not spec.is_expert else 1) for key, spec in inputs.items()}
+
+
+class _Needs:
+    """Bytes of the parts that a run holds at a time."""
+
+    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
+        paired = extras.paired
+        self.base = resident()
+        self.samples, self.seq_len = samples, seq_len
+        self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
+        for layer in plan.layers:
+            self.by_block[layer.spec.block].append(layer)
+        self.extras = extras
+        self.editing = EDITING if skeleton.edits is not None else 0
+        self.item = item = skeleton.dtype.itemsize
+        self.weights = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
+        self.expert_weights = [
+            sum(layer.spec.numel for layer in layers if layer.spec.is_expert) * item for layers in self.by_block
+        ]
+        blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
+        rest = {id(p): p.numel() * item for p in skeleton.model.parameters() if id(p) not in blocks}
+        self.rest = sum(rest.values())
+        self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
+        self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
+        self.work = [_workspace(layers, paired) for layers in self.by_block]
+        self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
+        self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
+        self.sizes = [statistics(layers, paired, extras.every) for layers in self.by_block]
+        for other in extras.others:
+            for layer in other.layers:
+                self.packed[layer.spec.block] += layer.nbytes
+                self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
+        self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
+        self.training = self._training(plan, skeleton)
+        self.caching = KEPT + max(self.weights) + SAMPLED * extras.cached if extras.cached else 0
+        self.gradients = [_gradients(layers, item) for layers in self.by_block]
+        self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
+        if (
+            paired
+        ):  # inputs of the full-precision stream that wait for the other's; both and their difference in float32
+            self.token = [t + item * _paired_columns(x) for t, x in zip(self.token, self.by_block, strict=True)]
+            self.widest = [3 * columns for columns in self.widest]
+
+    def _training(self, plan: Plan, skeleton: Skeleton) -> int:
+        """Of low-rank parts against the whole model, 0 if none are."""
+        if not (trained := _trained(plan.layers, "train")):
+            return 0
+        linears, parameters = sum(x.spec.numel for x in plan.layers), (self.rest + sum(self.weights)) // self.item
+        vocabulary = skeleton.config.get_text_config().vocab_size
+        sizes = low_rank.Sizes(
+            parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
+        )
+        return KEPT + low_rank.whole_workspace(sizes, self.seq_len)
+
+    def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
+        """Beside the program and the resident stream."""
+        sizes = self.sizes[index]
+        held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
+        forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * self.widest[index]
+        if self.extras.searched:  # weights rounded in float32, their kept inputs and outputs; the batch beside them
+            kept = min(SEARCHED, self.samples * self.seq_len) * self.token[index] * 4 // self.item
+            forward += kept + 3 * self.weights[index] * 4 // self.item
+        if self.extras.weighted:  # scores of some rows, queries and keys in float32, and weighted inputs
+            forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
+        loading = self.expert_weights[index]
+        quantizing = held + self.work[index] + self.packed[index]
+        training = differentiating = 0
+        if trained := self.trained[index]:
+            states = batch * self.seq_len * self.token[index]
+            training = KEPT + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
+        if gradients := self.gradients[index]:
+            differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
+        return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
+
+    def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
+        totals = [sum(sizes.values()) for sizes in self.sizes]
+        allowed = math.ceil(max(totals, default=0) / passes)
+        stream = 0 if spill else self.stream
+        blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
+        first = self.rest + batch * self.seq_len * 12 * self.hidden
+        total = (
+            self.base
+            + SLACK
+            + max(
+                TOKENIZING if self.samples else 0,
+                int(MARGIN * max(stream + max(blocks, first) + self.editing, self.training, self.caching)),
+            )
+        )
+        most = max(len(split(sizes, allowed)) for sizes in self.sizes)
+        return Arrangement(batch, spill, most, allowed, total)
+
+
+def _candidates(needs: _Needs) -> Iterator[Arrangement]:
+    """Fastest first: everything in memory, then the stream on disk, then smaller batches, then more passes."""
+    largest = max(1, min(needs.samples, BATCH_TOKENS // max(1, needs.seq_len)))
+    batches = [max(1, largest >> k) for k in range(largest.bit_length())]
+    for passes in (1, 2, 4, 8, 16, 64, 256):
+        for spill in (False, True) if needs.samples else (False,):
+            for batch in batches:
+                yield needs.arrangement(batch, spill, passes)
+
+
+def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
+    """Bytes of activations that one token keeps alive in a block, an upper bound: all inputs and outputs of linears."""
+    dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
+    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
+    return (dense + 3 * expert) * item
+
+
+def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
+    """Parameters of low-rank parts for which the recipe asks for such steps of training."""
+    asked = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
+    return sum(layer.lowrank.rank * sum(layer.spec.shape) for layer in asked if layer.lowrank is not None)
+
+
+def _gradients(layers: Sequence[LayerPlan], item: int) -> int:
+    """Bytes of the gradients of a block's linears, their sums and squares; 0 if nobody asks for them."""
+    wanted = any(needs_gradients(layer) for layer in layers)
+    return sum((8 + item) * layer.spec.numel for layer in layers) if wanted else 0
+
+
+def _paired_columns(layers: Sequence[LayerPlan]) -> int:
+    """Columns of all shared inputs of a block whose drift is taken."""
+    shared = [users[0].spec for users in readers(layers).values()]
+    return sum(spec.shape[1] for spec in shared if not spec.is_expert)
+
+
+def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
+    """Bytes that the most demanding linear needs beside its weight and statistics, to be quantized or measured."""
+    distinct = {(x.scheme, x.spec.shape, x.spec.is_expert): x for x in layers}
+    needs = []
+    for layer in distinct.values():
+        needs.append(_layer_workspace(layer))
+        if paired and not layer.spec.is_expert:
+            needs[-1] += target_correction.target_workspace(layer.spec)
+            needs.append(target_correction.solve_workspace(layer.spec.shape[1]))
+    return max(needs, default=0)
+
+
+def _layer_workspace(layer: LayerPlan) -> int:
+    need = MEASURING * layer.spec.numel
+    if layer.scheme.config is None:
+        return need
+    method = plugins.load("quant", layer.scheme.method)
+    need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
+    if layer.scheme.lowrank is not None:
+        need += lowrank.workspace(layer.spec.shape)
+    has_statistics = bool(method.NEEDS) or lowrank.needs_statistics(layer.scheme.lowrank)
+    return need + incoherence.workspace(layer, has_statistics)
+
+
+def _status(field: str) -> int:
+    return _proc("/proc/self/status", field)
+
+
+def _proc(path: str, field: str) -> int:
+    """A "Field:   123 kB" line of a proc file in bytes; 0 where there is none."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0

@@ -1,0 +1,172 @@
+"""From a recipe and a skeleton to a plan: what happens to every linear, and its exact bytes. No weight is read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import ModuleType
+
+from compress import formats, plugins
+from compress.errors import RecipeError
+from compress.formats import dense, transforms
+from compress.formats import lowrank as lowrank_format
+from compress.model.skeleton import Skeleton
+from compress.quant import incoherence
+from compress.recipe import Recipe
+from compress.recipe.schema import KEEP
+from compress.runtime import activation_quant
+from compress.storage.checkpoint import StoredTensor
+from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
+
+    pattern: str  # model.layers.*.self_attn.q_proj
+    count: int
+    shape: tuple[int, int]
+    method: str
+    format: str
+    bpw: float
+    nbytes: int  # of all members
+
+
+def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
+    """Apply the recipe's rules to every linear of the decoder blocks; without `pack` all weights stay as they are.
+
+    Raises RecipeError if no linear is left to quantize or a pattern matches nothing.
+    """
+    specs, kept = skeleton.linears()
+    schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
+    _check_patterns(recipe, skeleton, specs, kept)
+    decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    if not pack:
+        return Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
+    names = {scheme.method for scheme in schemes.values() if scheme is not None}
+    methods = {name: plugins.load("quant", name) for name in names}
+    layers: list[LayerPlan] = []
+    packed_experts = {_owner(spec) for spec in specs if spec.is_expert and schemes[spec.name] is not None}
+    for spec in specs:
+        scheme = schemes[spec.name]
+        if scheme is not None:
+            around = skeleton.edits.online.get(spec.name, NO_OPS) if skeleton.edits is not None else NO_OPS
+            layers.append(_layer(spec, scheme, methods[scheme.method], around))
+        elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
+            layers.append(_dense(spec))
+        else:
+            kept[spec.name] = "kept by the recipe"
+    if all(layer.format == "dense" for layer in layers):
+        raise RecipeError(f"recipe {recipe.name!r} leaves no linear to quantize; look at its rules and ignore")
+    replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
+    kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
+    return Plan(tuple(layers), kept, kept_nbytes, decided)
+
+
+def groups(plan: Plan) -> list[Group]:
+    """The plan's layers, gathered."""
+    found: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
+    for layer in plan.layers:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
+        key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
+        found[key] = found.get(key, 0) + 1
+    return [
+        Group(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
+        for (pattern, shape, method, text, nbytes), count in found.items()
+    ]
+
+
+def describe(layer: LayerPlan) -> str:
+    """The format and its main numbers in a few words, from the parameters that config.json stores."""
+    shown = [
+        f"{key}={value}"
+        for key, value in vars(layer.params).items()
+        if key not in ("tile_words", "scale_dtype") and value is not None
+    ]
+    inputs = activation_quant.describe(layer.activations) if layer.activations is not None else ""
+    beside = lowrank_format.describe(layer.lowrank) if layer.lowrank is not None else ""
+    return " ".join(filter(None, [layer.format, *shown, transforms.describe(layer.ops), inputs, beside]))
+
+
+def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
+    """All tensors of the checkpoint to be written that come from the source, by their names on disk."""
+    return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
+
+
+def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) -> LayerPlan:
+    """`online`: what a transform leaves to run time; a basis of the method's own takes its place."""
+    around = incoherence.OPS if scheme.incoherence else online
+    lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
+    if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
+        raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
+    try:
+        params = method.plan_params(scheme.config, spec.shape)
+        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around, scheme.activations, lowrank)
+    except ValueError as error:  # a setting that cannot be for this shape
+        shape = f"{spec.shape[0]} x {spec.shape[1]}"
+        raise RecipeError(
+            f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
+        ) from error
+    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around, scheme.activations, lowrank)
+
+
+def _dense(spec: LinearSpec) -> LayerPlan:
+    params = dense.Params(str(spec.dtype).removeprefix("torch."))
+    return LayerPlan(spec, Scheme(KEEP, None), "dense", params, formats.nbytes("dense", params, spec.shape))
+
+
+def _owner(spec: LinearSpec) -> str:
+    """The experts module that an expert's linear belongs to."""
+    return spec.name.rsplit(".", 2)[0]
+
+
+def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec], kept: Iterable[str]) -> None:
+    """Raise RecipeError for a pattern that finds nothing: it is a typo, and what it was for would go unnoticed.
+
+    Each pattern of a rule must match a linear; of `match_any`, which lists the names that several architectures have
+    for the same thing, one. Each of `ignore` must match a linear, or any other module, parameter or stored tensor: what
+    is no target, such as lm_head, may be named.
+    """
+    linears = [spec.name for spec in specs]
+    known = set(linears)
+    for rule in recipe.rules:
+        missed = [pattern for pattern in rule.match if not _is_found(pattern, known)]
+        if missed and not (rule.alternatives and len(missed) < len(rule.match)):
+            raise RecipeError(
+                f"rule {missed[0]!r} matches no linear of the decoder blocks; names look like {linears[0]!r}"
+                + _closest(missed[0], linears)
+            )
+    if not recipe.ignore:
+        return
+    model = skeleton.model
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    known |= {*kept, *modules, *parameters, *_stored(skeleton)}
+    for pattern in recipe.ignore:
+        if not _is_found(pattern, known):
+            raise RecipeError(
+                f"ignore: {pattern!r} matches nothing in the model; linears look like {linears[0]!r}"
+                + _closest(pattern, [*linears, *modules])
+            )
+
+
+def _is_found(pattern: str, names: Collection[str]) -> bool:
+    """Whether a pattern matches one of the names."""
+    return pattern in names or (any(s in pattern for s in "*?[") and any(fnmatchcase(name, pattern) for name in names))
+
+
+def _closest(pattern: str, names: Iterable[str]) -> str:
+    """The end of a sentence with the names whose last parts are most like those of a pattern, "" without any.
+
+    Of names that differ only in their numbers the first stands for all.
+    """
+    wanted = pattern.lstrip("*").lstrip(".").lower()
+    parts = wanted.count(".") + 1
+    ends: dict[str, str] = {}
+    for name in names:
+        ends.setdefault(".".join(re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name).split(".")[-parts:]).lower(), name)
+    close = [ends[end] for end in difflib.get_close_matches(wanted, ends, n=3, cutoff=0.5)]
+    return f"; the closest are {', '.join(map(repr, close))}" if close else ""

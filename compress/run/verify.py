@@ -1,0 +1,110 @@
+"""Checks that what was written is what was computed, and that it loads.
+
+During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded
+weights in plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger
+would: a fresh module tree with packed linears is filled from the files block by block, and the same probe must give
+the same hashes, bit for bit. Where low-rank parts are trained after that, new hashes are taken before they are written,
+of the checked files with the trained parts in memory. `verify` repeats on any finished checkpoint what does not need
+the original: file hashes, names, shapes and types against the configuration, and that every block decodes to finite
+outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+from compress.model import blockwise
+from compress.model.skeleton import Skeleton
+from compress.progress import Progress, silent
+from compress.runtime.experts import Experts
+from compress.runtime.linear import PackedLinear
+from compress.storage.checkpoint import open_checkpoint, read_json, sha256
+
+MANIFEST = "compress_manifest.json"
+PROBE_TOKENS = 64
+
+
+class Probe:
+    """A few fixed tokens on their way through the model."""
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self.skeleton, self.device = skeleton, device
+        config = skeleton.config.get_text_config()
+        length = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
+        tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
+        self.stream = blockwise.Stream(1, None)
+        self.calls = blockwise.record(skeleton, tokens[None], 1, self.stream, device)
+
+    def advance(self, index: int, block: nn.Module) -> str:
+        """Pass through one block; returns the sha256 of its output."""
+        name = self.skeleton.block_prefix(index).rstrip(".")
+        out = blockwise.run_block(block, self.calls[index][1], self.stream.read(0, 1).to(self.device), name)
+        self.stream.write(0, out)
+        return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> str:
+    """Reload a checkpoint just written and compare every block with what was computed; else CheckpointError.
+
+    Returns the outcome, for the report.
+    """
+    for index, found in enumerate(replay(directory, device, progress)):
+        if found != expected[index]:
+            raise CheckpointError(
+                f"self-check failed: block {index} read back from {directory} gives another result than the one "
+                "computed; run again with --restart, and report this if it happens twice"
+            )
+    return "passed"
+
+
+def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
+    """Check a finished checkpoint; returns counts. Raises CheckpointError at the first thing that is wrong."""
+    if not (directory / MANIFEST).is_file():
+        raise CheckpointError(f"{directory} has no {MANIFEST}; only checkpoints that compress wrote can be verified")
+    files = read_json(directory / MANIFEST).get("files")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{directory / MANIFEST} lists no files; download or write the checkpoint again")
+    for number, (name, expected) in enumerate(files.items()):
+        progress("hashing files", number, len(files))
+        path = directory / name
+        if Path(name).name != name or not path.is_file():
+            raise CheckpointError(f"{path} is missing; download or write the checkpoint again")
+        if sha256(path) != expected:
+            raise CheckpointError(f"{path} is not the file that was written; download or write the checkpoint again")
+    blocks = replay(directory, torch.device("cpu"), progress)
+    stored = open_checkpoint(directory)
+    return {"files": len(files), "tensors": len(stored.tensors), "nbytes": stored.nbytes, "blocks": len(blocks)}
+
+
+def replay(
+    directory: Path, device: torch.device, progress: Progress, changed: Mapping[str, Tensor] | None = None
+) -> list[str]:
+    """Fill a fresh module tree from disk, block by block, and run the probe; one hash for each block.
+
+    changed: stored tensors of packed linears, by name, that take the place of those on disk.
+    """
+    changed = changed or {}
+    skeleton = Skeleton(open_checkpoint(directory))
+    skeleton.check_tensors()
+    probe = Probe(skeleton, device)
+    hashes = []
+    for index in range(len(skeleton.blocks)):
+        progress("checking what was written", index, len(skeleton.blocks))
+        block = skeleton.load_block(index, device)
+        for name, module in list(block.named_modules()):
+            if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
+                for key in module.specs:
+                    if (other := changed.get(f"{skeleton.block_prefix(index)}{name}.{key}")) is not None:
+                        setattr(module, key, nn.Parameter(other.to(device), requires_grad=False))
+                block.set_submodule(name, module.to_linear(skeleton.dtype))
+            if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
+                module.pruning = None
+        hashes.append(probe.advance(index, block))
+        skeleton.free()
+    return hashes

@@ -1,0 +1,155 @@
+"""The cache of a checkpoint: settings in config.json, calibrated tensors in a file of their own.
+
+    "quantization_config": {..., "kv_cache": {
+        "version": 1,
+        "method": "kivi", "keys": {...}, "values": {...},       every setting, so that later defaults change nothing
+        "layers": {"0": {"keys": {...}, "values": {...}}},      layers that differ
+        "exact_prefill": true, "other_layers": "error",
+        "static": {"file": "kv_cache.safetensors", "sha256": "..."}     only where a codec is calibrated
+    }}
+
+The file's hash is in the configuration: a file of another model, of another run, cut short or damaged is refused when
+the model is loaded, and never read as numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.utils import cached_file
+
+from compress.errors import CheckpointError
+from compress.kv import generation
+from compress.kv.settings import KINDS, Settings, resolve
+from compress.recipe import kv
+from compress.storage.checkpoint import read_header, sha256, write_shard
+
+FILE = "kv_cache.safetensors"
+VERSION = 1  # of the layout described above
+SNAPSHOTS = "snapshots"  # folder of the hub's cache that holds the files of commits
+
+
+def layer_types(config: Any) -> list[str]:
+    """Of the decoder's layers, as caches count them."""
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+
+
+def layer_count(config: Any) -> int:
+    return len(layer_types(config))
+
+
+def resolved(settings: Settings) -> dict[str, Any]:
+    """Settings as config.json stores them: the most common layer, and the others."""
+    layers = [{kind: kv.side(coding[kind]) for kind in KINDS} for coding in settings.layers]
+    counts = Counter(map(repr, layers))
+    common = max(layers, key=lambda layer: counts[repr(layer)])  # the first of the most common
+    return {
+        "version": VERSION,
+        "method": common["keys"]["method"],
+        **common,
+        "layers": {str(index): layer for index, layer in enumerate(layers) if layer != common},
+        "exact_prefill": settings.exact_prefill,
+        "other_layers": settings.other_layers,
+    }
+
+
+def write(directory: Path, settings: Settings, static: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The section for config.json; calibrated tensors go to their file."""
+    section = resolved(settings)
+    if static:
+        section["static"] = {"file": FILE, "sha256": write_shard(directory / FILE, static)}
+    return section
+
+
+def table(section: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The section as compress/kv/settings.py takes it, checked for a model of so many layers."""
+    if not isinstance(section, Mapping):
+        raise CheckpointError("quantization_config: kv_cache is not a table; write the checkpoint again")
+    if section.get("version") != VERSION:
+        raise CheckpointError(
+            f"quantization_config: kv_cache has version {section.get('version')!r}, this compress reads {VERSION}; "
+            "upgrade compress"
+        )
+    found = {key: value for key, value in section.items() if key not in ("version", "static")}
+    resolve(found, layers)
+    return found
+
+
+def read_static(section: Mapping[str, Any], directory: Path, layers: int) -> dict[str, Tensor]:
+    """The calibrated tensors of a checkpoint; CheckpointError unless they are what was written with it."""
+    said = section.get("static")
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping) or said.get("file") != FILE or not isinstance(said.get("sha256"), str):
+        raise CheckpointError(f"quantization_config: kv_cache.static names no {FILE} and its hash; download it again")
+    path = directory / FILE
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, which kv_cache needs; download or write the checkpoint again")
+    if sha256(path) != said["sha256"]:
+        raise CheckpointError(
+            f"{path} is not the file that was written with this checkpoint (of another model, cut short or damaged); "
+            "download or write the checkpoint again"
+        )
+    static = {name: stored.read() for name, stored in read_header(path).items()}
+    _check_layers(static, layers, path)
+    return static
+
+
+def use(model: Any, section: Mapping[str, Any], directory: Path | None) -> None:
+    """Let `generate` of a loaded model use the cache of its checkpoint."""
+    if not hasattr(model, "_prepare_cache_for_generation"):
+        return  # a bare body
+    layers = layer_count(model.config)
+    recipe = table(section, layers)
+    where = directory or Path(model.name_or_path)
+    if section.get("static") is not None and not (where / FILE).is_file():
+        where = _fetched(model, where) or where
+    static = read_static(section, where, layers)
+    generation.attach(model, recipe, static)
+    if static:
+        model.save_pretrained = MethodType(partial(_save, static), model)
+
+
+def _fetched(model: Any, directory: Path) -> Path | None:
+    """The folder of the file in the hub's cache, into which from_pretrained fetches nothing but weights.
+
+    directory: where these are, <cache>/<repository>/snapshots/<commit>/<folder>, so that the file comes from the same
+    cache, commit and folder; without such, from the default cache and the commit of the configuration.
+    """
+    given: dict[str, Any] = {"revision": getattr(model.config, "_commit_hash", None)}
+    parts = directory.parts
+    if SNAPSHOTS in parts[2:-1]:
+        at = max(i for i, part in enumerate(parts[:-1]) if part == SNAPSHOTS)
+        folder = "/".join(parts[at + 2 :])
+        given = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
+    path = cached_file(
+        model.name_or_path,
+        FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **given,
+    )
+    return None if path is None else Path(path).parent
+
+
+def _save(static: Mapping[str, Tensor], model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of the class's save_pretrained: with the calibrated tensors that the configuration speaks of."""
+    saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    write_shard(Path(save_directory) / FILE, static)
+    return saved
+
+
+def _check_layers(static: Mapping[str, Tensor], layers: int, path: Path) -> None:
+    for name in static:
+        parts = name.split(".")
+        if len(parts) < 4 or parts[0] != "layers" or parts[2] not in KINDS or not parts[1].isdigit():
+            raise CheckpointError(f"{path} holds {name!r}, which is no tensor of a cache; write the checkpoint again")
+        if int(parts[1]) >= layers:
+            raise CheckpointError(f"{path} is of a model with more than {layers} layers; write the checkpoint again")

@@ -1,0 +1,273 @@
+"""The output directory: one run at a time, resumable, in place only when complete.
+
+A run into OUT works in the sibling OUT.partial:
+
+    OUT.partial/lock        held (flock) while a run lives; made first, removed last
+    OUT.partial/run.json    what the run is: model, recipe, calibration, versions; how it was arranged
+    OUT.partial/blocks/     one file for each finished block, written after its shard, and for each finished stage: what
+                            was done to all blocks together
+    OUT.partial/model/      the checkpoint in the making; renamed to OUT last
+    OUT.partial/calibration text that the model wrote to be calibrated on; kept for the next run
+    OUT.partial/rotation    the rotation that was searched or learned
+    OUT.partial/stream      hidden states that do not fit into memory; OUT.partial/gradients and cache-states likewise
+    OUT.partial/old         the former OUT, while the new one takes its place
+
+Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
+refused. Nothing but these names is ever removed, and OUT itself only if --overwrite was given and it is a checkpoint
+of ours, or empty.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from compress.errors import CheckpointError, OutputError
+from compress.run import memory_plan
+from compress.run.verify import MANIFEST
+from compress.storage.checkpoint import read_json, sync_directory, write_text
+
+SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
+NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
+NAMES |= {"rotation", "rotation.part", "gradients", "cache-states"}
+
+
+class Output:
+    """The working directory of one run; use as a context manager, which holds the lock."""
+
+    def __init__(self, out: Path, overwrite: bool = False, restart: bool = False) -> None:
+        self.out, self.overwrite, self.restart = out, overwrite, restart
+        self.work = out.with_name(out.name + ".partial")
+        self.model, self.blocks, self.old = self.work / "model", self.work / "blocks", self.work / "old"
+        self.run, self.calibration = self.work / "run.json", self.work / "calibration"
+        self._lock: ExitStack | None = None  # closes it
+
+    def __enter__(self) -> Output:
+        """Raises OutputError if OUT must not be replaced, OUT.partial is not ours, or another run lives."""
+        if self.out.name in ("", ".."):
+            raise OutputError(f"{self.out} cannot be an output directory; give --out a new name")
+        with writing(self.work):
+            self._take_lock()
+        try:
+            with writing(self.work):
+                self._settle()
+                self._check_out()
+                if self.restart:
+                    self._remove(self.calibration)
+                if self.restart or not self._resumable():
+                    self._forget()
+                self.blocks.mkdir(exist_ok=True)
+                self.model.mkdir(exist_ok=True)
+                for part in [*self.model.glob("*.part"), *self.blocks.glob("*.part")]:
+                    part.unlink()  # what a killed run was writing
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def begin(self, identity: dict[str, Any], arrangement: dict[str, Any]) -> dict[str, Any]:
+        """Start or resume: returns the arrangement to use, which is the first run's.
+
+        identity: JSON values that must not change between a run and its resumption. Raises OutputError naming those
+        that did.
+        """
+        if not self.run.exists():
+            with writing(self.work):
+                write_text(self.run, json.dumps({"identity": identity, "arrangement": arrangement}, indent=1))
+            return arrangement
+        try:
+            stored = read_json(self.run)
+            known, first = dict(stored["identity"]), dict(stored["arrangement"])
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            raise OutputError(f"{self.run} is damaged; give --restart to start over") from error
+        changed = sorted(k for k in {*known, *identity} if known.get(k) != identity.get(k))
+        if changed:
+            raise OutputError(
+                f"{self.work} holds an unfinished run with another {', '.join(changed)}; give --restart to start over, "
+                "or the former settings to resume"
+            )
+        return first
+
+    def finished_blocks(self) -> list[dict[str, Any]]:
+        """Records of the blocks that are done, from block 0 on without a gap."""
+        found: list[dict[str, Any]] = []
+        while (path := self._block(len(found))).is_file():
+            try:
+                found.append(read_json(path))
+            except CheckpointError as error:
+                raise OutputError(f"{path} is damaged; use --restart to start over") from error
+        return found
+
+    def finish_block(self, index: int, record: dict[str, Any]) -> None:
+        """Record that a block's shard is complete on disk."""
+        with writing(self.work):
+            write_text(self._block(index), json.dumps(record))
+
+    def finished_stage(self, name: str) -> dict[str, Any] | None:
+        """The record of a stage, None where it is not done."""
+        path = self.blocks / f"{name}.json"
+        if not path.is_file():
+            return None
+        try:
+            return read_json(path)
+        except CheckpointError as error:
+            raise OutputError(f"{path} is damaged; use --restart to start over") from error
+
+    def finish_stage(self, name: str, record: dict[str, Any]) -> None:
+        """Record that a stage is done; `name` is letters, so that `forget_from` takes it for later than any block."""
+        with writing(self.work):
+            write_text(self.blocks / f"{name}.json", json.dumps(record))
+
+    def forget_from(self, index: int) -> None:
+        """Drop the records of all stages and of the blocks from `index` on, which are then computed again."""
+        with writing(self.work):
+            for path in sorted(self.blocks.glob("*.json"), reverse=True):  # the last first: never a gap
+                if path >= self._block(index):
+                    path.unlink()
+            if self.blocks.exists():
+                sync_directory(self.blocks)
+
+    def written(self) -> int:
+        """Bytes that an interrupted run has left."""
+        return sum(path.stat().st_size for path in self.model.iterdir())
+
+    def publish(self) -> None:
+        """Put the finished model in place; the only moment at which OUT changes.
+
+        Raises OutputError if OUT has appeared since the start; the finished work stays for the next run.
+        """
+        with writing(self.out):
+            self._check_out()
+            try:
+                if os.path.lexists(self.out):
+                    os.rename(self.out, self.old)
+                os.rename(self.model, self.out)
+                sync_directory(self.work)
+                sync_directory(self.out.parent)
+                self._remove(self.calibration)
+            finally:
+                self._settle()
+
+    def _block(self, index: int) -> Path:
+        return self.blocks / f"{index:05d}.json"
+
+    def _resumable(self) -> bool:
+        """Whether there is work to go on with; a run that has published has no model left."""
+        begun = self._block(0).is_file() or (self.work / "rotation").is_file()
+        return begun and self.run.is_file() and self.model.is_dir()
+
+    def _take_lock(self) -> None:
+        for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
+            self.work.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError), ExitStack() as opened:
+                self._check_work()
+                lock = opened.enter_context((self.work / "lock").open("ab"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break
+                if os.path.samestat(os.fstat(lock.fileno()), (self.work / "lock").stat()):
+                    self._lock = opened.pop_all()
+                    return
+        raise OutputError(f"another run is writing {self.out}; wait for it, or give another --out")
+
+    def _check_work(self) -> None:
+        """Refuse a directory that has the name of ours by chance."""
+        names = set(os.listdir(self.work))
+        if names and self.run.name not in names and not ("lock" in names and names <= NAMES):
+            raise OutputError(f"{self.work} holds files that are not ours; move them away, or give another --out")
+
+    def _check_out(self) -> None:
+        """Refuse to replace what must stay."""
+        if not os.path.lexists(self.out):
+            return
+        if not self.overwrite:
+            raise OutputError(f"{self.out} exists already; give another --out, or --overwrite to replace it")
+        if not self.out.is_dir() or (os.listdir(self.out) and not (self.out / MANIFEST).is_file()):
+            raise OutputError(
+                f"{self.out} is not a checkpoint that compress wrote; delete it yourself or give another --out"
+            )
+
+    def _settle(self) -> None:
+        """Put the former output back if the new one has not taken its place (the model is still here), else drop it."""
+        if self.model.exists() and os.path.lexists(self.old) and not os.path.lexists(self.out):
+            os.rename(self.old, self.out)
+        elif self.old.is_symlink():
+            self.old.unlink()
+        elif self.old.exists():
+            shutil.rmtree(self.old)
+
+    def _forget(self) -> None:
+        """Start over; records go first and the identity last, so that no run takes them for its own."""
+        self.forget_from(0)
+        for directory in (self.blocks, self.model):
+            self._remove(directory)
+        for name in ("stream", "gradients", "cache-states", "rotation", "rotation.part", "run.json.part", "run.json"):
+            (self.work / name).unlink(missing_ok=True)
+
+    def _remove(self, directory: Path) -> None:
+        if directory.exists():
+            shutil.rmtree(directory)
+
+    def _leave(self) -> None:
+        """Remove what is not worth resuming, then let the lock go; what cannot be removed is left to the next run."""
+        if self._lock is None:
+            return
+        with self._lock:
+            self._lock = None
+            if not self._resumable() and not any(self.calibration.glob("*.json")):
+                with suppress(OSError, OutputError):
+                    self._settle()
+                    self._forget()
+                    self._remove(self.calibration)
+                    (self.work / "lock").unlink()
+                    self.work.rmdir()
+
+
+def check_space(directory: Path, nbytes: int) -> None:
+    """Raise OutputError if the disk of `directory` (or its nearest existing parent) has less than nbytes free."""
+    while not directory.exists():
+        directory = directory.parent
+    free = shutil.disk_usage(directory).free
+    if free < nbytes + SPARE:
+        raise OutputError(
+            f"the disk of {directory} has {memory_plan.show(free)} free, the run needs "
+            f"{memory_plan.show(nbytes + SPARE)}; free some space or give another --out"
+        )
+
+
+@contextmanager
+def writing(path: Path, option: str = "--out") -> Iterator[None]:
+    """Turn the system's refusals to write into one clear line; `option`: what the path can be changed by."""
+    reasons = {
+        errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
+        errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",
+        errno.EROFS: f"the file system is read-only; give another {option}",
+        errno.EACCES: f"permission denied; give another {option}",
+        errno.EPERM: f"permission denied; give another {option}",
+        errno.EEXIST: f"a file of this name is in the way; give another {option}",
+        errno.ENOTEMPTY: "something has appeared there; move it away and run the same command to go on",
+        errno.EBUSY: f"it is a mount point or in use; give another {option}",
+        errno.ENOTDIR: f"a part of the path is a file; give another {option}",
+        errno.ENAMETOOLONG: f"the name is too long; give another {option}",
+    }
+    try:
+        yield
+    except OSError as error:
+        reason = reasons.get(error.errno or 0)
+        if reason is None:
+            raise
+        raise OutputError(f"cannot write {path}: {reason}") from error
