@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import pico
 import problems
-from compress import recipe
+from compress import process_memory, recipe
 from compress.calib.stats import HessianSum
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
@@ -368,7 +368,7 @@ def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
-    monkeypatch.setattr(memory_plan, "resident", lambda: 0)
+    monkeypatch.setattr(process_memory, "resident", lambda: 0)
     skeleton = Skeleton(open_checkpoint(deep))
     plan = make(GPTQ.load(), skeleton)
     extras = (memory_plan.Extras(paired=paired) for paired in (False, True))
@@ -392,9 +392,9 @@ def test_a_limit_is_kept(deep: Path, tmp_path: Path) -> None:
 def test_solving_takes_no_more_than_said(columns: int) -> None:
     stats = Stats(torch.eye(columns), 10 * columns, 0.01 * problems.random(columns, columns))
     correction(Stats(torch.eye(50), 500, torch.zeros(50, 50)), 1.0, 500)  # the library's own buffers
-    memory_plan.reset_peak()
-    before = memory_plan.resident()
+    process_memory.reset_peak()
+    before = process_memory.resident()
     matrix, _ = correction(stats, 1.0, 10 * columns)
-    taken = memory_plan.peak() - before
+    taken = process_memory.peak() - before
     assert matrix is not None and torch.allclose(matrix, 0.01 / 1.01 * problems.random(columns, columns), atol=1e-6)
     assert taken < target_correction.solve_workspace(columns) + (4 << 20)

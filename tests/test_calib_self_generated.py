@@ -186,7 +186,7 @@ def test_a_job_writes_its_text_once(pico_dir: ReadOnly, tmp_path: Path, monkeypa
     for other in others:
         assert text(dataclasses.replace(asked, **other), tmp_path / "cache").sha256 != expected.sha256 and said
     with pytest.raises(BudgetError, match="give --calib a text file"):
-        monkeypatch.setattr("compress.run.memory_plan.available", lambda: 0)
+        monkeypatch.setattr("compress.process_memory.available", lambda: 0)
         monkeypatch.setattr("compress.run.memory_plan.arrange", lambda *_: None)
         text(asked, None)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import formats
+from compress import formats, process_memory
 from compress.errors import CheckpointError, RecipeError
 from compress.formats import transforms
 from compress.model.skeleton import Skeleton
@@ -242,7 +242,7 @@ def test_a_size_without_a_transform_names_the_layer(
 def test_rotation_is_counted_in_memory(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
-    monkeypatch.setattr(memory_plan, "resident", lambda: 0)
+    monkeypatch.setattr(process_memory, "resident", lambda: 0)
 
     def peak(setup: Setup) -> int:
         return memory_plan.arrange(plan.make(setup.load(), skeleton), skeleton, 1, 1, 1 << 40).peak_nbytes

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import recipe
+from compress import process_memory, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
 from compress.kv.cache import KVCache, make_cache
@@ -252,7 +252,7 @@ def test_what_calibration_takes_is_predicted(written: dict[str, Path], monkeypat
     peaks = {}
     for factor in (0, 1000):
         monkeypatch.setattr(memory_plan, "SAMPLED", factor)
-        monkeypatch.setattr(memory_plan, "resident", lambda: 1 << 30)
+        monkeypatch.setattr(process_memory, "resident", lambda: 1 << 30)
         for cache, samples in ((KIVI, 600), (CALIBRATED, 100), (CALIBRATED, 600), (CALIBRATED, 1200)):
             settings = [f"kv_cache={cache}", "calibration.seq_len=64", f"calibration.num_samples={samples}"]
             out = written["model"].parent / "none"

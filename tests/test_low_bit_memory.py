@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compress.run import memory_plan
+from compress import process_memory
 from runs import environment
 
 SEED_ONLY = {"bits": 9, "iterations": 0, "rounds": 0, "sweeps": 0, "refit_steps": 0}
@@ -78,5 +78,5 @@ def test_workspace_is_what_is_taken() -> None:
         taken, said = json.loads(line)
         factor, more = ABSURD
         if not taken <= said <= factor * taken + more:
-            wrong.append(f"{case}: took {memory_plan.show(taken)}, said {memory_plan.show(said)}")
+            wrong.append(f"{case}: took {process_memory.show(taken)}, said {process_memory.show(said)}")
     assert not wrong, "\n".join(wrong)

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from compress import process_memory
 from compress.cli import tables
 from compress.errors import BudgetError
 from compress.model import blockwise
 from compress.model.blockwise import FULL, QUANTIZED, Stream
 from compress.model.skeleton import Skeleton
+from compress.process_memory import parse_size, show
 from compress.run import memory_plan, pipeline
-from compress.run.memory_plan import Arrangement, parse_size, show, split
+from compress.run.memory_plan import Arrangement, split
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
@@ -76,7 +78,7 @@ def test_passes() -> None:
 def arrange(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arrangement]:
     """arrange(setup, samples, seq_len, limit) for a llama, in a process that has BASE bytes."""
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
-    monkeypatch.setattr(memory_plan, "resident", lambda: BASE)
+    monkeypatch.setattr(process_memory, "resident", lambda: BASE)
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
 
     def arranged(setup: Setup, samples: int, seq_len: int, limit: int | None) -> Arrangement:
@@ -121,7 +123,7 @@ def test_without_statistics_there_is_nothing_to_arrange(arrange: Callable[..., A
 def test_a_refusal_names_what_would_do(
     setup: Setup, extra: int, arrange: Callable[..., Arrangement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "resident", lambda: BASE + extra)
+    monkeypatch.setattr(process_memory, "resident", lambda: BASE + extra)
     samples, seq_len = (8, 32) if setup is GPTQ else (0, 0)
     with pytest.raises(BudgetError) as caught:
         arrange(setup, samples, seq_len, MIB)
@@ -137,10 +139,10 @@ def test_a_refusal_names_what_would_do(
 def test_without_a_limit_most_of_what_is_free_may_be_taken(
     arrange: Callable[..., Arrangement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "available", lambda: 1 << 30)
+    monkeypatch.setattr(process_memory, "available", lambda: 1 << 30)
     arrangement = arrange(GPTQ, 100_000, 256, None)
     assert arrangement.spill and arrangement.peak_nbytes <= BASE + int(0.8 * (1 << 30))
-    monkeypatch.setattr(memory_plan, "available", lambda: 1000)
+    monkeypatch.setattr(process_memory, "available", lambda: 1000)
     with pytest.raises(BudgetError, match="more than the free memory"):
         arrange(GPTQ, 8, 32, None)
 
@@ -165,24 +167,24 @@ def test_a_limit_is_kept(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_the_peak_is_measured() -> None:
-    before = memory_plan.resident()
+    before = process_memory.resident()
     with mmap.mmap(-1, 64 * MIB) as big:  # from the system and back to it; the allocator may keep what it is given
         big.write(b"\1" * (64 * MIB))
-        during = memory_plan.resident()
+        during = process_memory.resident()
     assert during - before > 60 * MIB
-    assert memory_plan.resident() < during - 60 * MIB
-    assert memory_plan.peak() > during - MIB
+    assert process_memory.resident() < during - 60 * MIB
+    assert process_memory.peak() > during - MIB
     if os.access("/proc/self/clear_refs", os.W_OK):
-        memory_plan.reset_peak()
-        assert memory_plan.peak() < during - 60 * MIB
-    assert 0 < memory_plan.available() < 1 << 50
+        process_memory.reset_peak()
+        assert process_memory.peak() < during - 60 * MIB
+    assert 0 < process_memory.available() < 1 << 50
 
 
 def test_a_counter_that_is_not_reset_refuses_nothing(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier peak above the limit counts no more; a later one above it does, and is measured."""
-    real_write, real_status, peaks = Path.write_text, memory_plan._status, [1 << 40]
+    real_write, real_status, peaks = Path.write_text, process_memory._status, [1 << 40]
 
     def write_text(path: Path, *args: Any, **kwargs: Any) -> int:
         if str(path) == "/proc/self/clear_refs":
@@ -190,29 +192,29 @@ def test_a_counter_that_is_not_reset_refuses_nothing(
         return real_write(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "write_text", write_text)
-    monkeypatch.setattr(memory_plan, "_former", {"peak": 0})
-    monkeypatch.setattr(memory_plan, "_status", lambda field: peaks[-1] if field == "VmHWM" else real_status(field))
+    monkeypatch.setattr(process_memory, "_former", {"peak": 0})
+    monkeypatch.setattr(process_memory, "_status", lambda field: peaks[-1] if field == "VmHWM" else real_status(field))
     report = pipeline.quantize(dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), max_memory=1 << 39))
     assert report["memory"]["measured_peak"] is None
     assert "peak memory unknown (predicted" in "\n".join(tables.result_lines(report, "out"))
-    memory_plan.check(1 << 39)
-    assert memory_plan.peak() <= memory_plan.resident() + MIB
+    process_memory.check(1 << 39)
+    assert process_memory.peak() <= process_memory.resident() + MIB
     with pytest.raises(BudgetError):
-        memory_plan.check(MIB)
+        process_memory.check(MIB)
     peaks.append((1 << 40) + 1)
-    assert memory_plan.peak() == memory_plan.measured_peak() == peaks[-1]
+    assert process_memory.peak() == process_memory.measured_peak() == peaks[-1]
     with pytest.raises(BudgetError):
-        memory_plan.check(1 << 39)
+        process_memory.check(1 << 39)
 
 
 def test_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "peak", lambda: 3 * MIB)
-    memory_plan.check(None)
-    memory_plan.check(3 * MIB)
+    monkeypatch.setattr(process_memory, "peak", lambda: 3 * MIB)
+    process_memory.check(None)
+    process_memory.check(3 * MIB)
     with pytest.raises(
         BudgetError, match=r"used 3\.00 MiB, more than --max-memory 2\.00 MiB; blocks that were finished are kept"
     ):
-        memory_plan.check(2 * MIB)
+        process_memory.check(2 * MIB)
 
 
 def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
@@ -226,7 +228,7 @@ def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
     with monkeypatch.context() as patch:
         real = memory_plan.arrange
         patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), spill=True, batch=3))
-        patch.setattr(memory_plan, "peak", lambda: 1 << 41 if done.exists() else 1)
+        patch.setattr(process_memory, "peak", lambda: 1 << 41 if done.exists() else 1)
         with pytest.raises(BudgetError, match="blocks that were finished are kept"):
             pipeline.quantize(asked)
     assert not out.exists()

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import formats, recipe
+from compress import formats, process_memory, recipe
 from compress.calib import data
 from compress.quant import gptq
 from compress.run import job as jobs
-from compress.run import memory_plan, pipeline
+from compress.run import pipeline
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Quantized, Stats
@@ -375,6 +375,6 @@ def test_progress_goes_forward_to_the_end(pico_dir: Callable[..., Path], tmp_pat
 def test_the_report_of_memory_and_time(run: Callable[[str, Setup], Run]) -> None:
     _, report = run("llama", GPTQ)
     used, took = report["memory"], report["seconds"]
-    assert used["limit"] is None and 0 < used["measured_peak"] <= 1.2 * memory_plan.peak()
+    assert used["limit"] is None and 0 < used["measured_peak"] <= 1.2 * process_memory.peak()
     assert 0 < took["quantize"] <= took["total"] and took["predicted_quantize"] > 0
     assert report["blocks"] == 2 and report["source_nbytes"] > report["nbytes"]["total"]

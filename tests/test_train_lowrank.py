@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import compress
+from compress import process_memory
 from compress.errors import NumericalError, RecipeError
 from compress.model import load as lm
 from compress.model.skeleton import Skeleton
@@ -162,7 +163,7 @@ def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
 
 
 def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "resident", lambda: 0)
+    monkeypatch.setattr(process_memory, "resident", lambda: 0)
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
     skeleton = Skeleton(open_checkpoint(made[0]))
 

@@ -43,10 +43,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress import process_memory
 from compress.allocate import prefix_tree, reference_logprobs
 from compress.allocate.prefix_tree import Batch, Evaluator, Level, Levels, Path, Room, Setting, Source
 from compress.errors import BudgetError
-from compress.run import memory_plan
 
 __all__ = ["Candidates", "Level", "Levels", "Means", "Room", "Source"]
 
@@ -90,7 +90,7 @@ class Candidates:
         self.samples, self.seq_len = tokens.shape
         self.forwards = 0.0  # tokens through the whole model so far
         self.work = File(tempfile.mkdtemp(prefix="candidates-", dir=folder))
-        allowed = self.means.max_memory if self.means.max_memory is not None else int(0.8 * memory_plan.available())
+        allowed = self.means.max_memory if self.means.max_memory is not None else int(0.8 * process_memory.available())
         room = self.means.room or allowed // self.means.processes
         dtype = None if self.means.dtype == "auto" else getattr(torch, self.means.dtype)
         self.setting = Setting(self.means.batch, room, torch.device(self.means.device), dtype)

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from compress import process_memory
 from compress.allocate import kv_budget, kv_options
 from compress.allocate.kv_budget import Measured
 from compress.allocate.problem import Choice, Problem, Unit
@@ -35,14 +36,14 @@ from compress.kernels import llvm
 from compress.kv.generation import check_length
 from compress.kv.settings import EXACT
 from compress.model import load
+from compress.process_memory import show
 from compress.progress import Progress
 from compress.recipe import kv
 from compress.recipe.kv import CacheRecipe
 from compress.recipe.schema import Allocation, CacheEstimator
-from compress.run import job, memory_plan
+from compress.run import job
 from compress.run import kv_cache as kv_checkpoint
 from compress.run.job import Job
-from compress.run.memory_plan import show
 from compress.runtime.kv_config import layer_count
 from compress.storage.checkpoint import read_json, write_text
 
@@ -130,7 +131,7 @@ def _measured(
 ) -> kv_options.Costs:
     (offered, context), table = wanted, kv.table(recipe)
     whole = 4 * sum(math.prod(stored.shape) for stored in job.open_checkpoint(directory).tensors.values())
-    if asked.max_memory is not None and memory_plan.resident() + whole > asked.max_memory:
+    if asked.max_memory is not None and process_memory.resident() + whole > asked.max_memory:
         raise BudgetError(
             f"measuring a cache takes the whole model in float32, {show(whole)}, more than --max-memory leaves; raise "
             "it, or give the bits of the cache in the recipe"
@@ -147,7 +148,7 @@ def _measured(
     candidates = kv_options.offered(model, table, offered, samples)
     say = cache.counter(progress, "measuring the divergence of caches", len(scored))
     costs = kv_options.measure(model, scored, candidates, sizes, say)
-    memory_plan.check(asked.max_memory)
+    process_memory.check(asked.max_memory)
     return costs
 
 

@@ -26,11 +26,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from compress import process_memory
 from compress.allocate import reference_logprobs
 from compress.errors import BudgetError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
-from compress.run import memory_plan
 
 Level = Hashable  # what a linear is at; None: as it is
 Part = tuple[tuple[str, Level], ...]  # full name of a linear of one block, and its level
@@ -70,8 +70,8 @@ class Room:
         rest = allowed - (sum(whole.values()) if keeps else largest)
         if rest < 0:
             raise BudgetError(
-                f"comparing variants of the model takes at least {memory_plan.show(largest)} for a block, more than "
-                f"the {memory_plan.show(allowed)} there are; raise the memory limit"
+                f"comparing variants of the model takes at least {process_memory.show(largest)} for a block, more than "
+                f"the {process_memory.show(allowed)} there are; raise the memory limit"
             )
         return cls(keeps, rest // 2, rest // 2)
 

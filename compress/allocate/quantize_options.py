@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import formats, plugins
+from compress import formats, plugins, process_memory
 from compress.allocate.expert_options import ExpertLevels
 from compress.allocate.variants import FIXED, Database
 from compress.calib import fisher
@@ -200,7 +200,7 @@ class _Levels:
         if index + 1 < len(self.skeleton.blocks):
             self.flow.forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
         self.skeleton.free()
-        memory_plan.check(self.asked.max_memory)
+        process_memory.check(self.asked.max_memory)
         self.meter.end()
 
     def _levels(
@@ -247,7 +247,7 @@ class _Levels:
         packed, _ = quantize_linear.linear(
             layer, weight, given, quantize_linear.Own(in_scale, weighed), self.asked.seed
         )
-        memory_plan.check(self.asked.max_memory)
+        process_memory.check(self.asked.max_memory)
         return packed
 
     def _damage(self, weight: Tensor, packed: PackedWeight, given: quantize_linear.Given) -> dict[str, float]:

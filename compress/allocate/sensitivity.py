@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.allocate import block_scores, groups, joint_kl, quantize_options, table
 from compress.allocate.metrics import MEASURES
 from compress.allocate.problem import Entry, Unit
@@ -31,7 +31,7 @@ from compress.model import blockwise, load
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress
 from compress.recipe.schema import KEEP
-from compress.run import job, memory_plan
+from compress.run import job
 from compress.storage.checkpoint import open_checkpoint, read_json, write_text
 from compress.types import LinearSpec, Plan
 
@@ -75,7 +75,7 @@ class Measured:
         asked = self.opened.asked
         limit = asked.max_memory  # each process has the program itself in memory, too
         if limit is not None:
-            limit = max(0, limit - asked.processes * memory_plan.resident())
+            limit = max(0, limit - asked.processes * process_memory.resident())
         means = joint_kl.Means(asked.device, asked.processes, max_memory=limit)
         return joint_kl.Candidates(self.source, tokens, folder, means, self.say)
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.allocate import joint_kl, kv_session, quantize_options, sensitivity
 from compress.allocate import kv_budget as budget
 from compress.allocate.problem import Allocated, Choice, Problem
@@ -27,7 +27,7 @@ from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.progress import Progress
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Target
-from compress.run import job, memory_plan
+from compress.run import job
 from compress.run.job import Job
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.workdir import writing
@@ -79,7 +79,7 @@ class Bench:
     def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
         """Nats a token; `samples`: numbers of calibration sequences."""
         found = self.candidates.divergence([self.assignment(choice) for choice in choices], samples)
-        memory_plan.check(self.max_memory)
+        process_memory.check(self.max_memory)
         return found
 
     def assignment(self, choice: Choice) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
         calibration = job.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"
         offer = kv_session.offer(asked, allocation, calibration.tokens, folder, progress)
-    room = memory_plan.parse_size(allocation.target.text) - prepared.plan.nbytes
+    room = process_memory.parse_size(allocation.target.text) - prepared.plan.nbytes
     nbytes, choice = kv_session.divided(offer, (), room, allocation.cache_estimator)
     cache = kv_session.described(offer, choice)
     facts = {
@@ -214,7 +214,7 @@ def beside_cache(opened: Session, allocation: Allocation, target: Target) -> tup
     calibration, progress = opened.measured.calibration, opened.measured.progress
     offer = kv_session.offer(asked, allocation, calibration.tokens, opened.database.folder, progress)
     found = opened.table(frozenset({budget.SWAP}))
-    size = memory_plan.parse_size(target.text)
+    size = process_memory.parse_size(target.text)
     room = size - found.other_nbytes - found.fixed_nbytes
     nbytes, choice = kv_session.divided(offer, found.units, room, allocation.cache_estimator)
     most = Problem(found.units, 0).most + found.other_nbytes + found.fixed_nbytes  # there may be more than enough

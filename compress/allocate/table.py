@@ -12,8 +12,8 @@ from typing import Any
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.variants import TABLE
 from compress.errors import BudgetError, CheckpointError
+from compress.process_memory import UNITS, show
 from compress.recipe.schema import Target
-from compress.run.memory_plan import UNITS, show
 from compress.storage.checkpoint import read_json, write_text
 
 

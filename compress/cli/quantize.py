@@ -160,8 +160,8 @@ def job_of(
     loaded = recipes_module.load(recipe, overrides or [])
     if not pack and not loaded.transform:
         raise RecipeError(f"recipe {loaded.name!r} has no transform to apply; give one that has, or use quantize")
+    from compress.process_memory import parse_size
     from compress.run.job import Job
-    from compress.run.memory_plan import parse_size
 
     try:
         limit = None if max_memory is None else parse_size(max_memory)

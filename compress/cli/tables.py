@@ -70,7 +70,7 @@ class _Lines:
 
 def size(nbytes: float) -> str:
     """Bytes for people."""
-    from compress.run.memory_plan import show
+    from compress.process_memory import show
 
     return show(nbytes)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.calib import stats as calib_stats
 from compress.calib import token_importance as importance
 from compress.formats import transforms
@@ -96,7 +96,7 @@ class Flow:
                     out = blockwise.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
                 if leg.target is not None:
                     self.stream.write(where.start, out, leg.target)
-            memory_plan.check(self.asked.max_memory)
+            process_memory.check(self.asked.max_memory)
             self.meter.step()
         self.seconds += time.monotonic() - started
 
@@ -200,5 +200,5 @@ class Flow:
         notes: list[str] = []
         for step in steps:
             notes += plugins.load("transform", step.method).apply(block, found, batches, step.config, schemes)
-        memory_plan.check(self.asked.max_memory)
+        process_memory.check(self.asked.max_memory)
         return notes

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import compress
-from compress import plugins, recipe
+from compress import plugins, process_memory, recipe
 from compress.calib import data as calib_data
 from compress.errors import CheckpointError, NotMeasuredError, OutputError, first_line
 from compress.model import load
@@ -179,9 +179,9 @@ def _calibration(
         prepared.samples,
         prepared.seq_len,
         job.seed,
-        max(0, job.max_memory - memory_plan.resident())
+        max(0, job.max_memory - process_memory.resident())
         if job.max_memory is not None
-        else int(0.8 * memory_plan.available()),
+        else int(0.8 * process_memory.available()),
         lambda done, total: progress("generating calibration text", done, total),
     )
     if cache is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
 from compress.kv.cache import CODED, make_cache
@@ -17,7 +17,6 @@ from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, Settings, exact, resolve
 from compress.model.skeleton import Skeleton
 from compress.recipe import kv
-from compress.run import memory_plan
 from compress.runtime import kv_config
 from compress.storage.checkpoint import open_checkpoint, sha256
 
@@ -114,7 +113,7 @@ def _calibrated(directory: Path, facts: Facts, recipe: CacheRecipe) -> tuple[dic
         tokens = tokens[: max(1, CALIBRATED // tokens.shape[1])]
         file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
         static, found = calibrate(skeleton, wanted, tokens, asked.device, file=file)
-        memory_plan.check(asked.max_memory)
+        process_memory.check(asked.max_memory)
     section = kv_config.write(directory, settings, static)
     kv_config.table(section, len(settings.layers))  # reads it back
     return section, found

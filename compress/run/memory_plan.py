@@ -10,16 +10,12 @@ sums: in the model's own batched products, and in the statistics of experts.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import re
-import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.errors import BudgetError
 from compress.lowrank import correct as lowrank
 from compress.model.skeleton import Skeleton
@@ -27,7 +23,6 @@ from compress.quant import incoherence, target_correction
 from compress.tune import low_rank
 from compress.types import LayerPlan, LinearSpec, Plan
 
-GIB = 1 << 30
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
 MEASURING = 16  # bytes a weight that the errors in the report take
@@ -38,9 +33,6 @@ SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax tak
 KEPT = 128 << 20  # bytes that a process has come to hold when the blocks are done: compiled functions, a tokenizer
 SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
-MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
-_former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
 
 
 @dataclass(frozen=True)
@@ -52,93 +44,6 @@ class Arrangement:
     passes: int  # most calibration passes over one block
     statistics_nbytes: int  # what the statistics of one pass may take
     peak_nbytes: int  # predicted peak of the process
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "8GiB", "1.5 GB", "800MiB" or a plain number; raises ValueError."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in UNITS:
-        raise ValueError(f"{text!r} is not a size such as 8GiB or 1.5GB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def show(nbytes: float) -> str:
-    """Bytes for people, in binary units."""
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def resident() -> int:
-    """Memory of this process that is resident now, in bytes."""
-    return _status("VmRSS") or _highest()
-
-
-def peak() -> int:
-    """Largest resident memory of this process since `reset_peak` that is known, in bytes.
-
-    Where the system did not reset its counter and this is still at the former peak, it is what is resident now.
-    """
-    found = measured_peak()
-    return _status("VmRSS") if found is None else found
-
-
-def measured_peak() -> int | None:
-    """The largest resident memory since `reset_peak` in bytes; None where the system has only an earlier one."""
-    highest = _highest()
-    return highest if highest > _former["peak"] else None
-
-
-def reset_peak() -> None:
-    """Start a new measurement of `peak`; where the kernel refuses, the peak so far is no longer taken for one."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        _former["peak"] = _highest()
-    else:
-        _former["peak"] = 0
-
-
-def _highest() -> int:
-    """The largest resident memory that the system has counted, in bytes."""
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def available() -> int:
-    """Memory that the system, or the container this runs in, can still give, in bytes."""
-    free = _proc("/proc/meminfo", "MemAvailable") or 1 << 40
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
-
-
-def return_freed_memory() -> None:
-    """Make the C library hand freed tensors back to the system instead of keeping them for later."""
-    try:
-        ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD)  # M_MMAP_THRESHOLD
-    except (OSError, AttributeError):
-        return
-
-
-def trim() -> None:
-    """Hand memory that was freed in small pieces back to the system."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return
-
-
-def check(limit: int | None) -> None:
-    """Raise BudgetError if the peak so far is over the limit."""
-    if limit is not None and (used := peak()) > limit:
-        raise BudgetError(
-            f"the run used {show(used)}, more than --max-memory {show(limit)}; blocks that were finished are kept: run "
-            "the same command with a larger limit"
-        )
 
 
 class Extras(NamedTuple):
@@ -163,7 +68,7 @@ def arrange(
     samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
     """
     needs = _Needs(plan, skeleton, samples, seq_len, extras)
-    allowed = limit if limit is not None else resident() + int(0.8 * available())
+    allowed = limit if limit is not None else process_memory.resident() + int(0.8 * process_memory.available())
     best: Arrangement | None = None
     for candidate in _candidates(needs):
         if candidate.peak_nbytes <= allowed:
@@ -172,8 +77,8 @@ def arrange(
             best = candidate
     assert best is not None
     raise BudgetError(
-        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({show(needs.base)} of it for the program "
-        f"itself), more than {'--max-memory' if limit is not None else 'the free memory,'} {show(allowed)}; "
+        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(needs.base)} of it for the program "
+        f"itself), more than {'--max-memory' if limit is not None else 'the free memory,'} {process_memory.show(allowed)}; "
         "raise it, or use fewer or shorter calibration samples"
     )
 
@@ -182,8 +87,8 @@ def check_prediction(arrangement: Arrangement, limit: int | None) -> None:
     """Raise BudgetError if an arrangement, that of a run to be resumed, was made for more than the limit."""
     if limit is not None and arrangement.peak_nbytes > limit:
         raise BudgetError(
-            f"the unfinished run was arranged for {show(arrangement.peak_nbytes)}, more than --max-memory "
-            f"{show(limit)}; give at least that to resume it, or --restart to start over"
+            f"the unfinished run was arranged for {process_memory.show(arrangement.peak_nbytes)}, more than --max-memory "
+            f"{process_memory.show(limit)}; give at least that to resume it, or --restart to start over"
         )
 
 
@@ -233,7 +138,7 @@ class _Needs:
 
     def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
         paired = extras.paired
-        self.base = resident()
+        self.base = process_memory.resident()
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
         for layer in plan.layers:
@@ -375,16 +280,3 @@ def _layer_workspace(layer: LayerPlan) -> int:
         need += lowrank.workspace(layer.spec.shape)
     has_statistics = bool(method.NEEDS) or lowrank.needs_statistics(layer.scheme.lowrank)
     return need + incoherence.workspace(layer, has_statistics)
-
-
-def _status(field: str) -> int:
-    return _proc("/proc/self/status", field)
-
-
-def _proc(path: str, field: str) -> int:
-    """A "Field:   123 kB" line of a proc file in bytes; 0 where there is none."""
-    try:
-        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import formats
+from compress import formats, process_memory
 from compress.allocate import session
 from compress.calib import fisher
 from compress.calib.data import Calibration
@@ -53,13 +53,13 @@ def quantize(
     Raises CompressError; what is finished stays on disk for the next run.
     """
     started = time.monotonic()
-    memory_plan.reset_peak()
+    process_memory.reset_peak()
     if session.is_open(asked):
         with Output(asked.out, asked.overwrite):
             pass  # what would be refused after hours of measuring is refused before
         asked = session.decided(asked, progress)
     if asked.max_memory is not None:
-        memory_plan.return_freed_memory()
+        process_memory.return_freed_memory()
     prepared = job.prepare(asked)
     if on_plan is not None:
         on_plan(prepared)
@@ -69,7 +69,7 @@ def quantize(
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
             calibration = _noted(calibration, asked, prepared)
-            memory_plan.trim()
+            process_memory.trim()
         arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
         arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
         threads = arrangement.pop("threads")  # the first run's, so that sums are taken in the same order
@@ -256,7 +256,7 @@ class _Run:
         if not last:
             self.flow.forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
         self.skeleton.free()
-        memory_plan.check(self.asked.max_memory)
+        process_memory.check(self.asked.max_memory)
         self.meter.end()
         if fresh:
             self.seconds.append(time.monotonic() - started)
@@ -298,7 +298,7 @@ class _Run:
             self.meter.say(f"quantizing {name}")
             own = quantize_linear.Own(scales.get(name), self.fisher.get(name))
             packed[name], reports[name] = quantize_linear.linear(planned, weight, given, own, self.asked.seed)
-            memory_plan.check(self.asked.max_memory)
+            process_memory.check(self.asked.max_memory)
             self.meter.step()
 
         weights, note = self.flow.importance(index, block)

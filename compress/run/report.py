@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import formats
+from compress import formats, process_memory
 from compress.calib.data import Calibration
 from compress.errors import CheckpointError
 from compress.formats import transforms
-from compress.run import expert_pruning, job, memory_plan, plan
+from compress.run import expert_pruning, job, plan
 from compress.run.job import Job, Prepared
 from compress.runtime import integer
 from compress.storage.checkpoint import open_checkpoint, read_json
@@ -119,7 +119,7 @@ def build(facts: Facts, total_seconds: float, self_check: str) -> dict[str, Any]
         "memory": {
             "limit": asked.max_memory,
             "predicted_peak": prepared.arrangement.peak_nbytes,
-            "measured_peak": memory_plan.measured_peak(),  # None: of an earlier run, see there
+            "measured_peak": process_memory.measured_peak(),  # None: of an earlier run, see there
         },
         "arrangement": dataclasses.asdict(prepared.arrangement),
         "blocks": blocks,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from compress import formats, recipe
+from compress import formats, process_memory, recipe
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress
-from compress.run import job, memory_plan, report, trained_factors, verify
+from compress.run import job, report, trained_factors, verify
 from compress.run import kv_cache as kv_checkpoint
 from compress.runtime import hf
 from compress.runtime.experts import Experts
@@ -179,14 +179,14 @@ def finish(
         config["quantization_config"] = {**quantization.to_dict(), "kv_cache": cache}
         write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     outcome = verify.self_check(directory, probes, torch.device(facts.job.device), progress)
-    memory_plan.check(facts.job.max_memory)
+    process_memory.check(facts.job.max_memory)
     result = {**report.build(facts, time.monotonic() - started, outcome), "kv_cache": cache_facts}
     text = (README if facts.layers else TRANSFORMED).format(
         model=result["model"],
         recipe=result["recipe"],
         bpw=result["bpw"],
-        total=memory_plan.show(result["nbytes"]["total"]),
-        source=memory_plan.show(result["source_nbytes"]),
+        total=process_memory.show(result["nbytes"]["total"]),
+        source=process_memory.show(result["source_nbytes"]),
         package="compress-llm",
     )
     write_text(directory / "README.md", text)

@@ -30,8 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.run import memory_plan
 from compress.run.verify import MANIFEST
 from compress.storage.checkpoint import read_json, sync_directory, write_text
 
@@ -244,8 +244,8 @@ def check_space(directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes + SPARE:
         raise OutputError(
-            f"the disk of {directory} has {memory_plan.show(free)} free, the run needs "
-            f"{memory_plan.show(nbytes + SPARE)}; free some space or give another --out"
+            f"the disk of {directory} has {process_memory.show(free)} free, the run needs "
+            f"{process_memory.show(nbytes + SPARE)}; free some space or give another --out"
         )
 
 

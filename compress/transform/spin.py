@@ -36,13 +36,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.errors import BudgetError, RecipeError
 from compress.formats import transforms
 from compress.model import blockwise, lm_head
 from compress.model.blockwise import Call, Workbench
 from compress.model.graph import Attention
-from compress.run import memory_plan
 from compress.transform import rotation_search
 from compress.transform.rotation_search import Rounding
 from compress.transform.search import fake_weight
@@ -93,9 +92,9 @@ def learn(rotation: Rotation, bench: Workbench) -> tuple[dict[str, Tensor], str]
             for name, matrix in parameters.items():
                 cayley_step(matrix, rate, rotation.keep_mean and name == "residual")
         after = model.divergence(held)
-    seconds, used_nbytes = time.monotonic() - started, memory_plan.measured_peak()
-    most = "" if used_nbytes is None else f" with {memory_plan.show(used_nbytes)} at most"
-    memory_plan.trim()
+    seconds, used_nbytes = time.monotonic() - started, process_memory.measured_peak()
+    most = "" if used_nbytes is None else f" with {process_memory.show(used_nbytes)} at most"
+    process_memory.trim()
     note = (
         f"rotations learned in {steps} steps: KL {before.mean():.5g} -> {after.mean():.5g} on {len(held)} samples, in "
         f"{seconds:.0f} s{most}"
@@ -130,15 +129,15 @@ def _check_memory(rotation: Rotation, bench: Workbench) -> None:
     """Raise BudgetError if learning needs more memory than there is."""
     assert bench.tokens is not None
     need = need_nbytes(rotation, bench.tokens.shape[1])
-    free = int(0.8 * memory_plan.available())
+    free = int(0.8 * process_memory.available())
     if bench.device.type == "cuda":
         free = torch.cuda.mem_get_info(bench.device)[0]
     elif bench.max_memory is not None:
-        free = max(0, bench.max_memory - memory_plan.resident())
+        free = max(0, bench.max_memory - process_memory.resident())
     if need > free:
         raise BudgetError(
-            f"learning rotations takes the whole model and its gradients, {memory_plan.show(need)} of memory, and "
-            f"{memory_plan.show(free)} are free; set `learn: 0` (and `seeds: 8`) for rotate, or raise the limit"
+            f"learning rotations takes the whole model and its gradients, {process_memory.show(need)} of memory, and "
+            f"{process_memory.show(free)} are free; set `learn: 0` (and `seeds: 8`) for rotate, or raise the limit"
         )
 
 

@@ -1,0 +1,115 @@
+"""Measure the memory of this process, and write sizes as people do."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import resource
+from pathlib import Path
+
+from compress.errors import BudgetError
+
+GIB = 1 << 30
+MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
+_former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "8GiB", "1.5 GB", "800MiB" or a plain number; raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
+        raise ValueError(f"{text!r} is not a size such as 8GiB or 1.5GB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def show(nbytes: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def resident() -> int:
+    """Memory of this process that is resident now, in bytes."""
+    return _status("VmRSS") or _highest()
+
+
+def peak() -> int:
+    """Largest resident memory of this process since `reset_peak` that is known, in bytes.
+
+    Where the system did not reset its counter and this is still at the former peak, it is what is resident now.
+    """
+    found = measured_peak()
+    return _status("VmRSS") if found is None else found
+
+
+def measured_peak() -> int | None:
+    """The largest resident memory since `reset_peak` in bytes; None where the system has only an earlier one."""
+    highest = _highest()
+    return highest if highest > _former["peak"] else None
+
+
+def reset_peak() -> None:
+    """Start a new measurement of `peak`; where the kernel refuses, the peak so far is no longer taken for one."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        _former["peak"] = _highest()
+    else:
+        _former["peak"] = 0
+
+
+def _highest() -> int:
+    """The largest resident memory that the system has counted, in bytes."""
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available() -> int:
+    """Memory that the system, or the container this runs in, can still give, in bytes."""
+    free = _proc("/proc/meminfo", "MemAvailable") or 1 << 40
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
+
+
+def return_freed_memory() -> None:
+    """Make the C library hand freed tensors back to the system instead of keeping them for later."""
+    try:
+        ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError):
+        return
+
+
+def trim() -> None:
+    """Hand memory that was freed in small pieces back to the system."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def check(limit: int | None) -> None:
+    """Raise BudgetError if the peak so far is over the limit."""
+    if limit is not None and (used := peak()) > limit:
+        raise BudgetError(
+            f"the run used {show(used)}, more than --max-memory {show(limit)}; blocks that were finished are kept: run "
+            "the same command with a larger limit"
+        )
+
+
+def _status(field: str) -> int:
+    return _proc("/proc/self/status", field)
+
+
+def _proc(path: str, field: str) -> int:
+    """A "Field:   123 kB" line of a proc file in bytes; 0 where there is none."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
