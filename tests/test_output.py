@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from compress.errors import OutputError
-from compress.run import verify
 from compress.storage import checkpoint
 from compress.storage.checkpoint import write_text
 from compress.storage.workdir import Output, writing
@@ -56,7 +55,7 @@ def files(directory: Path) -> dict[str, str]:
 
 def whole(recipe: str) -> dict[str, str]:
     """The files that `work` publishes."""
-    return {name: recipe for name in ("0.safetensors", "1.safetensors", verify.MANIFEST)}
+    return {name: recipe for name in ("0.safetensors", "1.safetensors", checkpoint.MANIFEST)}
 
 
 def killed(step: str, call: int, out: Path) -> bool:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.run import pipeline, verify
+from compress.storage import checkpoint
 from compress.storage.workdir import Output
 from runs import (
     GPTQ,
@@ -140,7 +141,7 @@ def test_killed_while_an_old_output_is_replaced(
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
-    (out / verify.MANIFEST).write_text("old")
+    (out / checkpoint.MANIFEST).write_text("old")
     words = [*command(model, RTN, out), "--overwrite"]
     where = interrupt("os", "rename", call) if call < 3 else interrupt("shutil", "rmtree", 1)
     assert cli(*words, prepare=where).code == -signal.SIGKILL

@@ -20,6 +20,7 @@ from compress.run import job as jobs
 from compress.run import memory_plan, pipeline, verify
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, scheme
+from compress.storage import checkpoint
 from compress.types import NO_OPS, Ops
 from pico import PICO
 from runs import (
@@ -254,7 +255,7 @@ def test_operations_that_do_not_fit_are_one_line(quantized: Callable[..., Path],
         )
     result = cli("verify", str(tmp_path))
     assert result.code == 1 and "head_mix/17" in one_line(result) or "config.json" in one_line(result)
-    (tmp_path / verify.MANIFEST).unlink()
+    (tmp_path / checkpoint.MANIFEST).unlink()
     with pytest.raises(Exception, match="head_mix/17: 64 channels are no heads of 17") as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(caught.value).__name__ == "CheckpointError" and "\n" not in str(caught.value)

@@ -47,10 +47,17 @@ from compress.errors import CheckpointError, OutputError
 from compress.formats import lowrank, transforms
 from compress.model.skeleton import Skeleton
 from compress.run import write_checkpoint
-from compress.run.verify import MANIFEST
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
-from compress.storage.checkpoint import CONFIG, open_checkpoint, read_header, read_json, write_shard, write_text
+from compress.storage.checkpoint import (
+    CONFIG,
+    MANIFEST,
+    open_checkpoint,
+    read_header,
+    read_json,
+    write_shard,
+    write_text,
+)
 from compress.types import Ops, PackedWeight
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -24,9 +24,9 @@ from compress.model.skeleton import Skeleton
 from compress.progress import Progress, silent
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
+from compress.storage import checkpoint
 from compress.storage.checkpoint import open_checkpoint, read_json, sha256
 
-MANIFEST = "compress_manifest.json"
 PROBE_TOKENS = 64
 
 
@@ -65,11 +65,15 @@ def self_check(directory: Path, expected: list[str], device: torch.device, progr
 
 def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
     """Check a finished checkpoint; returns counts. Raises CheckpointError at the first thing that is wrong."""
-    if not (directory / MANIFEST).is_file():
-        raise CheckpointError(f"{directory} has no {MANIFEST}; only checkpoints that compress wrote can be verified")
-    files = read_json(directory / MANIFEST).get("files")
+    if not (directory / checkpoint.MANIFEST).is_file():
+        raise CheckpointError(
+            f"{directory} has no {checkpoint.MANIFEST}; only checkpoints that compress wrote can be verified"
+        )
+    files = read_json(directory / checkpoint.MANIFEST).get("files")
     if not isinstance(files, dict) or not files:
-        raise CheckpointError(f"{directory / MANIFEST} lists no files; download or write the checkpoint again")
+        raise CheckpointError(
+            f"{directory / checkpoint.MANIFEST} lists no files; download or write the checkpoint again"
+        )
     for number, (name, expected) in enumerate(files.items()):
         progress("hashing files", number, len(files))
         path = directory / name

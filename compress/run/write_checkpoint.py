@@ -20,6 +20,7 @@ from compress.run import job, report, trained_factors, verify
 from compress.run import kv_cache as kv_checkpoint
 from compress.runtime import hf
 from compress.runtime.experts import Experts
+from compress.storage import checkpoint
 from compress.storage.checkpoint import (
     CONFIG,
     INDEX,
@@ -274,4 +275,4 @@ def _write_manifest(directory: Path, facts: report.Facts) -> None:
         "seed": facts.job.seed,
         "versions": job.versions(),
     }
-    write_text(directory / verify.MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_text(directory / checkpoint.MANIFEST, json.dumps(manifest, indent=1) + "\n")

@@ -305,3 +305,6 @@ def sha256(path: Path) -> str:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+MANIFEST = "compress_manifest.json"

@@ -32,8 +32,7 @@ from typing import Any
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.run.verify import MANIFEST
-from compress.storage.checkpoint import read_json, sync_directory, write_text
+from compress.storage.checkpoint import MANIFEST, read_json, sync_directory, write_text
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
