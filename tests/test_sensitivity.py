@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from compress.allocate import block_scores
 from compress.allocate.block_scores import Noise, Slope, slope, slopes
 from compress.allocate.joint_kl import Candidates, Means
+from compress.calib import fisher
 from compress.errors import NumericalError
 from compress.model import lm_head
 from compress.model.skeleton import Skeleton
@@ -66,7 +67,7 @@ def test_gradients_of_the_whole_model(
             total[linear] = total[linear] + grad(model, linear)
             squares[linear] = squares[linear] + grad(model, linear) ** 2
     seen = []
-    for index, found in block_scores.gradients(skeleton, TOKENS, tmp_path / "states" if spill else None):
+    for index, found in fisher.gradients(skeleton, TOKENS, tmp_path / "states" if spill else None):
         seen.append(index)
         for linear, gradient in found.items():
             for mine, theirs in ((gradient.total, total.pop(linear)), (gradient.squares, squares.pop(linear))):
@@ -85,14 +86,14 @@ def test_gradients_in_a_rotated_basis(pico_dir: Callable[..., Path]) -> None:
     assert rotation.basis is not None
     reader = "model.layers.1.mlp.up_proj"
     norm = whole(pico_dir("llama_tied")).model.layers[1].post_attention_layernorm.weight.detach()
-    before, after = (dict(block_scores.gradients(s, TOKENS))[1][reader].total for s in (plain, turned))
+    before, after = (dict(fisher.gradients(s, TOKENS))[1][reader].total for s in (plain, turned))
     assert torch.allclose(after, rotation.basis.forward(before / norm), atol=1e-4 * float(before.abs().max()))
 
 
 def test_small_gradients_in_float16(pico_dir: Callable[..., Path]) -> None:
     """float16 has no numbers below 6e-8."""
     half, full = (
-        dict(block_scores.gradients(skeleton_of(pico_dir("llama", dtype=dtype)), TOKENS[:1]))[0]
+        dict(fisher.gradients(skeleton_of(pico_dir("llama", dtype=dtype)), TOKENS[:1]))[0]
         for dtype in (torch.float16, torch.float32)
     )
     for linear, gradient in full.items():
@@ -102,11 +103,11 @@ def test_small_gradients_in_float16(pico_dir: Callable[..., Path]) -> None:
 
 
 def test_gradients_that_are_not_finite(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = block_scores._behind
-    monkeypatch.setattr(block_scores, "_behind", lambda *given: real(*given) * float("inf"))
+    real = fisher._behind
+    monkeypatch.setattr(fisher, "_behind", lambda *given: real(*given) * float("inf"))
     skeleton = skeleton_of(pico_dir("llama"))
     with pytest.raises(NumericalError, match="the gradient of model.layers.1.* is not finite"):
-        next(block_scores.gradients(skeleton, TOKENS))
+        next(fisher.gradients(skeleton, TOKENS))
     assert all(p.is_meta for p in skeleton.model.parameters())
 
 

@@ -16,7 +16,7 @@ needs fewer tokens. How well the line fits is returned, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,102 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from compress.allocate.joint_kl import Candidates, Level, Levels
-from compress.errors import NumericalError
-from compress.model import blockwise, lm_head
+from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant.incoherence import derived_seed
 
-LOSS_SCALE = 1024.0  # of what goes backward, so that float16 holds it; a power of two, so that nothing else changes
 NOISE = "noise"  # a level of a linear is (NOISE, t)
 T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those of 6 to 3 bits
-
-
-class Gradient(NamedTuple):
-    """Of a weight [out, in], float32. The loss of a sequence is the mean over its predicted tokens, in nats."""
-
-    total: Tensor  # sum over sequences of the loss's gradient
-    squares: Tensor  # sum over sequences of its square: the Fisher diagonal, batch 1
-
-
-def gradients(
-    skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
-) -> Iterator[tuple[int, dict[str, Gradient]]]:
-    """(index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
-
-    Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
-    front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
-    """
-    device, count = torch.device(device), len(skeleton.blocks)
-    names: list[list[str]] = [[] for _ in range(count)]
-    for spec in skeleton.linears()[0]:
-        names[spec.block].append(spec.name)
-    stream = blockwise.Stream(tokens.shape[0], file, count + 1)  # a side in front of each block; the last goes backward
-    try:
-        calls = _forward(skeleton, tokens, stream, device)
-        lm_head.load(skeleton, device)
-        for sample in range(stream.samples):
-            behind = stream.read(sample, 1, count).to(device)
-            stream.write(sample, _behind(skeleton, behind, tokens[sample].to(device)), count)
-        skeleton.free()
-        for index in reversed(range(count)):
-            block = skeleton.load_block(index, device)
-            found = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
-            skeleton.free()
-            yield index, found
-    finally:
-        skeleton.free()
-        stream.close()
-
-
-def _forward(skeleton: Skeleton, tokens: Tensor, stream: blockwise.Stream, device: torch.device) -> blockwise.Calls:
-    """Fill the sides of the stream: what reaches each block, and what leaves the last."""
-    calls = blockwise.record(skeleton, tokens, 1, stream, device)
-    for index in range(len(skeleton.blocks)):
-        block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
-        for sample in range(stream.samples):
-            hidden = stream.read(sample, 1, index).to(device)
-            stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
-        skeleton.free()
-    return calls
-
-
-@torch.enable_grad()
-def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """The loss's scaled gradient behind the last block; hidden [1, tokens, hidden], tokens [tokens]."""
-    hidden = hidden.clone().requires_grad_()
-    predicted = tokens.shape[0] - 1
-    for part in lm_head.token_slices(skeleton, predicted):
-        logits = lm_head.logits(skeleton, hidden[:, part])
-        loss = nn.functional.cross_entropy(logits, tokens[1:][part], reduction="sum")
-        (loss * (LOSS_SCALE / predicted)).backward()
-    return cast(Tensor, hidden.grad)
-
-
-@torch.enable_grad()
-def _backward(
-    skeleton: Skeleton, index: int, names: list[str], loaded: tuple[nn.Module, blockwise.Call], stream: blockwise.Stream
-) -> dict[str, Gradient]:
-    """Take the gradients behind a block to those in front of it, and sum up those of its weights."""
-    block, call = loaded
-    weights = [skeleton.linear(block, name).weight.requires_grad_() for name in names]
-    found = [Gradient(*(torch.zeros_like(w, dtype=torch.float32) for _ in range(2))) for w in weights]
-    side = len(skeleton.blocks)
-    for sample in range(stream.samples):
-        hidden = stream.read(sample, 1, index).clone().to(weights[0].device).requires_grad_()
-        behind = stream.read(sample, 1, side).to(hidden.device)
-        out = block(hidden, *call.args, **call.kwargs)
-        states = out[0] if isinstance(out, tuple) else out
-        front, *mine = torch.autograd.grad(states, (hidden, *weights), behind, allow_unused=True)
-        stream.write(sample, front, side)
-        for sums, gradient in zip(found, mine, strict=True):
-            if gradient is not None:  # else an expert that no token went to
-                gradient = gradient.float() / LOSS_SCALE
-                sums.total.add_(gradient)
-                sums.squares.addcmul_(gradient, gradient)
-    for name, sums in zip(names, found, strict=True):
-        if not torch.isfinite(sums.squares).all():
-            raise NumericalError(f"the gradient of {name} is not finite; check the checkpoint, or use a wider dtype")
-    return dict(zip(names, found, strict=True))
 
 
 # ---------------------------------------------------------------- scores of blocks

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compress import plugins
 from compress.allocate import block_scores
+from compress.calib import fisher
 from compress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _gradients(found: Measured) -> None:
         rows.update({group.name: [0.0] * len(found.opened.names) for group in found.groups})
     blocks = len(skeleton.blocks)
     file = found.database.folder / "stream"
-    for index, by_linear in block_scores.gradients(skeleton, tokens, file, found.opened.asked.device):
+    for index, by_linear in fisher.gradients(skeleton, tokens, file, found.opened.asked.device):
         found.progress("taking gradients", blocks - index, blocks)
         originals = found.originals(skeleton, index)
         for group in found.groups:
@@ -122,7 +123,7 @@ def _gradients(found: Measured) -> None:
 def _add_gradients(
     found: Measured,
     group: Group,
-    gradient: block_scores.Gradient,
+    gradient: fisher.Gradient,
     change: Callable[[int], Tensor],
     sums: dict[str, dict[str, list[float]]],
 ) -> None:
