@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress.model import blockwise, lm_head
+from compress.model import blockwise, edits, lm_head
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq
 from compress.run import pipeline, plan
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 def bench(
     model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, blockwise.Workbench]:
+) -> tuple[rotate.Rotation, edits.Workbench]:
     """The rotation of a checkpoint, and what it is tried out with."""
     skeleton = Skeleton(open_checkpoint(model))
     rotation = rotate.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
-    return rotation, blockwise.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
+    return rotation, edits.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def scores(model: Path, folder: Path, setup: Setup, seeds: int, pack: bool = True) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
-from compress.model import blockwise, lm_head
+from compress.model import blockwise, edits, lm_head
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq
 from compress.run import pipeline, plan
@@ -30,14 +30,14 @@ CPU = torch.device("cpu")
 
 def bench(
     model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, blockwise.Workbench]:
+) -> tuple[rotate.Rotation, edits.Workbench]:
     """The rotation of a checkpoint, and what it is learned with."""
     skeleton = Skeleton(open_checkpoint(model))
     rotation = rotate.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
-    return rotation, blockwise.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
+    return rotation, edits.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def orthogonal(size: int, seed: int) -> Tensor:

@@ -27,7 +27,7 @@ from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.errors import NotMeasuredError, OutputError, RecipeError
 from compress.lowrank import correct
-from compress.model import blockwise
+from compress.model import edits
 from compress.model.blockwise import QUANTIZED, Leg
 from compress.model.skeleton import Skeleton
 from compress.progress import Meter, Progress
@@ -155,11 +155,11 @@ def levels(opened: Options, database: Database, calibration: Calibration, progre
 
 def workbench(
     opened: Options, database: Database, tokens: Tensor | None, say: Callable[[str], None]
-) -> blockwise.Workbench:
+) -> edits.Workbench:
     """For a transform of the whole model to decide with; what it decides stays in the folder."""
     plan, batch = opened.prepared.plan, opened.prepared.arrangement.batch
     device, limit = torch.device(opened.asked.device), opened.asked.max_memory
-    return blockwise.Workbench(device, tokens, plan, batch, database.folder, limit, say)
+    return edits.Workbench(device, tokens, plan, batch, database.folder, limit, say)
 
 
 class _Levels:

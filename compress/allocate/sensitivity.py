@@ -27,7 +27,7 @@ from compress.allocate.table import Table
 from compress.allocate.variants import FIXED, Database
 from compress.calib.data import Calibration, token_windows
 from compress.errors import CalibrationError, NotMeasuredError, RecipeError
-from compress.model import blockwise, load
+from compress.model import edits, load
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress
 from compress.recipe.schema import KEEP
@@ -237,8 +237,6 @@ def build(directory: Path, asked: job.Job, folder: Path) -> tuple[Skeleton, bloc
         module = plugins.load("transform", step.method)
         if module.SCOPE == "model":
             skeleton.edits = module.apply(skeleton, step.config, asked.seed)
-            skeleton.edits.choose(
-                blockwise.Workbench(device, None, Plan(()), 1, folder, asked.max_memory, lambda _: None)
-            )
+            skeleton.edits.choose(edits.Workbench(device, None, Plan(()), 1, folder, asked.max_memory, lambda _: None))
             skeleton.edits.begin(device)
     return skeleton, block_scores.Noise(asked.seed, _Levels(skeleton, Database(folder)))

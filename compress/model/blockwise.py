@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.skeleton import Skeleton
-from compress.types import Plan
 
 
 class Call(NamedTuple):
@@ -33,18 +32,6 @@ class Call(NamedTuple):
 
 Calls = list[dict[int, Call]]  # for each block, by batch size
 Batches = Callable[[], Iterable[tuple[Tensor, Call]]]  # what a block receives, batch by batch, the same at every call
-
-
-class Workbench(NamedTuple):
-    """What a transform of the whole model can try itself out with, before anything is quantized."""
-
-    device: torch.device
-    tokens: Tensor | None  # the calibration text [samples, seq_len], int64; None: there is none
-    plan: Plan
-    batch: int  # samples in a forward pass
-    folder: Path  # of the run's own files; its file `rotation` stays for a resumed run, `stream` does not
-    max_memory: int | None  # bytes
-    say: Callable[[str], None]  # shows what is being done
 
 
 QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model

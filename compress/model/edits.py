@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from compress.types import Ops
+from compress.types import Ops, Plan
 
 if TYPE_CHECKING:
     from compress.model.blockwise import Workbench
@@ -34,3 +35,15 @@ class Edits(Protocol):
 
     def block(self, index: int, block: nn.Module) -> None:
         """One decoder block, its experts unfused."""
+
+
+class Workbench(NamedTuple):
+    """What a transform of the whole model can try itself out with, before anything is quantized."""
+
+    device: torch.device
+    tokens: Tensor | None  # the calibration text [samples, seq_len], int64; None: there is none
+    plan: Plan
+    batch: int  # samples in a forward pass
+    folder: Path  # of the run's own files; its file `rotation` stays for a resumed run, `stream` does not
+    max_memory: int | None  # bytes
+    say: Callable[[str], None]  # shows what is being done

@@ -24,7 +24,6 @@ from compress.allocate import session
 from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.errors import CheckpointError, NumericalError
-from compress.model import blockwise
 from compress.model.blockwise import FULL, QUANTIZED, Leg
 from compress.progress import Meter, Progress, silent
 from compress.run import (
@@ -173,7 +172,7 @@ class _Run:
         if (edits := self.skeleton.edits) is not None:
             plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.asked.max_memory
             tokens, folder = self.flow.tokens, self.output.work
-            bench = blockwise.Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
+            bench = edits.Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
             if notes := edits.choose(bench):
                 self.notes["transform"] = notes
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CalibrationError, UnsupportedModelError
-from compress.model import blockwise
+from compress.model import blockwise, edits
 from compress.model.graph import Attention, Block, Graph, norm_kind, trace
 from compress.model.lm_head import edited_by
 from compress.model.skeleton import Skeleton
@@ -162,7 +162,7 @@ class Rotation:
         """Only move the norms' weights into their readers."""
         self.use(Orthogonal() if self.basis is not None else None, {})
 
-    def choose(self, bench: blockwise.Workbench) -> list[str]:
+    def choose(self, bench: edits.Workbench) -> list[str]:
         """Decide on a rotation by the recipe's `seeds` and `learn`, or as the run that is resumed; the report's notes.
 
         Raises BudgetError, CalibrationError or RecipeError where learning is asked for and cannot be.

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from compress.formats import transforms as ops
 from compress.model import blockwise
-from compress.model.blockwise import Workbench, run_block
+from compress.model.blockwise import run_block
+from compress.model.edits import Workbench
 from compress.model.lm_head import divergence, edited_by, logits_of, token_slices
 from compress.model.skeleton import Skeleton
 from compress.quant import grid, incoherence

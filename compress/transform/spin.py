@@ -40,7 +40,8 @@ from compress import plugins, process_memory
 from compress.errors import BudgetError, RecipeError
 from compress.formats import transforms
 from compress.model import blockwise, lm_head
-from compress.model.blockwise import Call, Workbench
+from compress.model.blockwise import Call
+from compress.model.edits import Workbench
 from compress.model.graph import Attention
 from compress.transform import rotation_search
 from compress.transform.rotation_search import Rounding
