@@ -20,8 +20,7 @@ from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, target_correction
 from compress.quant.target_correction import DAMP, TOKENS_PER_INPUT, correction, target
-from compress.run import calibration_stream, memory_plan, pipeline, quantize_linear
-from compress.run import job as jobs
+from compress.run import calibration_stream, memory_plan, pipeline, prepare, quantize_linear
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
@@ -216,7 +215,7 @@ def test_methods_are_given_the_target(
     """y comes from the original model, x from the original block behind the finished ones."""
     asked = job(deep, setup, tmp_path / "out")
     report = pipeline.quantize(asked)
-    calibration = jobs.calibration(asked, jobs.prepare(asked), lambda *args: None)
+    calibration = prepare.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert calibration is not None
     original, finished = load(deep), load(tmp_path / "out")
     layers: Any = finished.dequantize(torch.float32).base_model.layers
@@ -362,7 +361,7 @@ def test_other_shares_are_other_runs() -> None:
 def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial carries both streams, whichever block it takes."""
     names, asked = passes(monkeypatch), job(deep, FULL, tmp_path / "out")
-    assert pipeline.predict_seconds(asked, jobs.prepare(asked)) > 0
+    assert pipeline.predict_seconds(asked, prepare.prepare(asked)) > 0
     assert names == ["0", "0", "0"] and not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ from compress.formats import transforms
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, incoherence, rtn
 from compress.run import job as jobs
-from compress.run import memory_plan, pipeline, plan, verify
+from compress.run import memory_plan, pipeline, plan, prepare, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import NO_OPS, LinearSpec, PackedWeight, Quantized, Stats
@@ -56,7 +56,7 @@ def test_a_reloaded_model_equals_the_decoded_one(
     out = run(name)
     report, tensors = report_of(out), stored_tensors(out)
     assert report["self_check"] == "passed" and verify.verify(out)["blocks"] == 2
-    prepared = jobs.prepare(job(pico_dir(name), ROTATED, out.with_name("other")))
+    prepared = prepare.prepare(job(pico_dir(name), ROTATED, out.with_name("other")))
     assert report["nbytes"]["total"] == prepared.plan.nbytes == sum(t.nbytes for t in tensors.values())
     assert all(row["ops"] == dataclasses.asdict(incoherence.OPS) | row["ops"] for row in report["layers"])
     assert all(row["format"].endswith(" hadamard") for row in report["plan"])

@@ -18,8 +18,7 @@ from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
 from compress.kv.cache import KVCache, make_cache
 from compress.kv.settings import resolve
-from compress.run import job as jobs
-from compress.run import memory_plan, pipeline, verify
+from compress.run import memory_plan, pipeline, prepare, verify
 from compress.run.job import Job
 from compress.runtime import kv_config
 from pico import build, save_pico
@@ -206,7 +205,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_the_run(
     path = tmp_path / "r.yaml"
     path.write_text(f"quantize: {{method: rtn}}\nkv_cache: {cache}")
     with pytest.raises(RecipeError, match=message):
-        jobs.prepare(Job(str(pico_dir(name)), recipe.load(str(path)), tmp_path / "out"))
+        prepare.prepare(Job(str(pico_dir(name)), recipe.load(str(path)), tmp_path / "out"))
 
 
 def test_models_that_look_into_their_keys_read_path_a() -> None:
@@ -257,7 +256,7 @@ def test_what_calibration_takes_is_predicted(written: dict[str, Path], monkeypat
             settings = [f"kv_cache={cache}", "calibration.seq_len=64", f"calibration.num_samples={samples}"]
             out = written["model"].parent / "none"
             job = Job(str(written["model"]), recipe.load("kv8", settings), out, pack=False)
-            peaks[cache, samples, factor] = jobs.prepare(job).arrangement.peak_nbytes
+            peaks[cache, samples, factor] = prepare.prepare(job).arrangement.peak_nbytes
     token = 4 * 16 * (2 * 2 + 4)  # bytes of keys, values and queries
     assert peaks[KIVI, 600, 1000] == peaks[KIVI, 600, 0]
     grown = [peaks[CALIBRATED, n, 1000] - peaks[CALIBRATED, n, 0] for n in (100, 600, 1200)]

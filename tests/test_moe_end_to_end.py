@@ -18,7 +18,7 @@ from compress.allocate import session, table
 from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
-from compress.run import job, memory_plan, pipeline, verify
+from compress.run import memory_plan, pipeline, prepare, verify
 from compress.runtime.experts import Experts, counting
 from compress.types import ExpertPruning
 from pico import VOCAB_SIZE, save_pico
@@ -242,7 +242,7 @@ def test_pruning_that_cannot_be(
     result = cli(*words)
     assert result.code == 1 and message in one_line(result) and not (tmp_path / "out").exists()
     with pytest.raises(RecipeError, match=message):
-        job.prepare(job_of(pico_dir(kind), setup.set("experts.prune=true"), tmp_path / "out"))
+        prepare.prepare(job_of(pico_dir(kind), setup.set("experts.prune=true"), tmp_path / "out"))
 
 
 def test_experts_are_allocated_where_there_are_any(pico_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from compress import formats, process_memory, recipe
 from compress.calib import data
 from compress.quant import gptq
-from compress.run import job as jobs
-from compress.run import pipeline
+from compress.run import pipeline, prepare
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Quantized, Stats
@@ -95,7 +94,7 @@ def test_every_architecture(
     name: str, setup: str, run: Callable[[str, Setup], Run], pico_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     out, report = run(name, SETUPS[setup])
-    plan = jobs.prepare(job(pico_dir(name), SETUPS[setup], tmp_path / "out")).plan
+    plan = prepare.prepare(job(pico_dir(name), SETUPS[setup], tmp_path / "out")).plan
     tensors, source = stored_tensors(out), stored_tensors(pico_dir(name))
     check_bytes(out, tensors, plan.nbytes, report)
     rows = {row["name"]: row for row in report["layers"]}
@@ -288,7 +287,7 @@ def test_a_block_is_calibrated_on_what_the_quantized_ones_before_it_give(
     monkeypatch.setattr(pipeline.report, "measure", measure)
     asked = job(pico_dir("llama"), GPTQ, tmp_path / "out")
     pipeline.quantize(asked)
-    tokens = jobs.calibration(asked, jobs.prepare(asked), lambda *args: None)
+    tokens = prepare.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert tokens is not None
     original, finished = load(pico_dir("llama")), load(tmp_path / "out")
     for name, model in {

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress.formats import transforms
 from compress.quant import incoherence
-from compress.run import job as jobs
-from compress.run import memory_plan, pipeline, verify
+from compress.run import memory_plan, pipeline, prepare, verify
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, scheme
 from compress.storage import checkpoint
@@ -280,7 +279,7 @@ def test_static_scales_are_those_of_what_is_rounded(
     """Of inputs behind rotation, smoothing and the operations left to run time; block 0 sees them exact."""
     asked = dataclasses.replace(job(pico_dir("llama"), BOTH, tmp_path / "plain"), pack=False)
     pipeline.quantize(asked)
-    calibration = jobs.calibration(asked, jobs.prepare(asked), lambda *args: None)
+    calibration = prepare.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert calibration is not None
     stored, model = stored_tensors(quantized("llama", STATIC)), load(tmp_path / "plain")
     for name, around in (("q_proj", NO_OPS), ("o_proj", MIX), ("down_proj", HADAMARD)):

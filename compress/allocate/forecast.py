@@ -19,7 +19,7 @@ from compress.allocate.variants import FIXED
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
 from compress.recipe.schema import Allocation, Target
-from compress.run import job
+from compress.run import prepare
 from compress.run.job import Job
 
 
@@ -48,7 +48,7 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
     wanted = asked.recipe.allocate
     assert wanted is not None and wanted.target is not None, "the recipe was checked"
     if not asked.recipe.packs:
-        prepared = job.prepare_all(asked, [asked.recipe], every=True)[0]
+        prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
         return Unmeasured(0, 0, prepared.samples * prepared.seq_len, "quantize", wanted.target.text)
     opened = quantize_options.options(asked)
     found = sizes(opened)

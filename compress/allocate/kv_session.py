@@ -41,7 +41,7 @@ from compress.progress import Progress
 from compress.recipe import kv
 from compress.recipe.kv import CacheRecipe
 from compress.recipe.schema import Allocation, CacheEstimator
-from compress.run import job
+from compress.run import job, prepare
 from compress.run import kv_cache as kv_checkpoint
 from compress.run.job import Job
 from compress.runtime.kv_config import layer_count
@@ -90,7 +90,7 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
     """Measured, or read from the folder. tokens int64 [samples, seq_len], of calibration."""
     recipe, context = asked.recipe.kv_cache, allocation.context
     assert recipe is not None and context is not None, "the recipe was checked"
-    directory = job.resolve(asked.model)
+    directory = prepare.resolve(asked.model)
     config = load.load_config(directory)
     check_length(config, context)
     settings = kv_checkpoint.check(config, recipe)
@@ -98,13 +98,13 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         raise RecipeError("kv_cache: skip_layers leaves no layer to code; name fewer, or give no context")
     offered = options(recipe, allocation.cache_bits)
     said = {
-        "model": job.fingerprint(job.open_checkpoint(directory)),
+        "model": prepare.fingerprint(job.open_checkpoint(directory)),
         "kv_cache": kv.plain(recipe),
         "options": [option.bits for option in offered],
         "context": context,
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "processor": sorted(llvm.features()) if llvm.available() else [],  # compiled readers keep tensors of their own
-        "software versions": job.versions(),
+        "software versions": prepare.versions(),
     }
     path = folder / f"cache-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if not path.is_file() and not asked.measures:

@@ -34,7 +34,7 @@ from compress.progress import Meter, Progress
 from compress.quant import incoherence
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
-from compress.run import calibration_stream, job, memory_plan, quantize_linear, report
+from compress.run import calibration_stream, memory_plan, prepare, quantize_linear, report
 from compress.run.job import Job, Prepared
 from compress.types import Fisher, LayerPlan, LinearSpec, PackedWeight
 
@@ -72,7 +72,7 @@ def options(asked: Job) -> Options:
         for option in wanted.values()
     ]
     plain = dataclasses.replace(asked, recipe=recipes[0])
-    prepared, plans = job.prepare_all(plain, recipes, every=True)
+    prepared, plans = prepare.prepare_all(plain, recipes, every=True)
     levels: dict[str, Levels] = {}
     for number, plan in zip(wanted, plans, strict=True):
         for layer in plan.layers:
@@ -96,7 +96,7 @@ def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
 
 def identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
     """What the measurements depend on: everything but the target and the allocator."""
-    known = job.identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
+    known = prepare.identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
     del known["command"]
     return {**known, "recipe": recipe_fingerprint(opened), "units": opened.allocation.units}
 
@@ -307,7 +307,7 @@ def folder_of(asked: Job) -> Path:
     if asked.out.name in ("", ".."):
         raise OutputError(f"{asked.out} cannot be an output directory; give --out a new name")
     recipe, allocation = asked.recipe, asked.recipe.allocate
-    known = [str(job.resolve(asked.model).resolve()), asked.calib, asked.seed]
+    known = [str(prepare.resolve(asked.model).resolve()), asked.calib, asked.seed]
     known.append(
         fingerprint(dataclasses.replace(_bare(recipe), allocate=_undecided(allocation) if allocation else None))
     )

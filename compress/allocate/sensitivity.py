@@ -31,7 +31,7 @@ from compress.model import edits, load
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress
 from compress.recipe.schema import KEEP
-from compress.run import job
+from compress.run import job, prepare
 from compress.storage.checkpoint import open_checkpoint, read_json, write_text
 from compress.types import LinearSpec, Plan
 
@@ -49,7 +49,7 @@ class Measured:
         self.samples = min(opened.allocation.samples, calibration.tokens.shape[0])
         self.seconds: dict[str, float] = {}
         # the model anew, for what works on it by itself
-        self.source = partial(build, job.resolve(opened.asked.model), opened.asked, database.folder)
+        self.source = partial(build, prepare.resolve(opened.asked.model), opened.asked, database.folder)
         self._candidates: joint_kl.Candidates | None = None
         self._others: list[joint_kl.Candidates] = []
         specs = {x.spec.name: x.spec for found in opened.levels.values() for x in found.values()}

@@ -27,7 +27,7 @@ from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.progress import Progress
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Target
-from compress.run import job
+from compress.run import prepare
 from compress.run.job import Job
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.workdir import writing
@@ -99,7 +99,7 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     if not asked.measures and not (database.folder / RUN).is_file():
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):
-        calibration = job.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
+        calibration = prepare.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
@@ -159,10 +159,10 @@ def decided(asked: Job, progress: Progress) -> Job:
 def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
     """The same for a recipe that leaves the weights as they are: all that is left of the target is the cache's."""
     assert allocation.target is not None, "the caller has checked"
-    prepared = job.prepare_all(asked, [asked.recipe], every=True)[0]
+    prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
     folder = asked.measurements or quantize_options.folder_of(asked)
     with writing(folder, "--measurements"):
-        calibration = job.calibration(asked, prepared, progress, folder / "calibration")
+        calibration = prepare.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"
         offer = kv_session.offer(asked, allocation, calibration.tokens, folder, progress)
     room = process_memory.parse_size(allocation.target.text) - prepared.plan.nbytes

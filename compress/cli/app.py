@@ -48,7 +48,7 @@ def evaluate(
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.model.load import DTYPES
-        from compress.run.job import resolve
+        from compress.run.prepare import resolve
 
         text = text or missing("--text", "give the text to score: a .txt, .jsonl or .parquet file")
         if dtype not in DTYPES:
@@ -107,7 +107,7 @@ def generate(
     """Go on writing from a prompt; with the checkpoint's own cache if it has one, or with that of --kv."""
     with errors():
         from compress import evaluate as evaluation
-        from compress.run.job import resolve
+        from compress.run.prepare import resolve
 
         if kv is None:
             written = evaluation.generate(
@@ -173,7 +173,7 @@ def bench(
 
         from compress.cli import tables
         from compress.evaluate import speed
-        from compress.run.job import resolve
+        from compress.run.prepare import resolve
 
         found = speed.measure(resolve(model), device_named(device), batch, prompt_tokens, new_tokens)
         if as_json:

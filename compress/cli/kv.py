@@ -74,7 +74,7 @@ def kv_bench(
         from compress.cli import kv_tables, tables
         from compress.evaluate import Execution, cache
         from compress.model.load import DTYPES
-        from compress.run.job import resolve
+        from compress.run.prepare import resolve
 
         text = text or missing("--text", "give the text to score: a .txt, .jsonl or .parquet file")
         if dtype not in DTYPES:

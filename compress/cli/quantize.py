@@ -203,8 +203,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: how the same is said to a command that measures."""
     from compress.allocate import forecast
     from compress.cli import tables
-    from compress.run import job as jobs
-    from compress.run import pipeline
+    from compress.run import pipeline, prepare
     from compress.run.plan import groups
 
     with tables.progress_bar() as progress:
@@ -215,7 +214,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
             return
         job = decided
         progress("reading headers", 0, 0)
-        prepared = jobs.prepare(job)
+        prepared = prepare.prepare(job)
         progress("timing one block", 0, 0)
         predicted = pipeline.predict_seconds(job, prepared)
     layers, sizes = prepared.plan, prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)

@@ -29,8 +29,8 @@ from compress.progress import Meter, Progress, silent
 from compress.run import (
     calibration_stream,
     expert_pruning,
-    job,
     memory_plan,
+    prepare,
     quantize_linear,
     report,
     verify,
@@ -59,18 +59,18 @@ def quantize(
         asked = session.decided(asked, progress)
     if asked.max_memory is not None:
         process_memory.return_freed_memory()
-    prepared = job.prepare(asked)
+    prepared = prepare.prepare(asked)
     if on_plan is not None:
         on_plan(prepared)
     with Output(asked.out, asked.overwrite, asked.restart) as output, writing(output.work):
         check_space(output.work, _disk_need(prepared, calibration_stream.paired(asked)) - output.written())
-        calibration = job.calibration(asked, prepared, progress, output.calibration)
+        calibration = prepare.calibration(asked, prepared, progress, output.calibration)
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
             calibration = _noted(calibration, asked, prepared)
             process_memory.trim()
         arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
-        arrangement = output.begin(job.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
+        arrangement = output.begin(prepare.identity(asked, prepared.skeleton.checkpoint, calibration), arrangement)
         threads = arrangement.pop("threads")  # the first run's, so that sums are taken in the same order
         prepared = dataclasses.replace(prepared, arrangement=Arrangement(**arrangement))
         memory_plan.check_prediction(prepared.arrangement, asked.max_memory)

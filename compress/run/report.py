@@ -15,7 +15,7 @@ from compress import formats, process_memory
 from compress.calib.data import Calibration
 from compress.errors import CheckpointError
 from compress.formats import transforms
-from compress.run import expert_pruning, job, plan
+from compress.run import expert_pruning, plan, prepare
 from compress.run.job import Job, Prepared
 from compress.runtime import integer
 from compress.storage.checkpoint import open_checkpoint, read_json
@@ -126,7 +126,7 @@ def build(facts: Facts, total_seconds: float, self_check: str) -> dict[str, Any]
         "resumed_blocks": facts.replayed,
         "seed": asked.seed,
         "device": asked.device,
-        "versions": job.versions(),
+        "versions": prepare.versions(),
         "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
         "notes": facts.notes,

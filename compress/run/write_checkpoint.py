@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from compress import formats, process_memory, recipe
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress
-from compress.run import job, report, trained_factors, verify
+from compress.run import job, prepare, report, trained_factors, verify
 from compress.run import kv_cache as kv_checkpoint
 from compress.runtime import hf
 from compress.runtime.experts import Experts
@@ -269,10 +269,10 @@ def _write_manifest(directory: Path, facts: report.Facts) -> None:
         "files": {path.name: sha256(path) for path in sorted(directory.iterdir())},
         "source": {
             "model": facts.job.model.rstrip("/").rsplit("/", 1)[-1],
-            "fingerprint": job.fingerprint(facts.prepared.skeleton.checkpoint),
+            "fingerprint": prepare.fingerprint(facts.prepared.skeleton.checkpoint),
         },
         "recipe": recipe.fingerprint(facts.job.recipe),
         "seed": facts.job.seed,
-        "versions": job.versions(),
+        "versions": prepare.versions(),
     }
     write_text(directory / checkpoint.MANIFEST, json.dumps(manifest, indent=1) + "\n")
