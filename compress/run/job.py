@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.calib.data import Calibration
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
+from compress.run import expert_pruning
 from compress.run.memory_plan import Arrangement
-from compress.types import Plan
+from compress.types import LayerReport, Plan, Pruning
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,23 @@ class Prepared:
     arrangement: Arrangement
     samples: int  # calibration samples asked for; 0: the recipe needs no data
     seq_len: int  # tokens of each
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the loop hands over when all blocks are done."""
+
+    job: Job
+    prepared: Prepared
+    calibration: Calibration | None
+    layers: list[LayerReport]
+    block_seconds: list[float]  # of the blocks computed in this run
+    replayed: int  # blocks taken over from an interrupted run
+    notes: dict[str, list[str]]  # block name -> what is to be said of it as a whole
+    experts: dict[str, dict[str, Any]]  # experts module -> its routing, where the recipe prunes experts
+
+    @property
+    def prunings(self) -> dict[str, Pruning]:
+        """Experts module -> what it is pruned with."""
+        config = self.job.recipe.pruning
+        return expert_pruning.chosen(self.experts, config, self.layers) if config is not None else {}

@@ -26,7 +26,7 @@ CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all
 if TYPE_CHECKING:
     from compress.progress import Progress
     from compress.recipe.kv import CacheRecipe
-    from compress.run.report import Facts
+    from compress.run.job import Facts
     from compress.storage.workdir import Output
 
 

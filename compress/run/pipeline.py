@@ -29,10 +29,10 @@ from compress.progress import Meter, Progress, silent
 from compress.run import (
     calibration_stream,
     expert_pruning,
+    job,
     memory_plan,
     prepare,
     quantize_linear,
-    report,
     verify,
     write_checkpoint,
 )
@@ -77,7 +77,7 @@ def quantize(
         run = _Run(asked, prepared, output, calibration.tokens if calibration is not None else None, progress)
         with _threads(threads):
             run.blocks()
-            facts = report.Facts(
+            facts = job.Facts(
                 asked, prepared, calibration, run.reports, run.seconds, run.replayed, run.notes, run.experts
             )
             return write_checkpoint.finish(output, facts, run.probes, started, progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +11,15 @@ import torch
 from torch import Tensor
 
 from compress import formats, process_memory
-from compress.calib.data import Calibration
 from compress.errors import CheckpointError
 from compress.formats import transforms
-from compress.run import expert_pruning, plan, prepare
-from compress.run.job import Job, Prepared
+from compress.run import expert_pruning, job, plan, prepare
 from compress.runtime import integer
 from compress.storage.checkpoint import open_checkpoint, read_json
-from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Pruning, Stats
+from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Stats
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the loop hands over when all blocks are done."""
-
-    job: Job
-    prepared: Prepared
-    calibration: Calibration | None
-    layers: list[LayerReport]
-    block_seconds: list[float]  # of the blocks computed in this run
-    replayed: int  # blocks taken over from an interrupted run
-    notes: dict[str, list[str]]  # block name -> what is to be said of it as a whole
-    experts: dict[str, dict[str, Any]]  # experts module -> its routing, where the recipe prunes experts
-
-    @property
-    def prunings(self) -> dict[str, Pruning]:
-        """Experts module -> what it is pruned with."""
-        config = self.job.recipe.pruning
-        return expert_pruning.chosen(self.experts, config, self.layers) if config is not None else {}
 
 
 def measure(
@@ -97,7 +74,7 @@ def row(values: dict[str, Any]) -> LayerReport:
     return LayerReport(**{**values, **changed})
 
 
-def build(facts: Facts, total_seconds: float, self_check: str) -> dict[str, Any]:
+def build(facts: job.Facts, total_seconds: float, self_check: str) -> dict[str, Any]:
     """The report as JSON values; self_check: the outcome of the check of the bytes that are published."""
     asked, prepared = facts.job, facts.prepared
     blocks = len(prepared.skeleton.blocks)

@@ -154,9 +154,7 @@ def _outside(prepared: job.Prepared, device: torch.device) -> dict[str, Tensor |
     return rest
 
 
-def finish(
-    output: Output, facts: report.Facts, probes: list[str], started: float, progress: Progress
-) -> dict[str, Any]:
+def finish(output: Output, facts: job.Facts, probes: list[str], started: float, progress: Progress) -> dict[str, Any]:
     """Complete the checkpoint in output.model, check it, write the report and the manifest, put it in place."""
     prepared, directory = facts.prepared, output.model
     skeleton, blocks = prepared.skeleton, len(prepared.skeleton.blocks)
@@ -197,7 +195,7 @@ def finish(
     return result
 
 
-def _train(output: Output, facts: report.Facts, probes: list[str], progress: Progress) -> list[str]:
+def _train(output: Output, facts: job.Facts, probes: list[str], progress: Progress) -> list[str]:
     """Train the low-rank parts of the checkpoint together, if the recipe asks for it and no former run has done so.
 
     probes: hashes of the blocks' outputs. Training starts from what gives these; returns those with trained parts.
@@ -264,7 +262,7 @@ def copy_files(source: Path, directory: Path) -> None:
             sync(stream)
 
 
-def _write_manifest(directory: Path, facts: report.Facts) -> None:
+def _write_manifest(directory: Path, facts: job.Facts) -> None:
     manifest = {
         "files": {path.name: sha256(path) for path in sorted(directory.iterdir())},
         "source": {
