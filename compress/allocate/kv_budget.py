@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.solver import Solution, damages_of, solve
 from compress.errors import BudgetError
+from compress.kv import settings
 from compress.kv.settings import resolve
 from compress.recipe import kv
 
@@ -145,8 +146,8 @@ def laid_out(
     for layer, kinds in options_by_layer.items():
         said = {}
         for kind, option in kinds.items():
-            own = {**kv.side(resolved.layers[layer][kind]), **named[option].settings}
-            common = kv.side(getattr(recipe, kind))
+            own = {**settings.side(resolved.layers[layer][kind]), **named[option].settings}
+            common = settings.side(getattr(recipe, kind))
             differs = {key: value for key, value in own.items() if value != common.get(key)}
             said[kind] = own if "method" in differs else differs
         same = [numbers for other, numbers in alike if other == said]

@@ -162,3 +162,9 @@ def _table(value: Any, where: str) -> Mapping[str, Any]:
 
 def _names(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls))
+
+
+def side(coding: Any) -> dict[str, Any]:
+    """A `Side`, or a `Coding` of compress/kv/settings.py, in the layout of its YAML."""
+    config = {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(coding.config).items()}
+    return {"method": coding.method, **config, **dataclasses.asdict(coding.policy)}

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from yaml import Node, SequenceNode
 
 from compress import plugins
+from compress.kv import settings
 from compress.recipe.blocks import built, fields
 from compress.recipe.blocks import method as method_of
 from compress.recipe.yaml import Entries, error_at, mapping, sequence, value
@@ -133,7 +134,7 @@ def read(at: Node, node: Node) -> CacheRecipe:
 def plain(recipe: CacheRecipe) -> dict[str, Any]:
     """The section in the layout of its YAML, every default written out."""
     return {
-        **{kind: side(getattr(recipe, kind)) for kind in KINDS},
+        **{kind: settings.side(getattr(recipe, kind)) for kind in KINDS},
         "layers": [{"match": list(rule.match), **rule.settings} for rule in recipe.layers],
         "skip_layers": list(recipe.skip_layers),
         "exact_prefill": recipe.exact_prefill,
@@ -145,12 +146,6 @@ def table(recipe: CacheRecipe) -> dict[str, Any]:
     """What compress/kv/settings.py applies to the layers of a model."""
     layers = {str(match): dict(rule.settings) for rule in recipe.layers for match in rule.match}
     return {**plain(recipe), "method": recipe.keys.method, "layers": layers}
-
-
-def side(coding: Any) -> dict[str, Any]:
-    """A `Side`, or a `Coding` of compress/kv/settings.py, in the layout of its YAML."""
-    config = {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(coding.config).items()}
-    return {"method": coding.method, **config, **dataclasses.asdict(coding.policy)}
 
 
 def needs(recipe: CacheRecipe) -> frozenset[str]:
