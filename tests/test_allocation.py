@@ -14,7 +14,7 @@ import torch
 
 import compress
 from compress import recipe
-from compress.allocate import metrics, pareto, quantize_options, session, table
+from compress.allocate import metrics, pareto, prepare_options, quantize_options, session, table
 from compress.allocate.methods import uniform
 from compress.allocate.problem import Problem
 from compress.allocate.variants import TABLE, Database
@@ -157,7 +157,7 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5.5bpw")
     shutil.copytree(
-        opened.database.folder, quantize_options.folder_of(job), ignore=shutil.ignore_patterns("candidates-*")
+        opened.database.folder, prepare_options.folder_of(job), ignore=shutil.ignore_patterns("candidates-*")
     )
     decided = session.decided(job, silent)
     assert decided.recipe.allocate is None and decided.allocation is not None
@@ -333,7 +333,7 @@ def test_the_output_is_checked_before_anything_is_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5bpw")
-    monkeypatch.setattr(quantize_options, "options", None)  # nothing is measured without it
+    monkeypatch.setattr(prepare_options, "options", None)  # nothing is measured without it
     job.out.mkdir()
     with pytest.raises(OutputError, match="exists already"):
         pipeline.quantize(job)

@@ -29,7 +29,7 @@ from compress.storage.checkpoint import write_text
 from compress.types import PackedWeight
 
 if TYPE_CHECKING:
-    from compress.allocate.quantize_options import Options
+    from compress.allocate.prepare_options import Options
 
 FILE = "measured-experts.json"  # read by compress/allocate/sensitivity.py
 NORMS, SQUARES = "expert", "expert_squares"

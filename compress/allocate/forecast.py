@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress import plugins
-from compress.allocate import groups, quantize_options, session
+from compress.allocate import groups, prepare_options, session
 from compress.allocate.problem import Entry, Unit
 from compress.allocate.session import JOINT
 from compress.allocate.table import Table
@@ -50,7 +50,7 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
     if not asked.recipe.packs:
         prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
         return Unmeasured(0, 0, prepared.samples * prepared.seq_len, "quantize", wanted.target.text)
-    opened = quantize_options.options(asked)
+    opened = prepare_options.options(asked)
     found = sizes(opened)
     plain = wanted.target.unit != "kl" and wanted.context is None
     if plain:
@@ -76,10 +76,10 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
 def _without_data(asked: Job, wanted: Allocation, target: Target, found: Table) -> Job:
     """The answer of an allocator that looks at sizes alone."""
     choice = plugins.load("allocate", wanted.method).allocate(found.problem(target), wanted.config, None).choice
-    return dataclasses.replace(asked, recipe=quantize_options.chosen(asked.recipe, found.levels(choice)))
+    return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, found.levels(choice)))
 
 
-def sizes(opened: quantize_options.Options) -> Table:
+def sizes(opened: prepare_options.Options) -> Table:
     """The table without damages."""
     levels, plan = opened.levels, opened.prepared.plan
     specs = {layer.spec.name: layer.spec for found in levels.values() for layer in found.values()}
@@ -88,8 +88,8 @@ def sizes(opened: quantize_options.Options) -> Table:
     for group in groups.groups(opened.prepared.skeleton, free, opened.allocation.units):
         numel = sum(member.numel for member in group.members)
         entries = []
-        for option in quantize_options.offered(opened, group.members):
-            nbytes = quantize_options.nbytes(opened, group.members, option)
+        for option in prepare_options.offered(opened, group.members):
+            nbytes = prepare_options.nbytes(opened, group.members, option)
             entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, {}))
         entries.sort(key=lambda entry: entry.nbytes)
         first, names = group.members[0], tuple(member.name for member in group.members)

@@ -10,9 +10,7 @@ is in compress/allocate/sensitivity.py. A killed run goes on after the last fini
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,106 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats, plugins, process_memory
+from compress.allocate import prepare_options
 from compress.allocate.expert_options import ExpertLevels
-from compress.allocate.variants import FIXED, Database
+from compress.allocate.variants import Database
 from compress.calib import fisher
 from compress.calib.data import Calibration
-from compress.errors import NotMeasuredError, OutputError, RecipeError
+from compress.errors import NotMeasuredError
 from compress.lowrank import correct
 from compress.model import edits
 from compress.model.blockwise import QUANTIZED, Leg
-from compress.model.skeleton import Skeleton
 from compress.progress import Meter, Progress
 from compress.quant import incoherence
-from compress.recipe import fingerprint
-from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
-from compress.run import calibration_stream, memory_plan, prepare, quantize_linear, report
-from compress.run.job import Job, Prepared
-from compress.types import Fisher, LayerPlan, LinearSpec, PackedWeight
-
-Levels = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at that level
+from compress.run import calibration_stream, memory_plan, quantize_linear, report
+from compress.types import Fisher, LayerPlan, PackedWeight
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The model, prepared for the recipe at every option."""
-
-    asked: Job  # its recipe with one option for all, and without an allocation
-    allocation: Allocation
-    prepared: Prepared
-    names: list[str]  # of all options
-    levels: dict[str, Levels]  # linear -> its levels, in ascending order; a kept option has none
-    dense_nbytes: dict[str, int]  # linear -> bytes as it is stored now
-
-
-def options(asked: Job) -> Options:
-    """Open the model and plan every option. Raises RecipeError for a recipe without an allocation."""
-    recipe, allocation = asked.recipe, asked.recipe.allocate
-    if allocation is None:
-        raise RecipeError(
-            f"recipe {recipe.name!r} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
-        )
-    wanted = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
-    if not wanted:
-        raise RecipeError(
-            f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use "
-            "quantize with --target and --context"
-        )
-    calibration = dataclasses.replace(recipe.calibration, asymmetric=0.0)
-    recipes = [
-        dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None)
-        for option in wanted.values()
-    ]
-    plain = dataclasses.replace(asked, recipe=recipes[0])
-    prepared, plans = prepare.prepare_all(plain, recipes, every=True)
-    levels: dict[str, Levels] = {}
-    for number, plan in zip(wanted, plans, strict=True):
-        for layer in plan.layers:
-            if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
-                levels.setdefault(layer.spec.name, {})[number] = layer
-    if not levels:
-        raise RecipeError(f"the rules of recipe {recipe.name!r} leave nothing to allocate")
-    for layer in plans[0].layers:
-        if layer.spec.name not in levels:
-            levels[layer.spec.name] = {FIXED: layer}
-    dense = {layer.spec.name: _stored_nbytes(prepared.skeleton, layer.spec) for layer in plans[0].layers}
-    return Options(plain, allocation, prepared, option_names(allocation.options), levels, dense)
-
-
-def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
-    """Of a linear as it is; experts share their stored tensors."""
-    if spec.is_expert:
-        return spec.numel * spec.dtype.itemsize
-    return sum(stored.nbytes for stored in skeleton.weight_sources(spec))
-
-
-def identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
-    """What the measurements depend on: everything but the target and the allocator."""
-    known = prepare.identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
-    del known["command"]
-    return {**known, "recipe": recipe_fingerprint(opened), "units": opened.allocation.units}
-
-
-def recipe_fingerprint(opened: Options) -> str:
-    """Of a recipe as far as it is measured; the settings of its allocator and the target are left out."""
-    return fingerprint(dataclasses.replace(_bare(opened.asked.recipe), allocate=_undecided(opened.allocation)))
-
-
-def _bare(recipe: Recipe) -> Recipe:
-    """Without what linears are not measured by."""
-    return dataclasses.replace(recipe, experts=None, kv_cache=None)
-
-
-def _undecided(allocation: Allocation) -> Allocation:
-    return Allocation("", _Nothing(), allocation.options, units=allocation.units, samples=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nothing:
-    """The settings of no allocator."""
-
-
-def levels(opened: Options, database: Database, calibration: Calibration, progress: Progress) -> None:
+def levels(opened: prepare_options.Options, database: Database, calibration: Calibration, progress: Progress) -> None:
     """Fill the database, from the first block that is not in it."""
     prepared = opened.prepared
     if database.finished() == len(prepared.skeleton.blocks):
@@ -154,7 +68,7 @@ def levels(opened: Options, database: Database, calibration: Calibration, progre
 
 
 def workbench(
-    opened: Options, database: Database, tokens: Tensor | None, say: Callable[[str], None]
+    opened: prepare_options.Options, database: Database, tokens: Tensor | None, say: Callable[[str], None]
 ) -> edits.Workbench:
     """For a transform of the whole model to decide with; what it decides stays in the folder."""
     plan, batch = opened.prepared.plan, opened.prepared.arrangement.batch
@@ -165,7 +79,9 @@ def workbench(
 class _Levels:
     """The loop over the blocks."""
 
-    def __init__(self, opened: Options, database: Database, stream: calibration_stream.Flow, meter: Meter) -> None:
+    def __init__(
+        self, opened: prepare_options.Options, database: Database, stream: calibration_stream.Flow, meter: Meter
+    ) -> None:
         self.opened, self.database, self.flow, self.meter = opened, database, stream, meter
         self.asked, self.skeleton = opened.asked, opened.prepared.skeleton
         self.device = torch.device(opened.asked.device)
@@ -270,47 +186,7 @@ class _Levels:
         return found
 
 
-def offered(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
-    """Numbers of the options that all members of a unit have; a kept one always is."""
-    found = [opened.levels[member.name] for member in members]
-    return [i for i, name in enumerate(opened.names) if name == KEEP or all(str(i) in levels for levels in found)]
-
-
-def nbytes(opened: Options, members: Sequence[LinearSpec], option: int) -> int:
-    """Of a unit at an option, as planned."""
-    levels = [opened.levels[member.name].get(str(option)) for member in members]
-    dense = [opened.dense_nbytes[member.name] for member in members]
-    return sum(level.nbytes if level is not None else kept for level, kept in zip(levels, dense, strict=True))
-
-
-def linears(opened: Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
+def linears(opened: prepare_options.Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
     """What was measured of every linear."""
     for index in range(len(opened.prepared.skeleton.blocks)):
         yield from database.measured(index).items()
-
-
-def chosen(recipe: Recipe, choices: dict[str, int]) -> Recipe:
-    """The recipe with what was allocated, linear -> number of its option, as rules: nothing is left to allocate."""
-    assert recipe.allocate is not None, "the caller has checked"
-    rules = list(recipe.rules)
-    for number, option in enumerate(recipe.allocate.options):
-        if names := tuple(name for name, choice in choices.items() if choice == number):
-            rules.append(Rule(names, option))
-    return dataclasses.replace(recipe, rules=tuple(rules), allocate=None)
-
-
-def folder_of(asked: Job) -> Path:
-    """Where measurements are kept unless the user says otherwise: beside the output, one folder for all targets.
-
-    Its name tells the model, and what else is measured: options, calibration and seed.
-    """
-    if asked.out.name in ("", ".."):
-        raise OutputError(f"{asked.out} cannot be an output directory; give --out a new name")
-    recipe, allocation = asked.recipe, asked.recipe.allocate
-    known = [str(prepare.resolve(asked.model).resolve()), asked.calib, asked.seed]
-    known.append(
-        fingerprint(dataclasses.replace(_bare(recipe), allocate=_undecided(allocation) if allocation else None))
-    )
-    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
-    name = Path(asked.model.rstrip("/")).name or "model"
-    return asked.out.with_name(f"{name}-{recipe.name}-{digest}.measured")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import plugins, process_memory
-from compress.allocate import block_scores, groups, joint_kl, quantize_options, table
+from compress.allocate import block_scores, groups, joint_kl, prepare_options, quantize_options, table
 from compress.allocate.metrics import MEASURES
 from compress.allocate.problem import Entry, Unit
 from compress.allocate.table import Table
@@ -42,7 +42,7 @@ class Measured:
     """The measurements in a folder, and the means to make those that are missing."""
 
     def __init__(
-        self, opened: quantize_options.Options, database: Database, calibration: Calibration, progress: Progress
+        self, opened: prepare_options.Options, database: Database, calibration: Calibration, progress: Progress
     ) -> None:
         self.opened, self.database, self.calibration, self.progress = opened, database, calibration, progress
         self.skeleton = opened.prepared.skeleton
@@ -134,7 +134,7 @@ class Measured:
 
     def options(self, group: groups.Group) -> list[int]:
         """Numbers of the options that all members of a unit have; a kept one always is."""
-        return quantize_options.offered(self.opened, group.members)
+        return prepare_options.offered(self.opened, group.members)
 
     def assignment(self, group: groups.Group, option: int) -> dict[str, str]:
         """Linear -> level, with only this unit changed."""
@@ -142,7 +142,7 @@ class Measured:
 
     def nbytes(self, group: groups.Group, option: int) -> int:
         """Of a unit at an option."""
-        return quantize_options.nbytes(self.opened, group.members, option)
+        return prepare_options.nbytes(self.opened, group.members, option)
 
     def originals(self, skeleton: Skeleton, index: int) -> dict[str, Tensor]:
         """Linear -> weight [out, in] float32 of the units of a block, before they are quantized."""

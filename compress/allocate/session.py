@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins, process_memory
-from compress.allocate import joint_kl, kv_session, quantize_options, sensitivity
+from compress.allocate import joint_kl, kv_session, prepare_options, quantize_options, sensitivity
 from compress.allocate import kv_budget as budget
 from compress.allocate.problem import Allocated, Choice, Problem
 from compress.allocate.table import Table
@@ -39,7 +39,7 @@ BISECTIONS = 12  # of the budget, for a bound on the divergence
 class Session:
     """An opened folder of measurements: the table, and a bench to measure choices on."""
 
-    def __init__(self, opened: quantize_options.Options, database: Database, measured: sensitivity.Measured) -> None:
+    def __init__(self, opened: prepare_options.Options, database: Database, measured: sensitivity.Measured) -> None:
         self.opened, self.database, self.measured = opened, database, measured
         self.recipe = opened.asked.recipe
 
@@ -94,8 +94,8 @@ class Bench:
 @contextmanager
 def session(asked: Job, progress: Progress) -> Iterator[Session]:
     """Open, or make, the measurements of a recipe. Levels are complete when it is entered."""
-    opened = quantize_options.options(asked)
-    database = Database(asked.measurements or quantize_options.folder_of(asked))
+    opened = prepare_options.options(asked)
+    database = Database(asked.measurements or prepare_options.folder_of(asked))
     if not asked.measures and not (database.folder / RUN).is_file():
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):
@@ -103,7 +103,7 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
-    with database.opened(quantize_options.identity(opened, calibration)):
+    with database.opened(prepare_options.identity(opened, calibration)):
         quantize_options.levels(opened, database, calibration, progress)
         measured = sensitivity.Measured(opened, database, calibration, progress)
         try:
@@ -150,7 +150,7 @@ def decided(asked: Job, progress: Progress) -> Job:
         return _cache_only(asked, allocation, progress)
     with session(asked, progress) as opened:
         facts = decision(opened, allocation, allocation.target)
-    recipe = quantize_options.chosen(asked.recipe, facts.pop("choices"))
+    recipe = prepare_options.chosen(asked.recipe, facts.pop("choices"))
     if "cache" in facts:
         recipe = _with_cache(recipe, allocation, facts["cache"])
     return dataclasses.replace(asked, recipe=recipe, allocation=facts)
@@ -160,7 +160,7 @@ def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
     """The same for a recipe that leaves the weights as they are: all that is left of the target is the cache's."""
     assert allocation.target is not None, "the caller has checked"
     prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
-    folder = asked.measurements or quantize_options.folder_of(asked)
+    folder = asked.measurements or prepare_options.folder_of(asked)
     with writing(folder, "--measurements"):
         calibration = prepare.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"

@@ -184,7 +184,7 @@ def job_of(
 
 def _words(job: Job, recipe: str, overrides: list[str]) -> list[str]:
     """The options of a command line that measures for this job, into the folder where it is looked for."""
-    from compress.allocate import quantize_options
+    from compress.allocate import prepare_options
 
     words = [job.model, "--recipe", recipe, *(word for text in overrides for word in ("--set", text))]
     said = {
@@ -195,7 +195,7 @@ def _words(job: Job, recipe: str, overrides: list[str]) -> list[str]:
     }
     words += [word for name, given in said.items() if given is not None for word in (name, str(given))]
     if job.recipe.allocate is not None:
-        words += ["--measurements", str(job.measurements or quantize_options.folder_of(job))]
+        words += ["--measurements", str(job.measurements or prepare_options.folder_of(job))]
     return words
 
 
