@@ -38,12 +38,12 @@ import os as _os
 from typing import TYPE_CHECKING, Any
 
 from compress import autoload
+from compress.version import __version__
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__version__ = "0.1.0"
 __all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
 
 # Imported when asked for. `evaluate` is a package and `plan` a module: a function under either name would be hidden as

@@ -19,7 +19,7 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 
 # The packages (and the modules that lie beside them) in order: each may import those before it and itself.
 ORDER = [
-    *("errors", "types", "plugins", "progress"),  # what everything may use
+    *("version", "errors", "types", "plugins", "progress", "process_memory"),  # what everything may use
     *("numerics", "formats", "kernels", "storage", "kv", "runtime"),  # what runs a checkpoint
     *("model", "recipe", "calib", "lowrank", "tune", "quant", "transform"),  # what makes one
     *("run", "evaluate", "allocate", "export", "cli"),  # who uses all this

@@ -61,7 +61,10 @@ class ExpertLevels:
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for group in groups:
             expert = group.members[0].name.rpartition(".")[0]
-            row = {**scores[expert], **{name: [0.0] * len(self.opened.names) for name in (NORMS, SQUARES)}}
+            row: dict[str, Any] = {
+                **scores[expert],
+                **{name: [0.0] * len(self.opened.names) for name in (NORMS, SQUARES)},
+            }
             found.setdefault(_module(group), {})[group.name] = row
         tried = {f"{group.name}@{option}": (group, option) for group in groups for option in self._options(group)}
         sizes = {key: sum(m.numel * m.dtype.itemsize for m in group.members) for key, (group, _) in tried.items()}

@@ -41,11 +41,11 @@ from compress.progress import Progress
 from compress.recipe import kv
 from compress.recipe.kv import CacheRecipe
 from compress.recipe.schema import Allocation, CacheEstimator
-from compress.run import job, prepare
 from compress.run import kv_cache as kv_checkpoint
+from compress.run import prepare
 from compress.run.job import Job
 from compress.runtime.kv_config import layer_count
-from compress.storage.checkpoint import read_json, write_text
+from compress.storage.checkpoint import open_checkpoint, read_json, write_text
 
 BITS = (1, 2, 3, 4, 6, 8)  # offered where a recipe lists none
 CALIBRATED = 32  # samples, at most
@@ -98,7 +98,7 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         raise RecipeError("kv_cache: skip_layers leaves no layer to code; name fewer, or give no context")
     offered = options(recipe, allocation.cache_bits)
     said = {
-        "model": prepare.fingerprint(job.open_checkpoint(directory)),
+        "model": prepare.fingerprint(open_checkpoint(directory)),
         "kv_cache": kv.plain(recipe),
         "options": [option.bits for option in offered],
         "context": context,
@@ -130,7 +130,7 @@ def _measured(
     progress: Progress,
 ) -> kv_options.Costs:
     (offered, context), table = wanted, kv.table(recipe)
-    whole = 4 * sum(math.prod(stored.shape) for stored in job.open_checkpoint(directory).tensors.values())
+    whole = 4 * sum(math.prod(stored.shape) for stored in open_checkpoint(directory).tensors.values())
     if asked.max_memory is not None and process_memory.resident() + whole > asked.max_memory:
         raise BudgetError(
             f"measuring a cache takes the whole model in float32, {show(whole)}, more than --max-memory leaves; raise "

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from compress.types import Ops, Plan
-
-if TYPE_CHECKING:
-    from compress.model.blockwise import Workbench
 
 
 class Edits(Protocol):

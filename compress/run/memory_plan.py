@@ -77,9 +77,9 @@ def arrange(
             best = candidate
     assert best is not None
     raise BudgetError(
-        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(needs.base)} of it for the program "
-        f"itself), more than {'--max-memory' if limit is not None else 'the free memory,'} {process_memory.show(allowed)}; "
-        "raise it, or use fewer or shorter calibration samples"
+        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(needs.base)} of it for the "
+        f"program itself), more than {'--max-memory' if limit is not None else 'the free memory,'} "
+        f"{process_memory.show(allowed)}; raise it, or use fewer or shorter calibration samples"
     )
 
 
@@ -87,8 +87,8 @@ def check_prediction(arrangement: Arrangement, limit: int | None) -> None:
     """Raise BudgetError if an arrangement, that of a run to be resumed, was made for more than the limit."""
     if limit is not None and arrangement.peak_nbytes > limit:
         raise BudgetError(
-            f"the unfinished run was arranged for {process_memory.show(arrangement.peak_nbytes)}, more than --max-memory "
-            f"{process_memory.show(limit)}; give at least that to resume it, or --restart to start over"
+            f"the unfinished run was arranged for {process_memory.show(arrangement.peak_nbytes)}, more than "
+            f"--max-memory {process_memory.show(limit)}; give at least that to resume it, or --restart to start over"
         )
 
 

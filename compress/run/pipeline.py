@@ -25,6 +25,7 @@ from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.errors import CheckpointError, NumericalError
 from compress.model.blockwise import FULL, QUANTIZED, Leg
+from compress.model.edits import Workbench
 from compress.progress import Meter, Progress, silent
 from compress.run import (
     calibration_stream,
@@ -172,7 +173,7 @@ class _Run:
         if (edits := self.skeleton.edits) is not None:
             plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.asked.max_memory
             tokens, folder = self.flow.tokens, self.output.work
-            bench = edits.Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
+            bench = Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
             if notes := edits.choose(bench):
                 self.notes["transform"] = notes
 

@@ -14,7 +14,6 @@ import safetensors
 import torch
 import transformers
 
-import compress
 from compress import plugins, process_memory, recipe
 from compress.calib import data as calib_data
 from compress.errors import CheckpointError, NotMeasuredError, OutputError, first_line
@@ -28,6 +27,7 @@ from compress.run.job import Job, Prepared
 from compress.run.plan import make
 from compress.storage.checkpoint import Checkpoint, open_checkpoint
 from compress.types import Plan
+from compress.version import __version__
 
 SAMPLED = 1 << 20  # bytes hashed at the start, middle and end of each shard to tell models apart
 
@@ -172,7 +172,7 @@ def identity(job: Job, checkpoint: Checkpoint, calibrated: calib_data.Calibratio
 
 def versions() -> dict[str, str]:
     return {
-        "compress": compress.__version__,
+        "compress": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "safetensors": safetensors.__version__,

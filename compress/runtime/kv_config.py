@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from compress.errors import CheckpointError
 from compress.kv import generation
-from compress.kv.settings import KINDS, Settings, resolve
+from compress.kv.settings import KINDS, Settings, resolve, side
 from compress.storage.checkpoint import read_header, sha256, write_shard
 
 FILE = "kv_cache.safetensors"
@@ -46,7 +46,7 @@ def layer_count(config: Any) -> int:
 
 def resolved(settings: Settings) -> dict[str, Any]:
     """Settings as config.json stores them: the most common layer, and the others."""
-    layers = [{kind: settings.side(coding[kind]) for kind in KINDS} for coding in settings.layers]
+    layers = [{kind: side(coding[kind]) for kind in KINDS} for coding in settings.layers]
     counts = Counter(map(repr, layers))
     common = max(layers, key=lambda layer: counts[repr(layer)])  # the first of the most common
     return {
