@@ -36,8 +36,7 @@ ABSURD = 4, 100 << 20  # times what is taken, and bytes more
 PROBE = """
 import json, sys
 import torch
-from compress import plugins
-from compress.run import memory_plan as memory
+from compress import plugins, process_memory as memory
 from compress.types import Stats
 
 def layer(rows, columns):

@@ -77,8 +77,8 @@ def arrange(
             best = candidate
     assert best is not None
     raise BudgetError(
-        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(needs.base)} of it for the "
-        f"program itself), more than {'--max-memory' if limit is not None else 'the free memory,'} "
+        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(needs.base)} of it for "
+        f"the program itself), more than {'--max-memory' if limit is not None else 'the free memory,'} "
         f"{process_memory.show(allowed)}; raise it, or use fewer or shorter calibration samples"
     )
 
