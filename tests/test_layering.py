@@ -34,8 +34,7 @@ PLUGINS: dict[str, set[str]] = {
     "formats": BASE | {"compress.formats.lowrank"},  # which any weight may have beside it
 }
 
-KNOWN = {f"compress.{name}" for name in ("calib.fisher", "run.job", "run.pipeline", "runtime.kv_config")}  # to be cut
-KNOWN |= {"compress.storage.workdir", "compress.transform.spin"}
+KNOWN = {"compress.run.pipeline"}  # to be cut
 
 # Model types that are also words of our own or plain English.
 ORDINARY = {"align", "beam", "canary", "clap", "clip", "ctrl", "encoder-decoder", "flint", "funnel", "radio"}
