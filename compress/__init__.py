@@ -48,7 +48,7 @@ __all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
 
 # Imported when asked for. `evaluate` is a package and `plan` a module: a function under either name would be hidden as
 # soon as anything imports the module.
-_HOMES = {"Job": "compress.run.job", "prepare": "compress.run.job", "quantize": "compress.run.pipeline"}
+_HOMES = {"Job": "compress.run.job", "prepare": "compress.run.prepare", "quantize": "compress.run.pipeline"}
 
 autoload.register()
 
