@@ -1,0 +1,120 @@
+"""The documentation: what is generated is up to date, what is named exists, and the tutorial's code runs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import problems
+from compress import plugins, recipe
+from fake_methods import install
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+README_BYTES = 9000
+TUTORIAL = ROOT / "docs" / "adding_a_method.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text: str) -> str:
+    """The text without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(text: str) -> list[str]:
+    """Targets of links, but for those to other sites."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to a heading of the page is called."""
+    headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def table_recipes(text: str) -> list[str]:
+    """Names in code style in the first column of tables that start with `recipe`, without their settings."""
+    names, in_table = [], False
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            in_table = False
+            continue
+        first = line.split("|")[1].strip()
+        in_table = in_table or first.startswith("recipe")
+        if in_table:
+            names += [name.partition(":")[0] for name in re.findall(r"`([^`]+)`", first)]
+    return names
+
+
+def named_recipes(text: str) -> set[str]:
+    """Every recipe that a page names: in tables, in commands, as a file."""
+    commands = re.findall(r"--(?:recipe|kv)[ =]([a-z][\w.-]*)", text)
+    files = re.findall(r"\brecipes/([\w.-]+)\.yaml", text)
+    return {*table_recipes(text), *commands, *files}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) <= README_BYTES
+
+
+def test_the_page_of_recipes_is_up_to_date() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_recipes.py"))
+    written = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert written == generator["page"](), "run: python docs/generate_recipes.py"
+
+
+@PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@PAGE
+def test_recipes_that_are_named_exist(page: Path) -> None:
+    own = set(re.findall(r"^## .*`recipes/([\w.-]+)\.yaml`$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named_recipes(page.read_text(encoding="utf-8")) - RECIPES - own == set()
+
+
+def test_the_readme_has_a_table_of_recipes() -> None:
+    assert {"int4", "vq2bit"} <= set(table_recipes(README.read_text(encoding="utf-8")))
+
+
+@PAGE
+def test_no_absolute_paths(page: Path) -> None:
+    assert re.findall(r"(?<![\w.~/])/(?:home|root|tmp|work|usr|opt)/\S*", page.read_text(encoding="utf-8")) == []
+
+
+def tutorial(language: str) -> list[str]:
+    """The tutorial's blocks of code."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_method_of_the_tutorial_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    method, test = tutorial("python")
+    install(monkeypatch, tmp_path, weighted_rtn=method)
+    (tmp_path / "weighted3bit.yaml").write_text(tutorial("yaml")[0], encoding="utf-8")
+    module = plugins.load("quant", "weighted_rtn")
+    scheme = recipe.load(str(tmp_path / "weighted3bit.yaml")).quantize
+    assert scheme.method == "weighted_rtn" and isinstance(scheme.config, module.Config)
+
+    weight, stats = problems.random(32, 256), problems.stats(problems.inputs(512, 256))
+    packed = module.quantize(weight, stats, scheme.config).weight
+    assert packed.params == module.plan_params(scheme.config, (32, 256))
+    error = problems.decoded(packed) - weight.double()
+    assert error.square().sum() < 0.1 * weight.double().square().sum()
+    assert torch.isfinite(error).all()
+
+    (tmp_path / "test_tutorial.py").write_text(test, encoding="utf-8")
+    names = runpy.run_path(str(tmp_path / "test_tutorial.py"))
+    names["test_codes_are_the_nearest_levels"]()
+    names["test_it_loses_less_than_round_to_nearest"](3)
