@@ -15,7 +15,7 @@ from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.quant import gptq
 from compress.run import pipeline
-from compress.transform.rotate import Basis
+from compress.transform.bases import Basis
 from compress.types import Ops, Quantized, Stats
 from problems import random
 from runs import GPTQ, Setup, job, stored_tensors

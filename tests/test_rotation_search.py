@@ -19,7 +19,7 @@ from compress.run import pipeline, plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate, rotation_search
-from compress.transform.rotate import Basis, Orthogonal
+from compress.transform.bases import Basis, Orthogonal
 from compress.transform.search import fake_weight
 from pico import save_pico
 from runs import GPTQ, RTN, Setup, contents, job, report_of

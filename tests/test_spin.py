@@ -19,6 +19,7 @@ from compress.quant import gptq
 from compress.run import pipeline, plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate, rotation_search, spin
+from compress.transform.bases import Basis, Orthogonal
 from pico import build
 from problems import random
 from runs import GPTQ, RTN, Setup, contents, job, report_of
@@ -83,7 +84,7 @@ def test_a_small_step_is_the_gradient_on_the_manifold() -> None:
 
 def test_the_vector_of_ones_is_left_alone() -> None:
     ones = torch.ones(16)
-    matrix = nn.Parameter(rotate.Basis(16, 3, keep_mean=True).dense(16).float())
+    matrix = nn.Parameter(Basis(16, 3, keep_mean=True).dense(16).float())
     start = matrix.detach().clone()
     for seed in range(20):
         (matrix * random(16, 16, seed=seed)).sum().backward()
@@ -213,12 +214,12 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
     setup = RTN.set("bits=8", "activations={bits: 4}")
     rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, rotate.Config(learn=20))
     rotation.begin(CPU)
-    rotation.use(rotate.Orthogonal(), {0: rotate.Orthogonal(), 1: rotate.Orthogonal()})
+    rotation.use(Orthogonal(), {0: Orthogonal(), 1: Orthogonal()})
     matrices, note = spin.learn(rotation, given)
     before, after = (float(word) for word in note.split("KL ")[1].split(" on ")[0].split(" -> "))
     assert after < 0.8 * before
     assert matrices.keys() == {"residual", "0", "1"} and all(departure(m) < 1e-12 for m in matrices.values())
-    bases = {name: rotate.Orthogonal(matrix) for name, matrix in matrices.items()}
+    bases = {name: Orthogonal(matrix) for name, matrix in matrices.items()}
     monkeypatch.setattr(rotation, "draw", lambda _: rotation.use(bases["residual"], {0: bases["0"], 1: bases["1"]}))
     layers = rotation_search.roundings(given.plan, 0, CPU)
     (merged,) = rotation_search.search(rotation, given, layers)
@@ -237,7 +238,7 @@ def test_what_is_not_better_is_not_used(
     rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
     (note,) = rotation.choose(given)
     assert note.endswith("they are not clearly better, and not used")
-    assert isinstance(rotation.basis, rotate.Basis)
+    assert isinstance(rotation.basis, Basis)
 
 
 def test_a_resumed_run_has_the_learned_rotation(

@@ -50,6 +50,7 @@ from compress.errors import UnsupportedModelError
 from compress.model.blockwise import Batches, run_block
 from compress.model.graph import Attention, Site, Sites
 from compress.transform import qk_pairs
+from compress.transform.bases import value_rows
 from compress.transform.qk_pairs import Scores
 from compress.tune import channel_scales
 from compress.types import Scheme
@@ -130,7 +131,7 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Cut
     columns = output.get_parameter("weight").detach()
     heads = range(attention.key_value_heads)
     repeats, size = attention.heads // attention.key_value_heads, attention.head_dim
-    rows = torch.stack([_rows(attention, head) for head in heads])
+    rows = value_rows(attention)
     pairs = [decomposed(_taken(values, rows[head]), _group(columns, head, repeats, size).double()) for head in heads]
     sizes = torch.stack([pair.sizes for pair in pairs])
     count = round(prune * sizes.numel())
@@ -257,12 +258,6 @@ def _put(linear: nn.Module, rows: Tensor, part: Tensor) -> None:
 def _share(squares: Tensor, kept: Tensor) -> float:
     """The share of the sum that is not kept."""
     return 1 - (squares * kept).sum().item() / max(squares.sum().item(), 1e-300)
-
-
-def _rows(attention: Attention, head: int) -> Tensor:
-    """The rows of the values' linear that are the channels of a head."""
-    first = attention.first + head * attention.head_step
-    return first + torch.arange(attention.head_dim) * attention.step
 
 
 def _group(columns: Tensor, head: int, repeats: int, size: int) -> Tensor:

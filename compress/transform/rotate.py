@@ -40,10 +40,10 @@ from compress.model import blockwise, edits
 from compress.model.graph import Attention, Block, Graph, norm_kind, trace
 from compress.model.lm_head import edited_by
 from compress.model.skeleton import Skeleton
-from compress.numerics import hadamard
 from compress.quant.incoherence import derived_seed
 from compress.storage.checkpoint import read_header, write_shard
 from compress.transform import rotation_search, spin
+from compress.transform.bases import Basis, Orthogonal, value_rows
 from compress.types import Ops
 
 SCOPE = "model"
@@ -68,52 +68,6 @@ class Config:
         for key, default in (("seeds", 1), ("learn", 0)):
             if getattr(self, key) > default and not (self.residual or self.values):
                 raise ValueError(f"{key} {getattr(self, key)} without residual and values: nothing is drawn")
-
-
-class Orthogonal:
-    """An orthogonal matrix Q [n, n], given as such; None: the identity."""
-
-    def __init__(self, matrix: Tensor | None = None) -> None:
-        self.matrix = matrix
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., n] float32 or float64 -> Q x."""
-        return x if self.matrix is None else x @ self.matrix.to(x).T
-
-    def transpose(self, x: Tensor) -> Tensor:
-        """x [..., n] -> Q^T x."""
-        return x if self.matrix is None else x @ self.matrix.to(x)
-
-    def dense(self, size: int) -> Tensor:
-        """Q, float64."""
-        return self.forward(torch.eye(size, dtype=torch.float64)).T
-
-
-class Basis(Orthogonal):
-    """A random one: signs, a Hadamard transform, and (keep_mean) a reflection so that Q 1 = 1."""
-
-    def __init__(self, size: int, seed: int, keep_mean: bool = False) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.signs = 1.0 - 2.0 * torch.randint(2, (size,), generator=generator).double()
-        self.normal: Tensor | None = None  # of the reflection, of length 1
-        if keep_mean:
-            ones = torch.full((size,), size**-0.5, dtype=torch.float64)
-            normal = self.forward(ones) - ones
-            length = normal.norm()
-            self.normal = normal / length if length > 1e-9 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._reflected(hadamard.transform(x * self.signs.to(x)))
-
-    def transpose(self, x: Tensor) -> Tensor:
-        return hadamard.transpose(self._reflected(x)) * self.signs.to(x)
-
-    def _reflected(self, x: Tensor) -> Tensor:
-        if self.normal is None:
-            return x
-        normal = self.normal.to(x)
-        return x - 2 * (x @ normal)[..., None] * normal
 
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
@@ -344,7 +298,7 @@ def _check(graph: Graph, skeleton: Skeleton) -> None:
 def _values(block: nn.Module, attention: Attention, basis: Orthogonal) -> None:
     """R2: the same rotation of every head's values, undone where they are read."""
     made, read = block.get_submodule(attention.values), block.get_submodule(attention.output)
-    rows = spin.value_rows(attention)
+    rows = value_rows(attention).flatten()
     for parameter in (made.get_parameter("weight"), _bias(made)):
         if parameter is None:
             continue

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,9 @@ from compress.model.lm_head import divergence, edited_by, logits_of, token_slice
 from compress.model.skeleton import Skeleton
 from compress.quant import grid, incoherence
 from compress.runtime import activation_quant as activations
+from compress.transform.bases import SearchedRotation
 from compress.transform.search import fake_weight
 from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
-
-if TYPE_CHECKING:
-    from compress.transform.rotate import Rotation
 
 
 class Rounding(NamedTuple):
@@ -101,7 +99,7 @@ def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
     return ops.effective(stored, Ops(output=layer.ops.output), layer.tensors)
 
 
-def choose(rotation: Rotation, bench: Workbench) -> tuple[int, list[str]]:
+def choose(rotation: SearchedRotation, bench: Workbench) -> tuple[int, list[str]]:
     """The number of the best candidate, the lowest of equals, and what the report should say."""
     count = rotation.config.seeds
     if count == 1:
@@ -117,7 +115,7 @@ def choose(rotation: Rotation, bench: Workbench) -> tuple[int, list[str]]:
     return best, [f"rotation {best} of 0 to {count - 1} is used: KL {listed} on {samples} samples, rounded to nearest"]
 
 
-def search(rotation: Rotation, bench: Workbench, layers: Mapping[str, Rounding]) -> list[float]:
+def search(rotation: SearchedRotation, bench: Workbench, layers: Mapping[str, Rounding]) -> list[float]:
     """KL of each candidate, in nats a token; `rotation` is left with the last one."""
     assert bench.tokens is not None, "the caller asks"
     skeleton, candidates = rotation.skeleton, range(rotation.config.seeds)
@@ -151,7 +149,7 @@ def _block(
     index: int,
     number: int | None,
     layers: Mapping[str, Rounding],
-    rotation: Rotation,
+    rotation: SearchedRotation,
     bench: Workbench,
     calls: blockwise.Calls,
     stream: blockwise.Stream,
@@ -173,7 +171,7 @@ def _block(
 
 
 @torch.no_grad()
-def _compare(rotation: Rotation, device: torch.device, stream: blockwise.Stream) -> list[float]:
+def _compare(rotation: SearchedRotation, device: torch.device, stream: blockwise.Stream) -> list[float]:
     """Mean KL of every side of the stream but the first against the first, behind the last block."""
     totals = [0.0] * rotation.config.seeds
     positions = 0

@@ -30,7 +30,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,10 @@ from compress.formats import transforms
 from compress.model import blockwise, lm_head
 from compress.model.blockwise import Call
 from compress.model.edits import Workbench
-from compress.model.graph import Attention
 from compress.transform import rotation_search
+from compress.transform.bases import SearchedRotation, value_rows
 from compress.transform.rotation_search import Rounding
 from compress.transform.search import fake_weight
-
-if TYPE_CHECKING:
-    from compress.transform.rotate import Rotation
 
 RATE = 1.5  # of the first step, in units of the gradient; it falls to 0 along a cosine
 STEP_TOKENS = 2048  # of a step, at least one sample
@@ -58,13 +55,7 @@ MATRICES = 12  # float32 copies of a learned matrix that a step holds at a time,
 ACTIVATION_NBYTES = 24  # for each input and output of a linear, what its gradient keeps, an upper bound
 
 
-def value_rows(attention: Attention) -> Tensor:
-    """The rows of the linear that makes the values, head by head, int64 [key/value heads * head_dim]."""
-    heads = torch.arange(attention.key_value_heads)[:, None] * attention.head_step
-    return (attention.first + heads + torch.arange(attention.head_dim) * attention.step).flatten()
-
-
-def learn(rotation: Rotation, bench: Workbench) -> tuple[dict[str, Tensor], str]:
+def learn(rotation: SearchedRotation, bench: Workbench) -> tuple[dict[str, Tensor], str]:
     """Matrices by name ("residual", and the block's number for its values), float64, and what the report should say.
 
     They are {} where nothing clearly better than the rotation's present bases was found. Raises RecipeError if no
@@ -126,7 +117,7 @@ def _divided(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]
     return held, (rest if rest.shape[0] else held)[: steps * samples_per_step(tokens.shape[1])]
 
 
-def _check_memory(rotation: Rotation, bench: Workbench) -> None:
+def _check_memory(rotation: SearchedRotation, bench: Workbench) -> None:
     """Raise BudgetError if learning needs more memory than there is."""
     assert bench.tokens is not None
     need = need_nbytes(rotation, bench.tokens.shape[1])
@@ -142,7 +133,7 @@ def _check_memory(rotation: Rotation, bench: Workbench) -> None:
         )
 
 
-def need_nbytes(rotation: Rotation, tokens: int) -> int:
+def need_nbytes(rotation: SearchedRotation, tokens: int) -> int:
     """Bytes that learning takes with samples of so many tokens, about."""
     skeleton, blocks = rotation.skeleton, rotation.graph.blocks
     item = skeleton.dtype.itemsize
@@ -159,7 +150,7 @@ def need_nbytes(rotation: Rotation, tokens: int) -> int:
     )
 
 
-def _parameters(rotation: Rotation, device: torch.device) -> dict[str, nn.Parameter]:
+def _parameters(rotation: SearchedRotation, device: torch.device) -> dict[str, nn.Parameter]:
     """The matrices to be learned, float32, from the present bases."""
     found = {}
     if rotation.basis is not None:
@@ -175,7 +166,11 @@ class _Model:
     """The whole model, loaded; the samples' hidden states in front of it and, of the original, behind it."""
 
     def __init__(
-        self, rotation: Rotation, stream: blockwise.Stream, calls: blockwise.Calls, logits: Callable[[Tensor], Tensor]
+        self,
+        rotation: SearchedRotation,
+        stream: blockwise.Stream,
+        calls: blockwise.Calls,
+        logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.skeleton, self.stream, self.calls, self.logits = rotation.skeleton, stream, calls, logits
         self.device = next(self.skeleton.blocks[0].parameters()).device
@@ -232,7 +227,7 @@ class _Model:
 
 
 @contextmanager
-def _loaded(rotation: Rotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
+def _loaded(rotation: SearchedRotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
     """The model in memory, every norm's weight moved into its readers, with all samples on both sides of it."""
     skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
     stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", 2)
@@ -321,7 +316,7 @@ def _each(x: Tensor, matrix: Tensor) -> Tensor:
 
 @contextmanager
 def _turned(
-    rotation: Rotation, parameters: dict[str, nn.Parameter], layers: dict[str, Rounding], model: _Model
+    rotation: SearchedRotation, parameters: dict[str, nn.Parameter], layers: dict[str, Rounding], model: _Model
 ) -> Iterator[None]:
     """While active, these linears of the loaded model round in the bases of the parameters."""
     skeleton = rotation.skeleton
@@ -335,7 +330,7 @@ def _turned(
             rows: dict[str, Tensor] = {}
             if attention is not None and (own := parameters.get(str(index))) is not None:
                 into[prefix + attention.output] = out[prefix + attention.values] = own
-                rows[prefix + attention.values] = value_rows(attention).to(own.device)
+                rows[prefix + attention.values] = value_rows(attention).flatten().to(own.device)
             for name in [name for name in layers if name.startswith(prefix)]:
                 linear = skeleton.linear(block, name)
                 turn = _Turn(linear, layers[name], into.get(name), out.get(name), rows.get(name), model.shared)

@@ -1,0 +1,103 @@
+"""Define the bases that a model can be rotated into, and what a search among rotations needs to know of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.model.edits import Edits
+from compress.model.graph import Attention, Graph
+from compress.model.skeleton import Skeleton
+from compress.numerics import hadamard
+
+
+class Orthogonal:
+    """An orthogonal matrix Q [n, n], given as such; None: the identity."""
+
+    def __init__(self, matrix: Tensor | None = None) -> None:
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return Q x for x [..., n], float32 or float64."""
+        return x if self.matrix is None else x @ self.matrix.to(x).T
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """Return Q^T x for x [..., n]."""
+        return x if self.matrix is None else x @ self.matrix.to(x)
+
+    def dense(self, size: int) -> Tensor:
+        """Return Q [size, size], float64."""
+        return self.forward(torch.eye(size, dtype=torch.float64)).T
+
+
+class Basis(Orthogonal):
+    """A random orthogonal matrix: signs, a Hadamard transform and, with keep_mean, a reflection so that Q 1 = 1."""
+
+    def __init__(self, size: int, seed: int, keep_mean: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.signs = 1.0 - 2.0 * torch.randint(2, (size,), generator=generator).double()
+        self.normal: Tensor | None = None  # of the reflection, of length 1
+        if keep_mean:
+            ones = torch.full((size,), size**-0.5, dtype=torch.float64)
+            normal = self.forward(ones) - ones
+            length = normal.norm()
+            self.normal = normal / length if length > 1e-9 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._reflected(hadamard.transform(x * self.signs.to(x)))
+
+    def transpose(self, x: Tensor) -> Tensor:
+        return hadamard.transpose(self._reflected(x)) * self.signs.to(x)
+
+    def _reflected(self, x: Tensor) -> Tensor:
+        if self.normal is None:
+            return x
+        normal = self.normal.to(x)
+        return x - 2 * (x @ normal)[..., None] * normal
+
+
+class SearchSettings(Protocol):
+    """The part of the transform's `Config` that the search reads."""
+
+    @property
+    def seeds(self) -> int: ...
+
+    @property
+    def search_samples(self) -> int: ...
+
+    @property
+    def learn(self) -> int: ...
+
+
+class SearchedRotation(Edits, Protocol):
+    """A rotation of a model (`rotate.Rotation`) whose bases can be exchanged."""
+
+    skeleton: Skeleton
+    graph: Graph
+    seed: int
+    width: int  # of the residual stream
+    keep_mean: bool  # whether the vector of ones must stay in its place
+    basis: Orthogonal | None  # of the residual stream
+    values: Mapping[int, Orthogonal]  # block -> of each head's values
+
+    @property
+    def config(self) -> SearchSettings: ...
+
+    def draw(self, number: int) -> None:
+        """Take the random rotation of this number."""
+
+    def use(self, residual: Orthogonal | None, values: Mapping[int, Orthogonal]) -> None:
+        """Take these bases: of the residual stream, and of the values of each block."""
+
+    def use_identity(self) -> None:
+        """Only move the norms' weights into their readers."""
+
+
+def value_rows(attention: Attention) -> Tensor:
+    """Return the rows of the linear that makes the values, int64 [key/value heads, head_dim]."""
+    heads = torch.arange(attention.key_value_heads)[:, None] * attention.head_step
+    return attention.first + heads + torch.arange(attention.head_dim) * attention.step
