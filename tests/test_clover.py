@@ -23,6 +23,7 @@ from compress.recipe import load
 from compress.run import pipeline
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import clover, qk_pairs
+from compress.transform.bases import value_rows
 from compress.tune import channel_scales
 from pico import PICO, save_pico
 from runs import Setup, job, report_of
@@ -76,7 +77,7 @@ def test_channels_are_those_of_the_product() -> None:
 def test_the_least_channels_of_a_block_become_zero(name: str, pico_dir: Callable[..., Path]) -> None:
     _, found = parts(name, pico_dir(name))
     block, attention = found[0]
-    rows = torch.cat([clover._rows(attention, head) for head in range(attention.key_value_heads)])
+    rows = value_rows(attention).flatten()
     original = block.get_submodule(attention.values).get_parameter("weight").detach().clone()
     count, lost, _ = clover.decompose(block, attention, 0.25)
     assert count == round(0.25 * attention.key_value_heads * attention.head_dim) and 0 < lost < 0.25

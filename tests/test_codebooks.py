@@ -11,6 +11,7 @@ from torch import Tensor
 import problems
 from compress.quant import codebooks, refit
 from compress.quant.codebooks import Vectors
+from compress.quant.feedback import Objective
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -181,7 +182,7 @@ def test_refit_is_least_squares(along_rows: bool, stages: int, scaled: bool, mon
     hessian = problems.stats(problems.inputs(60, shape[0])).hessian
     damping = 0.01 * hessian.diagonal().mean().item()
     damped = problems.damped(hessian, 0.01)
-    found = refit.refit(weight, hessian, damping, layout, entries, 200)
+    found = refit.refit(Objective(weight, hessian, damping), layout, entries, 200)
     units = torch.eye(entries.numel()).view(-1, *entries.shape)
     design = torch.stack([layout.values(unit).flatten() for unit in units], 1).double()  # weights, unknowns
     upper = problems.upper(damped)
@@ -196,7 +197,7 @@ def test_every_step_of_a_refit_lowers_the_loss() -> None:
     layout, entries, shape = layout_case(False, 1, False)
     weight = problems.random(*shape, seed=7)
     hessian = problems.stats(problems.inputs(60, shape[0])).hessian
-    found = [refit.refit(weight, hessian, 0.1, layout, entries, steps) for steps in range(5)]
+    found = [refit.refit(Objective(weight, hessian, 0.1), layout, entries, steps) for steps in range(5)]
     losses = [
         problems.loss(weight.T, layout.values(e).T, hessian.double() + 0.1 * torch.eye(shape[0], dtype=torch.float64))
         for e in found
@@ -209,16 +210,14 @@ def test_every_step_of_a_refit_lowers_the_loss() -> None:
 class Factoring:
     """16 x 30 weights at 2 bits, a codebook for each 8 columns of a row, of rank 2."""
 
-    weight: Tensor  # [in, out]
-    hessian: Tensor
-    damping: float
+    layer: Objective
     layout: refit.Layout
     left: Tensor  # [groups, 2]
     right: Tensor  # [2, k]
 
     def loss(self, entries: Tensor) -> float:
-        damped = self.hessian.double() + self.damping * torch.eye(16, dtype=torch.float64)
-        return problems.loss(self.weight.T, self.layout.values(entries.reshape(-1, 1)).T, damped)
+        damped = self.layer.hessian.double() + self.layer.damping * torch.eye(16, dtype=torch.float64)
+        return problems.loss(self.layer.weight.T, self.layout.values(entries.reshape(-1, 1)).T, damped)
 
 
 def factoring(scaled: bool = False) -> Factoring:
@@ -227,7 +226,9 @@ def factoring(scaled: bool = False) -> Factoring:
     layout = refit.Layout(index.unsqueeze(0), False, problems.random(16, 30, seed=4).exp() if scaled else None)
     hessian = problems.stats(problems.inputs(60, 16)).hessian
     weight, damping = problems.random(16, 30, seed=7), 0.01 * hessian.diagonal().mean().item()
-    return Factoring(weight, hessian, damping, layout, problems.random(60, 2, seed=8), problems.random(2, 4, seed=9))
+    return Factoring(
+        Objective(weight, hessian, damping), layout, problems.random(60, 2, seed=8), problems.random(2, 4, seed=9)
+    )
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -239,12 +240,12 @@ def test_the_refit_of_a_factor_is_least_squares(side: str, scaled: bool, monkeyp
     start, linear = (f.left, refit.Spanned(f.layout, f.right))
     if side == "right":
         start, linear = f.right.T.contiguous(), refit.Spanned(across, f.left.T)
-    found = refit.refit(f.weight, f.hessian, f.damping, linear, start, 400)
+    found = refit.refit(f.layer, linear, start, 400)
     units = torch.eye(start.numel()).view(-1, *start.shape)
     design = torch.stack([linear.values(unit).flatten() for unit in units], 1).double()  # weights, unknowns
-    upper = problems.upper(problems.damped(f.hessian, 0.01))
+    upper = problems.upper(problems.damped(f.layer.hessian, 0.01))
     transformed = (upper.T @ design.view(16, -1)).view(design.shape)
-    wanted = (upper.T @ f.weight.double()).flatten()
+    wanted = (upper.T @ f.layer.weight.double()).flatten()
     best = torch.linalg.lstsq(transformed, wanted, driver="gelsd").solution
     least = (transformed @ best - wanted).square().sum().item()
     entries = found @ f.right if side == "left" else f.left @ found.T
@@ -257,7 +258,7 @@ def test_the_refit_of_a_factor_is_least_squares(side: str, scaled: bool, monkeyp
 
 def test_factors_start_from_the_truncated_decomposition() -> None:
     f, entries = factoring(), problems.random(60, 4, 1)
-    books = refit.refit_factors(f.weight, f.hessian, f.damping, f.layout, entries, 2, 0)
+    books = refit.refit_factors(f.layer, f.layout, entries, 2, 0)
     u, s, vh = torch.linalg.svd(entries.squeeze(2))
     assert torch.allclose(books.entries.squeeze(2), u[:, :2] * s[:2] @ vh[:2], atol=0.02)
     assert books.right is not None and torch.linalg.matrix_rank(books.entries.squeeze(2).double(), rtol=1e-5) == 2
@@ -266,10 +267,8 @@ def test_factors_start_from_the_truncated_decomposition() -> None:
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_fitted_factors_beat_the_truncated_decomposition(rank: int) -> None:
     f = factoring()
-    entries = refit.refit(f.weight, f.hessian, f.damping, f.layout, torch.zeros(240, 1), 50).view(60, 4, 1)
-    plain, fitted = (
-        refit.refit_factors(f.weight, f.hessian, f.damping, f.layout, entries, rank, steps).entries for steps in (0, 20)
-    )
+    entries = refit.refit(f.layer, f.layout, torch.zeros(240, 1), 50).view(60, 4, 1)
+    plain, fitted = (refit.refit_factors(f.layer, f.layout, entries, rank, steps).entries for steps in (0, 20))
     whole = f.loss(entries)
     assert whole * 0.999 < f.loss(fitted) < (1.01 * whole if rank == 4 else 0.9 * f.loss(plain))
 
@@ -277,9 +276,9 @@ def test_fitted_factors_beat_the_truncated_decomposition(rank: int) -> None:
 def test_refit_of_a_perfect_fit_and_of_zeros() -> None:
     layout, entries, shape = layout_case(False, 1, False)
     hessian = problems.stats(problems.inputs(60, shape[0])).hessian
-    exact = refit.refit(layout.values(entries), hessian, 0.1, layout, entries, 10)
+    exact = refit.refit(Objective(layout.values(entries), hessian, 0.1), layout, entries, 10)
     assert torch.allclose(exact, entries, atol=1e-5)
-    zero = refit.refit(torch.zeros(shape), hessian, 0.1, layout, torch.zeros_like(entries), 10)
+    zero = refit.refit(Objective(torch.zeros(shape), hessian, 0.1), layout, torch.zeros_like(entries), 10)
     assert not zero.any()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 import problems
 from compress.formats import int as int_format
 from compress.quant import descent
+from compress.quant.feedback import Objective
 from compress.quant.grid import Grid
 
 ROWS, COLUMNS = 6, 20
@@ -75,7 +76,7 @@ def slow_sweep(
 def test_equals_trying_all_codes(bits: int, group: int, symmetric: bool, dtype: str) -> None:
     target, hessian, codes, grid = start(bits, group, symmetric, dtype)
     params = int_format.Params(bits, group, symmetric, 16, dtype)
-    damping = 0.01 * hessian.diagonal().mean()
+    damping = 0.01 * hessian.diagonal().mean().item()
     exact = problems.damped(hessian, 0.01)
     slow_codes, slow_scales = codes.clone(), grid.scale.double()
     for sweeps in (1, 2):
@@ -85,7 +86,7 @@ def test_equals_trying_all_codes(bits: int, group: int, symmetric: bool, dtype: 
             slow_sweep(target[:, row].double(), exact, row_codes, row_scales, zeros, params)
             slow_codes[:, row] = torch.tensor(row_codes)
             slow_scales[:, row] = torch.tensor(row_scales)
-        better, fitted = descent.improve(target, hessian, damping, codes, grid, params, sweeps)
+        better, fitted = descent.improve(Objective(target, hessian, damping), codes, grid, params, sweeps)
         differ = (better != slow_codes).any(0) | (fitted.scale.double() != slow_scales).any(0)
         assert differ.sum() <= 1, "more rows differ than float32 ties explain"
         assert torch.equal(fitted.zero, grid.zero)
@@ -99,9 +100,9 @@ def test_ends_where_no_single_code_helps(bits: int, group: int, symmetric: bool)
     target, hessian, codes, grid = start(bits, group, symmetric)
     params = int_format.Params(bits, group, symmetric, 16)
     exact = problems.damped(hessian, 0.01)
-    damping = 0.01 * hessian.diagonal().mean()
+    damping = 0.01 * hessian.diagonal().mean().item()
     first = problems.loss(target.T, values(codes, grid, group).T, exact)
-    found, fitted = descent.improve(target, hessian, damping, codes, grid, params, 30)
+    found, fitted = descent.improve(Objective(target, hessian, damping), codes, grid, params, 30)
     last = problems.loss(target.T, values(found, fitted, group).T, exact)
     assert last < first and found.max().item() < 2**bits
     assert torch.equal(fitted.scale, fitted.scale.half().float()) and (fitted.scale != 0).all()
@@ -119,10 +120,10 @@ def test_ends_where_no_single_code_helps(bits: int, group: int, symmetric: bool)
 def test_column_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     target, hessian, codes, grid = start(3, group, True)
     params = int_format.Params(3, group, True, 16)
-    whole, fitted = descent.improve(target, hessian, torch.tensor(1.0), codes, grid, params, 3)
+    whole, fitted = descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 3)
     for chunk in (1, 3, 7):
         monkeypatch.setattr(descent, "CHUNK", chunk)
-        found, other = descent.improve(target, hessian, torch.tensor(1.0), codes, grid, params, 3)
+        found, other = descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 3)
         differ = (found != whole).any(0) | (other.scale != fitted.scale).any(0)
         assert differ.sum() <= 1, "more rows differ than float32 ties explain"
 
@@ -133,7 +134,7 @@ def test_a_scale_that_cannot_be_stored_is_not_taken() -> None:
     grid = Grid(torch.full((1, 1), 0.005).half().float(), torch.full((1, 1), 4.0))
     codes = torch.full((COLUMNS, 1), 5, dtype=torch.uint8)
     params = int_format.Params(3, -1, True, 16)
-    found, fitted = descent.improve(target, torch.eye(COLUMNS), torch.tensor(0.01), codes, grid, params, 1)
+    found, fitted = descent.improve(Objective(target, torch.eye(COLUMNS), 0.01), codes, grid, params, 1)
     assert torch.equal(fitted.scale, grid.scale)
     assert found[:, 0].tolist() == [6, 2] * (COLUMNS // 2)
 
@@ -143,9 +144,9 @@ def test_no_sweeps_change_nothing_and_inputs_are_not_written() -> None:
     params = int_format.Params(3, 8, False, 16)
     given = [target, hessian, codes, grid.scale, grid.zero]
     kept = [tensor.clone() for tensor in given]
-    same, fitted = descent.improve(target, hessian, torch.tensor(1.0), codes, grid, params, 0)
+    same, fitted = descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 0)
     assert torch.equal(same, codes) and torch.equal(fitted.scale, grid.scale)
-    descent.improve(target, hessian, torch.tensor(1.0), codes, grid, params, 2)
+    descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 2)
     assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
 
 
@@ -153,5 +154,5 @@ def test_zero_weights_do_not_move() -> None:
     _, hessian, codes, grid = start(3, 8, True)
     params = int_format.Params(3, 8, True, 16)
     target = torch.zeros(COLUMNS, ROWS)
-    found, fitted = descent.improve(target, hessian, torch.tensor(1.0), torch.full_like(codes, 4), grid, params, 2)
+    found, fitted = descent.improve(Objective(target, hessian, 1.0), torch.full_like(codes, 4), grid, params, 2)
     assert (found == 4).all() and torch.equal(fitted.scale, grid.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.formats import e8p as e8p_format
-from compress.quant import blocks, e8p, gptq, sweeps
+from compress.quant import e8p, feedback, gptq, sweeps
 from compress.types import PackedWeight, Stats
 
 CPU = torch.device("cpu")
@@ -176,24 +177,24 @@ def test_decoder_gives_the_values_the_loop_used(settings: dict[str, int], monkey
     seen: list[Tensor] = []
     refit = e8p.Rounder.refit
 
-    def spy(self: e8p.Rounder, problem: blocks.Problem) -> Tensor:
+    def spy(self: e8p.Rounder, problem: feedback.Layer) -> Tensor:
         seen.append(refit(self, problem))
         return seen[-1]
 
     monkeypatch.setattr(e8p.Rounder, "refit", spy)
     packed = quantize(weight, stats, **settings)
-    problem = blocks.prepare(weight, stats, 0.01, 8)
+    problem = feedback.prepare(weight, stats, 0.01, 8)
     values = problem.natural(seen[-1].view(-1, 8, 24)).flatten(0, 1).T
     assert torch.equal(formats.decode(packed, torch.float32), values)
 
 
 def test_each_step_after_the_loop_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = layer(48, 96)
-    problem = blocks.prepare(weight, stats, 0.01, 8)
+    problem = feedback.prepare(weight, stats, 0.01, 8)
     losses: list[float] = []
     refit, improve = e8p.Rounder.refit, sweeps.improve
 
-    def spy_refit(self: e8p.Rounder, problem: blocks.Problem) -> Tensor:
+    def spy_refit(self: e8p.Rounder, problem: feedback.Layer) -> Tensor:
         values = refit(self, problem)
         losses.append(problem.loss(values))
         return values
@@ -214,7 +215,7 @@ def test_each_step_after_the_loop_lowers_the_loss(monkeypatch: pytest.MonkeyPatc
 
 def test_candidates_never_lose_to_the_nearest_point_in_one_block() -> None:
     weight, stats = layer(400, 8, seed=2)
-    problem = blocks.prepare(weight, stats, 0.01, 8)
+    problem = feedback.prepare(weight, stats, 0.01, 8)
     losses = []
     for count in (1, 4, 16):
         rounder = e8p.Rounder(problem, e8p.Config(candidates=count))
@@ -241,8 +242,8 @@ def test_beats_scalar_gptq_of_the_same_bits(bits: int) -> None:
 def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the scale given, the codes of some rows are the same without the others."""
     weight, stats = layer(40, 64)
-    problem = blocks.prepare(weight, stats, 0.01, 8)
-    part = problem._replace(weight=problem.weight[:, 10:17].contiguous())
+    problem = feedback.prepare(weight, stats, 0.01, 8)
+    part = dataclasses.replace(problem, weight=problem.weight[:, 10:17].contiguous())
     whole, alone = (e8p.Rounder(p, e8p.Config()) for p in (problem, part))
     alone.scale = whole.scale
     monkeypatch.setattr(e8p, "CHUNK", 5)

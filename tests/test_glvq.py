@@ -8,7 +8,7 @@ from torch import Tensor
 
 import problems
 from compress import formats
-from compress.quant import blocks, glvq, gptq, sweeps
+from compress.quant import feedback, glvq, gptq, sweeps
 from compress.types import PackedWeight, Stats
 
 
@@ -32,10 +32,10 @@ def loss(weight: Tensor, packed: PackedWeight, stats: Stats) -> float:
 # Bits of groups.
 
 
-def problem_with(sizes: list[float], group: int = 16) -> blocks.Problem:
+def problem_with(sizes: list[float], group: int = 16) -> feedback.Layer:
     columns = len(sizes) * group
     x = problems.random(8 * columns, columns, seed=1) * torch.tensor(sizes).sqrt().repeat_interleave(group)
-    return blocks.prepare(problems.random(64, columns, seed=2), problems.stats(x), 0.0, 8, group)
+    return feedback.prepare(problems.random(64, columns, seed=2), problems.stats(x), 0.0, 8, group)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def problem_with(sizes: list[float], group: int = 16) -> blocks.Problem:
 def test_bits_move_where_they_pay(sizes: list[float], expected: list[int]) -> None:
     problem = problem_with(sizes)
     bits = glvq.group_bits(problem, glvq.Config(), 16)
-    natural = bits[torch.argsort(problem.blocks[::2])].tolist()
+    natural = bits[torch.argsort(problem.order[::16])].tolist()
     assert natural == expected
     assert sum(natural) == 2 * len(sizes)
     assert glvq.group_bits(problem, glvq.Config(mixed_bits=False), 16).tolist() == [2] * len(sizes)
@@ -59,9 +59,9 @@ def test_bits_move_where_they_pay(sizes: list[float], expected: list[int]) -> No
 
 def test_groups_are_whole_and_large_inputs_first() -> None:
     problem = problem_with([1.0, 30.0, 5.0])
-    assert problem.blocks[::2].div(2, rounding_mode="floor").tolist() == [1, 2, 0]
-    assert sorted(problem.blocks.tolist()) == list(range(6))
-    codes = torch.arange(6)[problem.blocks]
+    assert problem.order[::16].div(16, rounding_mode="floor").tolist() == [1, 2, 0]
+    assert sorted(problem.order.tolist()) == list(range(48))
+    codes = torch.arange(6)[problem.order[::8] // 8]
     assert problem.natural(codes).tolist() == list(range(6))
 
 
@@ -82,11 +82,11 @@ def test_mixed_bits_help_where_inputs_differ() -> None:
 def test_each_step_after_the_loop_lowers_the_loss(settings: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = layer(40, 64)
     config = glvq.Config(group_size=32, **settings)  # type: ignore[arg-type]
-    problem = blocks.prepare(weight, stats, config.damp, config.dim, 32)
+    problem = feedback.prepare(weight, stats, config.damp, config.dim, 32)
     losses: list[float] = []
     refit, improve = glvq.Rounder.refit, sweeps.improve
 
-    def spy_refit(self: glvq.Rounder, problem: blocks.Problem, values: Tensor) -> Tensor:
+    def spy_refit(self: glvq.Rounder, problem: feedback.Layer, values: Tensor) -> Tensor:
         values = refit(self, problem, values)
         losses.append(problem.loss(values))
         return values

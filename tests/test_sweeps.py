@@ -10,16 +10,13 @@ from compress.numerics.linalg import upper_factor
 from compress.quant import feedback, sweeps
 
 
-class Nearest:
+class Nearest(feedback.Rounder):
     """Nearest integers, two columns at a time."""
 
-    width, group, unit_rows = 2, 0, 1
+    width, unit_rows = 2, 1
 
     def __init__(self, columns: int, rows: int) -> None:
         self.codes = torch.zeros(columns // 2, rows, 2, dtype=torch.int32)
-
-    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
-        raise AssertionError("there are no groups")
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         self.codes[start // 2] = target.round().T
@@ -34,7 +31,7 @@ def test_equal_columns_without_damping_keep_their_codes() -> None:
     rounder = Nearest(12, 16)
     values = weight - feedback.run(weight, upper_factor(hessian, 1e-3).upper, rounder).residual
     before = rounder.codes.clone()
-    better = sweeps.improve(weight, hessian, 0.0, values, rounder, 3)
+    better = sweeps.improve(feedback.Objective(weight, hessian, 0.0), values, rounder, 3)
     assert torch.equal(better.view(6, 2, 16).transpose(1, 2), rounder.codes.float())
     assert torch.equal(rounder.codes[2], before[2]) and not torch.equal(rounder.codes, before)
     assert problems.loss(weight.T, better.T, hessian) < problems.loss(weight.T, values.T, hessian)

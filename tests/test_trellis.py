@@ -12,7 +12,7 @@ import problems
 from compress import formats
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
-from compress.quant import gptq, trellis, viterbi, viterbi_jit
+from compress.quant import gptq, trellis, viterbi, viterbi_compiled
 from compress.quant.viterbi import Search
 from compress.types import PackedWeight, Stats
 
@@ -222,7 +222,7 @@ def test_results_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> No
     """Nor on whether the search is compiled."""
     weight, stats = layer()
     whole = quantize(weight, stats)
-    monkeypatch.setattr(viterbi_jit, "paths", lambda *settings: None)
+    monkeypatch.setattr(viterbi_compiled, "compiled_search", lambda *settings: None)
     monkeypatch.setattr(viterbi, "STATES", {"cpu": 1})
     monkeypatch.setattr(viterbi, "DECISIONS", {"cpu": 1})
     monkeypatch.setattr(trellis_format, "DECODE_CHUNK", 1)

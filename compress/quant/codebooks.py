@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
+from compress.quant.feedback import check_settings
 
 SCORES = 1 << 19  # distances computed at a time on a CPU: the table stays in its cache
 DEVICE_SCORES = 1 << 24  # and elsewhere
@@ -42,11 +43,7 @@ class SearchConfig:
     def __post_init__(self) -> None:
         check_choice(self, "codebook_dtype", ("int8", "float16"))
         check_choice(self, "seeding", tuple(SEEDINGS))
-        for key in ("iterations", "rounds", "sweeps", "refit_steps"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key} {getattr(self, key)} is negative")
-        if not 0 <= self.damp < 1:
-            raise ValueError(f"damp {self.damp} is not in [0, 1)")
+        check_settings(self, "iterations", "rounds", "sweeps", "refit_steps")
 
 
 def check_choice(config: object, key: str, choices: tuple[str | int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Coordinate descent on integer codes and scales: the clean-up after a first rounding.
+"""Improve integer codes and scales by coordinate descent: the clean-up after a first rounding.
 
 Given codes and scales, each group in turn gets the scale that minimizes tr(R H R^T) with all codes fixed (one number a
 row, closed form, rounded to its storage type), then each of its columns the code that minimizes it with everything else
@@ -12,27 +12,19 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
+from compress.quant.feedback import Objective
 from compress.quant.grid import Grid, storable
 
 CHUNK = 128  # columns whose codes are updated one by one before the rest of a large group hears of it
 
 
 def improve(
-    target: Tensor,
-    hessian: Tensor,
-    damping: Tensor,
-    codes: Tensor,
-    fitted: Grid,
-    params: int_format.Params,
-    sweeps: int,
+    layer: Objective, codes: Tensor, fitted: Grid, params: int_format.Params, sweeps: int
 ) -> tuple[Tensor, Grid]:
-    """Better codes [columns, rows] uint8 and grid [groups, rows] for target [columns, rows] float32.
-
-    The loss is tr(R H R^T) with H = hessian + damping * I, and never rises.
-    """
-    columns = target.shape[0]
+    """Return better codes [columns, rows] uint8 and grids [groups, rows]. The layer's loss never rises."""
+    columns = len(layer.weight)
     size = params.group(columns)
-    state = _Descent(target, hessian, damping, codes, fitted, params)
+    state = _Descent(layer, codes, fitted, params)
     for _ in range(sweeps):
         for index, start in enumerate(range(0, columns, size)):
             state.group(index, slice(start, min(start + size, columns)))
@@ -40,21 +32,17 @@ def improve(
 
 
 class _Descent:
-    def __init__(
-        self, target: Tensor, hessian: Tensor, damping: Tensor, codes: Tensor, fitted: Grid, params: int_format.Params
-    ) -> None:
-        columns = target.shape[0]
-        self.hessian, self.damping, self.top = hessian, damping, 2**params.bits - 1
+    """The codes, scales and values on the way, and H R."""
+
+    def __init__(self, layer: Objective, codes: Tensor, fitted: Grid, params: int_format.Params) -> None:
+        self.hessian, self.damping, self.top = layer.hessian, layer.damping, 2**params.bits - 1
         self.dtype = getattr(torch, params.scale_dtype)
         self.codes, self.scale, self.zero = codes.clone(), fitted.scale.clone(), fitted.zero
-        size = params.group(columns)
-        owner = torch.arange(columns, device=target.device) // size
-        self.values = codes.float().sub_(self.zero[owner]).mul_(self.scale[owner])  # Q, [columns, rows]
-        residual = target - self.values
-        self.pull = (hessian @ residual).add_(residual, alpha=float(damping))  # H R, [columns, rows]
+        self.values = fitted.values(codes, params.group(len(codes)))  # Q, [columns, rows]
+        self.pull = layer.times_hessian(layer.weight - self.values)  # H R, [columns, rows]
 
     def group(self, index: int, part: slice) -> None:
-        """One scale step, one code step for each column of the group; H R of the other columns follows at the end."""
+        """Step the group's scales, then the code of each of its columns; H R elsewhere follows at the end."""
         values, zero = self.values[part], self.zero[index]
         before = values.clone()
         block = self.hessian[part, part].clone()
@@ -69,8 +57,8 @@ class _Descent:
             old, local, metric = units[chunk].clone(), pull[chunk], block[chunk, chunk]
             for j in range(chunk.stop - start):
                 now = units[start + j]
-                wanted = torch.addcmul(now, local[j], inverse, value=1 / curvature[start + j])
-                change = wanted.round_().clamp_(low, high).sub_(now)
+                best = torch.addcmul(now, local[j], inverse, value=1 / curvature[start + j])
+                change = best.round_().clamp_(low, high).sub_(now)
                 now += change
                 local.addr_(metric[:, j], change.mul_(scale), alpha=-1)
             if chunk.stop < len(units):
@@ -79,10 +67,10 @@ class _Descent:
         torch.mul(units, scale, out=values)
         change = before - values
         self.pull.addmm_(self.hessian[:, part], change)
-        self.pull[part].add_(change, alpha=float(self.damping))
+        self.pull[part].add_(change, alpha=self.damping)
 
     def _rescale(self, index: int, units: Tensor, block: Tensor, pull: Tensor) -> Tensor:
-        """The group's new scales [rows]; updates `pull` [columns, rows] in place."""
+        """Return the group's new scales [rows]; updates `pull` [columns, rows] in place."""
         old = self.scale[index]
         product = block @ units
         curvature = (units * product).sum(0)

@@ -26,7 +26,7 @@ Not done: the fine-tuning of sign vectors, norms and unquantized weights between
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ from torch import Tensor
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, row_scale
 from compress.numerics.linalg import squares
-from compress.quant import blocks, feedback, sweeps
-from compress.quant.blocks import Problem
+from compress.quant import feedback, sweeps
+from compress.quant.feedback import Layer
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "e8p"
@@ -62,10 +62,7 @@ class Config:
 
     def __post_init__(self) -> None:
         e8p_format.Params(self.bits, self.row_scales)
-        if not 0 <= self.damp < 1:
-            raise ValueError(f"damp {self.damp} is not in [0, 1)")
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps {self.sweeps} is negative")
+        feedback.check_settings(self, "sweeps")
         if not 1 <= self.candidates <= 64:
             raise ValueError(f"candidates {self.candidates} is not in 1..64")
 
@@ -91,24 +88,24 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
-    problem = blocks.prepare(weight, stats, config.damp, DIM)
-    rounder = Rounder(problem, config)
-    _search_scale(problem, rounder, config)
-    values = problem.weight - feedback.run(problem.weight, problem.factor, rounder).residual
+    layer = feedback.prepare(weight, stats, config.damp, DIM)
+    rounder = Rounder(layer, config)
+    _search_scale(layer, rounder, config)
+    values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
     for sweep in range(config.sweeps + 1):
-        values = rounder.refit(problem)
+        values = rounder.refit(layer)
         if sweep < config.sweeps:
-            sweeps.improve(problem.weight, problem.hessian, problem.damping, values, rounder, 1)
-    codes = problem.natural(rounder.codes).transpose(0, 1)  # row, block, stage
+            sweeps.improve(layer, values, rounder, 1)
+    codes = layer.natural(rounder.codes).transpose(0, 1)  # row, block, stage
     tensors = e8p_format.pack(codes, rounder.scale, rounder.row_scales, params, shape)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(problem.notes))
+    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
 
 
-def _search_scale(problem: Problem, rounder: Rounder, config: Config) -> None:
+def _search_scale(layer: Layer, rounder: Rounder, config: Config) -> None:
     """Set rounder.scale to the best of a walk in steps of 6 %, judged by the loss of the loop on some rows."""
-    rows = problem.weight.shape[1]
-    chosen = torch.arange(0, rows, -(-rows // SEARCH_ROWS), device=problem.weight.device)
-    part = problem._replace(weight=problem.weight[:, chosen].contiguous())
+    rows = layer.weight.shape[1]
+    chosen = torch.arange(0, rows, -(-rows // SEARCH_ROWS), device=layer.weight.device)
+    part = replace(layer, weight=layer.weight[:, chosen].contiguous())
     trial = Rounder(part, config)
     trial.row_scales = rounder.row_scales if rounder.row_scales is None else rounder.row_scales[chosen]
     start = rounder.scale
@@ -126,32 +123,28 @@ def _search_scale(problem: Problem, rounder: Rounder, config: Config) -> None:
     rounder.scale = start * STEP**power
 
 
-class Rounder:
+class Rounder(feedback.Rounder):
     """The code points as a Rounder, and the scales in which they are used."""
 
     width = DIM
-    group = 0
     unit_rows = 1
 
-    def __init__(self, problem: Problem, config: Config) -> None:
-        columns, rows = problem.weight.shape
-        device = problem.weight.device
+    def __init__(self, layer: Layer, config: Config) -> None:
+        columns, rows = layer.weight.shape
+        device = layer.weight.device
         self.bits, self.candidates = config.bits, config.candidates
         self.search = Nearest(device)
         self.ball = ball().to(device)
         self.codes = torch.zeros(columns // DIM, rows, 1 if config.bits == 2 else 2, dtype=torch.int32, device=device)
-        rms = problem.weight.square().mean().sqrt()
+        rms = layer.weight.square().mean().sqrt()
         self.scale = (rms / BEST_RMS[config.bits]).view(1)
         self.row_scales: Tensor | None = None  # [rows] float16
         if config.row_scales:
-            self.row_scales = (problem.weight.square().mean(0).sqrt() / rms.clamp(min=TINY)).half()
+            self.row_scales = (layer.weight.square().mean(0).sqrt() / rms.clamp(min=TINY)).half()
 
     def factors(self) -> Tensor:
         """The scale of each row, [1] or [rows]."""
         return self.scale if self.row_scales is None else row_scale(self.scale, self.row_scales)
-
-    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
-        raise AssertionError("nothing is fitted in the loop")
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         factors = self.factors()
@@ -172,15 +165,15 @@ class Rounder:
             return torch.addmm(self.ball.square().sum(1) / 2, rest, self.ball.T, beta=-1).argmax(1).int()
         return self.search.nearest(rest)
 
-    def refit(self, problem: Problem) -> Tensor:
+    def refit(self, layer: Layer) -> Tensor:
         """The best scales for the codes in closed form; returns the values [in, out] that result."""
         points = lookup(self.codes, self.bits).transpose(1, 2).flatten(0, 1)  # in, row
-        pull = problem.times_hessian(points)
+        pull = layer.times_hessian(points)
         if self.row_scales is None:
-            above, below = (pull * problem.weight).sum(), (pull * points).sum()
+            above, below = (pull * layer.weight).sum(), (pull * points).sum()
             self.scale = torch.where(above > 0, above / below, self.scale)
         else:
-            best = (pull * problem.weight).sum(0) / (pull * points).sum(0) / self.scale.clamp(min=TINY)
+            best = (pull * layer.weight).sum(0) / (pull * points).sum(0) / self.scale.clamp(min=TINY)
             self.row_scales = torch.where(best > 0, best, self.row_scales.float()).half()
         return points * self.factors()
 

@@ -1,8 +1,8 @@
-"""The column loop that every method with Hessian feedback shares.
+"""Round columns one by one and fold each error into the columns still to come; make a layer ready for that.
 
-Minimizes tr(R H R^T), R = W - Q, over codes, one block of columns after the other, each block with the best target
-given the errors already made. With H = C C^T, C upper triangular, the loss is ||R C||^2; column block B of R C is
-R_B C_BB + P_B, where P_B = sum over earlier columns of R_j C_jB is fixed, so the target of block B is
+The column loop minimizes tr(R H R^T), R = W - Q, over codes, one block of columns after the other, each block with the
+best target given the errors already made. With H = C C^T, C upper triangular, the loss is ||R C||^2; column block B of
+R C is R_B C_BB + P_B, where P_B = sum over earlier columns of R_j C_jB is fixed, so the target of block B is
 W_B + P_B C_BB^-1 and its exact contribution to the loss ||(target - Q_B) C_BB||^2. The sum of the contributions equals
 tr(R H R^T). This is GPTQ (arXiv 2210.17323) and LDLQ in one left-looking form: W stays intact, nothing is inverted.
 
@@ -14,25 +14,126 @@ group's scales can be fitted on exact targets whatever the group size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from compress.numerics.linalg import upper_factor
+from compress.types import Stats
+
 LEAF = 32  # columns below which errors are propagated one block at a time
 
 
 class Rounder(Protocol):
-    """What a method supplies: how a target becomes codes. It keeps its codes and state itself."""
+    """How a method turns a target into codes. It keeps its codes and state itself."""
 
     width: int  # columns rounded together
-    group: int  # columns that share fitted state; 0: nothing is fitted inside the loop
+    group: int = 0  # columns that share fitted state; 0: nothing is fitted inside the loop
 
     def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
         """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg."""
+        raise AssertionError("a rounder with groups of columns fits them")
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
-        """Quantized values [width, rows] for target [width, rows]; metric = C_BB [width, width]."""
+        """Return quantized values [width, rows] for target [width, rows]; metric = C_BB [width, width]."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss tr(R H R^T) of quantized values Q: R = weight - Q, H = hessian + damping * I."""
+
+    weight: Tensor  # [in, out] float32
+    hessian: Tensor  # [in, in] float32
+    damping: float
+
+    def times_hessian(self, values: Tensor) -> Tensor:
+        """Return H @ values for values [in, out]."""
+        return (self.hessian @ values).add_(values, alpha=self.damping)
+
+    def loss(self, values: Tensor) -> float:
+        """Return the loss of values [in, out]."""
+        residual = self.weight - values
+        pulled = torch.addmm(residual, self.hessian, residual, beta=self.damping)
+        return (residual * pulled).sum(dtype=torch.float64).item()
+
+
+@dataclass(frozen=True)
+class Layer(Objective):
+    """A layer ready for the loop: columns in the order in which they are rounded, padded to whole blocks."""
+
+    factor: Tensor  # [in, in] float32, the upper factor C of H
+    order: Tensor  # [in] int64: the column of the weight at each place of the loop
+    notes: Sequence[str]
+
+    def natural(self, codes: Tensor) -> Tensor:
+        """Return codes [blocks, ...] of the loop in the order of the weight's columns."""
+        return codes[torch.argsort(self.order[:: len(self.order) // len(codes)])]
+
+
+def usable(stats: Stats) -> tuple[Tensor, list[str]]:
+    """Return the Hessian [in, in], the identity (plain rounding) where no token gave one; and notes for the report."""
+    diagonal = stats.hessian.diagonal()
+    if stats.count == 0 or not (diagonal > 0).any():
+        reason = "no calibration token reached this input" if stats.count == 0 else "all calibration inputs were zero"
+        return torch.eye(diagonal.shape[0], device=diagonal.device), [f"{reason}: rounded to nearest"]
+    dead = int((diagonal == 0).sum())
+    notes = [f"{dead} input channels were always zero: their weights are rounded to nearest"] if dead else []
+    return stats.hessian, notes
+
+
+def padded(weight: Tensor, hessian: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+    """Pad `in` of weight [in, out] and Hessian [in, in] to a multiple: zero weights, independent mean inputs."""
+    columns = weight.shape[0]
+    extra = -columns % multiple
+    if not extra:
+        return weight, hessian
+    grown = torch.nn.functional.pad(hessian, (0, extra, 0, extra))
+    grown.diagonal()[columns:] = hessian.diagonal().mean()
+    return torch.nn.functional.pad(weight, (0, 0, 0, extra)), grown
+
+
+def factored(weight: Tensor, hessian: Tensor, damp: float, notes: Sequence[str], order: Tensor | None = None) -> Layer:
+    """Return the layer of weight [in, out] and Hessian [in, in], its columns in `order` (None: as they are).
+
+    `damp` is the fraction of the mean diagonal that is added to the Hessian, or more where that is not enough.
+    """
+    factor = upper_factor(hessian, damp, order)
+    damping = factor.damp * hessian.diagonal().mean().item()
+    if order is None:
+        order = torch.arange(len(weight), device=weight.device)
+    else:
+        weight, hessian = weight[order], hessian[order][:, order]
+    return Layer(weight, hessian, damping, factor.upper, order, [*notes, *factor.notes])
+
+
+def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 0) -> Layer:
+    """Return the layer of weight [out, in], of any float type: blocks of `width` columns, the largest inputs first.
+
+    Groups of `group` columns, if there are any, stay together and are whole, the last one padded.
+    """
+    hessian, notes = usable(stats)
+    columns, group = weight.shape[1], group or width
+    target, hessian = padded(weight.T.float().contiguous(), hessian, group)
+    hessian.diagonal()[columns:] = 0  # of padding, which `padded` copied: it must not matter to what is fitted
+    sizes = hessian.diagonal().view(-1, group // width, width).mean(2)  # group, block
+    within = torch.argsort(sizes, dim=1, descending=True, stable=True)
+    first = torch.argsort(sizes.mean(1), descending=True, stable=True)
+    blocks = (within + torch.arange(len(sizes), device=within.device)[:, None] * sizes.shape[1])[first].flatten()
+    order = (blocks[:, None] * width + torch.arange(width, device=blocks.device)).flatten()
+    return factored(target, hessian, damp, notes, order)
+
+
+def check_settings(config: object, *counts: str) -> None:
+    """Raise ValueError unless `damp` of a method's `Config` is in [0, 1) and its settings `counts` are not negative."""
+    damp = getattr(config, "damp")  # noqa: B009 (not every Config has it)
+    if not 0 <= damp < 1:
+        raise ValueError(f"damp {damp} is not in [0, 1)")
+    for key in counts:
+        if getattr(config, key) < 0:
+            raise ValueError(f"{key} {getattr(config, key)} is negative")
 
 
 class Result(NamedTuple):

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from compress.formats import lattice as lattice_format
 from compress.numerics.linalg import squares
-from compress.quant import blocks, feedback, lattices, sweeps
-from compress.quant.blocks import Problem
+from compress.quant import feedback, lattices, sweeps
+from compress.quant.feedback import Layer
 from compress.quant.lattices import Effort, Lattice
 from compress.types import PackedWeight, Quantized, Stats
 
@@ -69,12 +69,7 @@ class Config:
 
     def __post_init__(self) -> None:
         lattice_format.Params(self.bits, self.dim, self.group_size, self.compand, self.row_scales)
-        if not 0 <= self.damp < 1:
-            raise ValueError(f"damp {self.damp} is not in [0, 1)")
-        if self.iterations < 0:
-            raise ValueError(f"iterations {self.iterations} is negative")
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps {self.sweeps} is negative")
+        feedback.check_settings(self, "iterations", "sweeps")
         if not 1 <= self.beam <= 64:
             raise ValueError(f"beam {self.beam} is not in 1..64")
 
@@ -103,25 +98,25 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
-    problem = blocks.prepare(weight, stats, config.damp, params.dim, params.group_size)
-    rounder = Rounder(problem, config, params)
-    values = problem.weight - feedback.run(problem.weight, problem.factor, rounder).residual
+    layer = feedback.prepare(weight, stats, config.damp, params.dim, params.group_size)
+    rounder = Rounder(layer, config, params)
+    values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
     for sweep in range(config.sweeps + 1):
-        values = rounder.refit(problem, values)
+        values = rounder.refit(layer, values)
         if sweep < config.sweeps:
-            values = sweeps.improve(problem.weight, problem.hessian, problem.damping, values, rounder, 1)
-    codes = problem.natural(rounder.codes).permute(1, 0, 2).flatten(1)  # row, column
-    tensors = lattice_format.pack(codes, rounder.side(problem), params, shape)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(problem.notes))
+            values = sweeps.improve(layer, values, rounder, 1)
+    codes = layer.natural(rounder.codes).permute(1, 0, 2).flatten(1)  # row, column
+    tensors = lattice_format.pack(codes, rounder.side(layer), params, shape)
+    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
 
 
-def group_bits(problem: Problem, config: Config, size: int) -> Tensor:
+def group_bits(layer: Layer, config: Config, size: int) -> Tensor:
     """Bits of each group, [groups] uint8 in the loop's order; their mean is config.bits.
 
     Bits move from the least important group to the most important one, and so on, while the sum of losses falls. A
     group's loss is proportional to its variance in the metric of the loop.
     """
-    importance = problem.weight.square().mean(1) * problem.factor.diagonal().square()
+    importance = layer.weight.square().mean(1) * layer.factor.diagonal().square()
     groups = importance.view(-1, size).sum(1).tolist()
     bits = [config.bits] * len(groups)
     order = sorted(range(len(groups)), key=groups.__getitem__)
@@ -132,25 +127,25 @@ def group_bits(problem: Problem, config: Config, size: int) -> Tensor:
             break
         bits[low] -= 1
         bits[high] += 1
-    return torch.tensor(bits, dtype=torch.uint8, device=problem.weight.device)
+    return torch.tensor(bits, dtype=torch.uint8, device=layer.weight.device)
 
 
-class Rounder:
+class Rounder(feedback.Rounder):
     """The lattices of all groups as a Rounder: learned when the loop reaches their columns."""
 
     unit_rows = 1
 
-    def __init__(self, problem: Problem, config: Config, params: lattice_format.Params) -> None:
-        columns, rows = problem.weight.shape
-        device = problem.weight.device
+    def __init__(self, layer: Layer, config: Config, params: lattice_format.Params) -> None:
+        columns, rows = layer.weight.shape
+        device = layer.weight.device
         self.config, self.width, self.group = config, params.dim, params.group_size
-        rms = problem.weight.square().mean().sqrt()
+        rms = layer.weight.square().mean().sqrt()
         self.scale = rms.view(1)
         self.row_scales: Tensor | None = None  # [rows] float16
         if config.row_scales:
-            self.row_scales = (problem.weight.square().mean(0).sqrt() / rms.clamp(min=TINY)).half()
+            self.row_scales = (layer.weight.square().mean(0).sqrt() / rms.clamp(min=TINY)).half()
         self.factors = lattice_format.row_factors(self.scale, self.row_scales).flatten()  # [1] or [rows]
-        self.bits = group_bits(problem, config, self.group)
+        self.bits = group_bits(layer, config, self.group)
         self.widths: list[int] = self.bits.tolist()
         self.codes = torch.zeros(columns // self.width, rows, self.width, dtype=torch.uint8, device=device)
         self.lattices: list[Lattice] = []
@@ -170,15 +165,15 @@ class Rounder:
         self.codes[start // self.width] = (z + (2**bits - 1) / 2).round_().T.to(torch.uint8)
         return lattice.values(z) * self.factors
 
-    def refit(self, problem: Problem, values: Tensor) -> Tensor:
+    def refit(self, layer: Layer, values: Tensor) -> Tensor:
         """Better lattices for the codes, one group after the other; returns the values [in, out] that result."""
         values = values.clone()
-        pull = problem.times_hessian(problem.weight - values)
+        pull = layer.times_hessian(layer.weight - values)
         weight = self.factors.expand(values.shape[1])
         for index, lattice in enumerate(self.lattices):
             part = slice(index * self.group, (index + 1) * self.group)
-            own = problem.hessian[part, part].clone()
-            own.diagonal().add_(problem.damping)
+            own = layer.hessian[part, part].clone()
+            own.diagonal().add_(layer.damping)
             blocks_ = slice(index * self.group // self.width, (index + 1) * self.group // self.width)
             z = lattice_format.centred(self.codes[blocks_], self.widths[index]).mT  # block, d, row
             scaled = (pull[part] / weight.clamp(min=TINY)).view(z.shape)
@@ -188,13 +183,13 @@ class Rounder:
                 continue
             self.lattices[index] = better
             values[part] += step
-            pull.addmm_(problem.hessian[:, part], step, alpha=-1)
-            pull[part].add_(step, alpha=-problem.damping)
+            pull.addmm_(layer.hessian[:, part], step, alpha=-1)
+            pull[part].add_(step, alpha=-layer.damping)
         return values
 
-    def side(self, problem: Problem) -> dict[str, Tensor]:
+    def side(self, layer: Layer) -> dict[str, Tensor]:
         """What is stored beside the codes, groups in the order of the layer."""
-        order = torch.argsort(problem.blocks[:: self.group // self.width])
+        order = torch.argsort(layer.order[:: self.group])
         matrices = torch.stack([lattice.matrix for lattice in self.lattices])
         stored = {"group_bits": self.bits[order], "lattices": matrices[order].half(), "scale": self.scale}
         if self.config.compand:

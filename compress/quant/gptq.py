@@ -29,7 +29,6 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.numerics.linalg import squares, upper_factor
 from compress.quant import descent, feedback, grid
-from compress.quant.hessian import usable
 from compress.types import Quantized, Stats
 
 FORMAT = "int"
@@ -48,10 +47,7 @@ class Config(grid.GridConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.damp < 1:
-            raise ValueError(f"damp {self.damp} is not in [0, 1)")
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps {self.sweeps} is negative")
+        feedback.check_settings(self, "sweeps")
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
@@ -71,7 +67,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     shape = (weight.shape[0], weight.shape[1])
     target = weight.T.float().contiguous()  # [in, out]
     params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
-    hessian, notes = usable(stats)
+    hessian, notes = feedback.usable(stats)
     order = _order(hessian.diagonal(), config, params)
     factor = upper_factor(hessian, config.damp, order)
     notes += factor.notes
@@ -81,12 +77,13 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     fitted = rounder.grid
     del rounder
     if config.sweeps:
-        damping = factor.damp * hessian.diagonal().mean()
-        codes, fitted = descent.improve(target, hessian, damping, codes, fitted, params, config.sweeps)
+        damping = (factor.damp * hessian.diagonal().mean()).item()
+        layer = feedback.Objective(target, hessian, damping)
+        codes, fitted = descent.improve(layer, codes, fitted, params, config.sweeps)
     return Quantized(grid.pack(codes, fitted, params, shape), tuple(notes))
 
 
-class _GridRounder:
+class _GridRounder(feedback.Rounder):
     """The integer grid as a Rounder; columns arrive in `order`, groups are counted in the original order."""
 
     width = 1
@@ -96,7 +93,6 @@ class _GridRounder:
     ) -> None:
         columns, rows = target.shape
         self.config, self.dtype = config, getattr(torch, params.scale_dtype)
-        self.top = 2**config.bits - 1
         self.size = params.group(columns)
         self.owner = (order // self.size).tolist()  # group of the k-th column
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
@@ -118,7 +114,7 @@ class _GridRounder:
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         index = self.owner[start]
         scale, zero = self.grid.scale[index], self.grid.zero[index]
-        code = (target / scale).round_().add_(zero).clamp_(0, self.top)
+        code = grid.codes(target, scale, zero, self.config.bits)
         self.codes[start] = code[0]
         return code.sub_(zero).mul_(scale)
 

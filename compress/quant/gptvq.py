@@ -34,9 +34,9 @@ from torch import Tensor
 
 from compress.formats import codebook
 from compress.numerics.linalg import squares, upper_factor
-from compress.quant import codebooks
-from compress.quant.hessian import padded, usable
-from compress.quant.refit import Layout, Problem, alternate, refit, refit_factors, settle
+from compress.quant import codebooks, feedback
+from compress.quant.feedback import Layer, Objective
+from compress.quant.refit import Layout, alternate, refit, refit_factors, settle
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "codebook"
@@ -114,32 +114,28 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
-    hessian, notes = usable(stats)
+    hessian, notes = feedback.usable(stats)
     notes += codebooks.shrunk(params.bits, (config.bits,))
     if params.svd_rank < config.svd_rank:
         notes.append(f"codebooks of rank {params.svd_rank} instead of {config.svd_rank}: they are too few or too small")
     target = weight.T.float()
     order = _order(target, hessian, config)
-    target, hessian = padded(target[order], hessian[order][:, order], config.vector_dim)
-    factor = upper_factor(hessian, config.damp)
-    notes += factor.notes
-    damping = factor.damp * hessian.diagonal().mean().item()
+    target, hessian = feedback.padded(target[order], hessian[order][:, order], config.vector_dim)
+    layer = feedback.factored(target, hessian, config.damp, notes)
     rounder = _Rounder(target, config, params, shape, seed)
-    problem = Problem(target, hessian, factor.upper, damping)
-    alternate(problem, rounder, config.rounds, config.sweeps)
-    if params.svd_rank:
-        notes += _factored(problem, rounder, config)
+    alternate(layer, rounder, config.rounds, config.sweeps)
+    notes = [*layer.notes, *(_factored(layer, rounder, config) if params.svd_rank else ())]
     return Quantized(_packed(rounder, order, params, shape), tuple(notes))
 
 
-def _factored(problem: Problem, rounder: _Rounder, config: Config) -> list[str]:
-    """Codebooks of rank svd_rank in place of those found, and codes for them; a note if the loss rises.
+def _factored(layer: Layer, rounder: _Rounder, config: Config) -> list[str]:
+    """Put codebooks of rank svd_rank in place of the rounder's, and choose codes for them; a note if the loss rises.
 
     Last, not right after the first loop: the error is about equal or up to 2% lower, and what the rank costs is known.
     """
-    whole = problem.loss(rounder.values())
-    rounder.factor(problem.target, problem.hessian, problem.damping)
-    loss = settle(problem, rounder, max(1, config.rounds), config.sweeps)
+    whole = layer.loss(rounder.values())
+    rounder.factor(layer)
+    loss = settle(layer, rounder, max(1, config.rounds), config.sweeps)
     return [f"codebooks of rank {rounder.rank} raised the loss from {whole:.4g} to {loss:.4g}"] if loss > whole else []
 
 
@@ -218,25 +214,25 @@ class _Rounder:
         """[in, out] of the present codes and entries."""
         return self.layout().values(self.books.entries.view(-1, self.width))
 
-    def refit(self, target: Tensor, hessian: Tensor, damping: float) -> None:
-        """Entries or their factors fitted to the codes, rounded to their storage type."""
+    def refit(self, layer: Objective) -> None:
+        """Fit the entries or their factors to the codes and round them to their storage type."""
         if self.config.refit_steps:
-            self.books = self._fitted(target, hessian, damping)
+            self.books = self._fitted(layer)
 
-    def factor(self, target: Tensor, hessian: Tensor, damping: float) -> None:
+    def factor(self, layer: Objective) -> None:
         """Sort each codebook and put codebooks of rank svd_rank in place of them, from now on."""
         entries, order = self.books.entries.sort(2)  # column group, row group, k, 1
         self.codes = order.argsort(2).flatten()[self.layout().index[0]].to(self.codes.dtype)
         self.books = self.books._replace(entries=entries)
         self.rank = self.params.svd_rank
-        self.books = self._fitted(target, hessian, damping)
+        self.books = self._fitted(layer)
 
-    def _fitted(self, target: Tensor, hessian: Tensor, damping: float) -> codebooks.Books:
+    def _fitted(self, layer: Objective) -> codebooks.Books:
         entries, steps = self.books.entries, self.config.refit_steps
         if not self.rank:
-            flat = refit(target, hessian, damping, self.layout(), entries.view(-1, self.width), steps)
+            flat = refit(layer, self.layout(), entries.view(-1, self.width), steps)
             return self._rounded(flat.view_as(entries))
-        books = refit_factors(target, hessian, damping, self.layout(), entries.flatten(0, 1), self.rank, steps)
+        books = refit_factors(layer, self.layout(), entries.flatten(0, 1), self.rank, steps)
         return books._replace(entries=books.entries.view_as(entries), stored=books.stored.view(*self.groups, self.rank))
 
     def _rounded(self, entries: Tensor) -> codebooks.Books:

@@ -47,6 +47,11 @@ class Grid(NamedTuple):
     scale: Tensor  # float32, values representable in the storage type, never 0
     zero: Tensor  # float32, integers
 
+    def values(self, codes: Tensor, group: int) -> Tensor:
+        """Return the values of codes [columns, rows] on grids [groups, rows] of `group` columns, float32."""
+        owner = torch.arange(len(codes), device=codes.device) // group
+        return codes.float().sub_(self.zero[owner]).mul_(self.scale[owner])
+
 
 def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float16") -> int_format.Params:
     """The format's parameters for a weight [out, in]; a group longer than the row is the whole row."""
@@ -74,6 +79,24 @@ def fit_all(target: Tensor, importance: Tensor | None, config: GridConfig, dtype
         for start in range(0, target.shape[0], group)
     ]
     return Grid(torch.stack([g.scale for g in grids]), torch.stack([g.zero for g in grids]))
+
+
+def codes(target: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Return the codes nearest to target [columns, rows] on grids [rows], as float32."""
+    return (target / scale).round_().add_(zero).clamp_(0, 2**bits - 1)
+
+
+def nearest(target: Tensor, config: GridConfig) -> tuple[Tensor, Grid, int_format.Params]:
+    """Round target [columns, rows] float32 to nearest: codes uint8, grids of all groups, the format's parameters."""
+    columns, rows = target.shape
+    format_params = params(config, (rows, columns), int_format.scale_dtype(target.abs().amax(0), config.bits))
+    group = format_params.group(columns)
+    fitted = fit_all(target, None, config, getattr(torch, format_params.scale_dtype), group)
+    rounded = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
+    for index, start in enumerate(range(0, columns, group)):
+        part = slice(start, start + group)
+        rounded[part] = codes(target[part], fitted.scale[index], fitted.zero[index], config.bits)
+    return rounded, fitted, format_params
 
 
 def pack(codes: Tensor, grid: Grid, format_params: int_format.Params, shape: tuple[int, int]) -> PackedWeight:

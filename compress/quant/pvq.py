@@ -24,9 +24,9 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import pvq as pvq_format
-from compress.numerics.linalg import squares, upper_factor
+from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
-from compress.quant.hessian import padded, usable
+from compress.quant.feedback import Layer
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "pvq"
@@ -61,10 +61,7 @@ class Config:
             raise ValueError(f"vector_dim {self.vector_dim} is not one of {pvq_format.VECTOR_DIMS}")
         if not 2 <= self.gain_bits <= pvq_format.MAX_GAIN_BITS:
             raise ValueError(f"gain_bits {self.gain_bits} is not in 2..{pvq_format.MAX_GAIN_BITS}")
-        if not 0 <= self.damp < 1:
-            raise ValueError(f"damp {self.damp} is not in [0, 1)")
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps {self.sweeps} is negative")
+        feedback.check_settings(self, "sweeps")
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> pvq_format.Params:
@@ -100,23 +97,21 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
-    hessian, notes = usable(stats)
-    target, hessian = padded(weight.T.float().contiguous(), hessian, params.vector_dim)  # [in, out]
+    hessian, notes = feedback.usable(stats)
+    target, hessian = feedback.padded(weight.T.float().contiguous(), hessian, params.vector_dim)  # [in, out]
     notes += _plan_notes(config, params, shape)
-    factor = upper_factor(hessian, config.damp)
-    notes += factor.notes
+    layer = feedback.factored(target, hessian, config.damp, notes)
     levels = gain_levels(params, len(target)).to(target.device)
     scales, dtype = _row_scales(target, params.vector_dim)
     params = pvq_format.Params(params.vector_dim, params.pulses, params.gain_bits, dtype)
     rounder = _PyramidRounder(len(target), scales, levels, params)
-    values = target - feedback.run(target, factor.upper, rounder).residual
-    damping = factor.damp * hessian.diagonal().mean().item()
+    values = target - feedback.run(target, layer.factor, rounder).residual
     if config.sweeps:
-        values = sweeps.improve(target, hessian, damping, values, rounder, config.sweeps)
-    scales = _refitted(target, hessian, damping, values, scales, getattr(torch, dtype))
+        values = sweeps.improve(layer, values, rounder, config.sweeps)
+    scales = _refitted(layer, values, scales, getattr(torch, dtype))
     points, gains = rounder.codes[..., :-1].transpose(0, 1), rounder.codes[..., -1].T  # row, vector, (coordinate)
     packed = pvq_format.pack(points, gains, scales, levels, params)
-    return Quantized(PackedWeight(FORMAT, params, packed, shape), tuple(notes))
+    return Quantized(PackedWeight(FORMAT, params, packed, shape), tuple(layer.notes))
 
 
 def _plan_notes(config: Config, params: pvq_format.Params, shape: tuple[int, int]) -> list[str]:
@@ -138,13 +133,11 @@ def _row_scales(target: Tensor, dim: int) -> tuple[Tensor, str]:
     return lengths.to(getattr(torch, dtype)).float(), dtype
 
 
-def _refitted(
-    target: Tensor, hessian: Tensor, damping: float, values: Tensor, scales: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Scales [out] that are best for the codes, in their storage type: the old times <q, w> / <q, q> in H."""
-    pulled = (hessian @ values).add_(values, alpha=damping)
+def _refitted(layer: Layer, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales [out] that are best for the codes, in their storage type: the old times <q, w> / <q, q> in H."""
+    pulled = layer.times_hessian(values)
     power = (pulled * values).sum(0)
-    ratio = (pulled * target).sum(0) / power
+    ratio = (pulled * layer.weight).sum(0) / power
     refitted = (scales * ratio).to(dtype).float()
     usable_ratio = (power > 0) & (ratio > 0.5) & (ratio < 2) & (refitted > 0)
     return torch.where(usable_ratio, refitted, scales)
@@ -243,10 +236,9 @@ def improve(vectors: Tensor, points: Tensor, gram: Tensor) -> Tensor:
     return points
 
 
-class _PyramidRounder:
+class _PyramidRounder(feedback.Rounder):
     """Vectors of D columns; codes are the points, and the gain behind them."""
 
-    group = 0
     unit_rows = 1
 
     def __init__(self, columns: int, scales: Tensor, levels: Tensor, params: pvq_format.Params) -> None:
@@ -255,9 +247,6 @@ class _PyramidRounder:
         self.edges = (levels[1:] + levels[:-1]) / 2
         shape = (columns // self.width, len(scales), self.width + 1)
         self.codes = torch.zeros(shape, dtype=torch.int16, device=scales.device)
-
-    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
-        raise AssertionError("nothing is fitted inside the loop")
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         gram = metric @ metric.T

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.quant import feedback, sweeps
 from compress.quant.codebooks import Books, factored, rounded
+from compress.quant.feedback import Layer, Objective
 
 TOLERANCE = 1e-4  # of the loss: refits stop when a step gains less
 
@@ -97,21 +98,20 @@ def _columns(vectors: Tensor) -> Tensor:
     return vectors.transpose(1, 2).reshape(blocks * d, units)
 
 
-def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Linear, entries: Tensor, steps: int) -> Tensor:
-    """Unknowns of `layout`, such as entries [total, d], that lower tr(R H R^T), H = hessian + damping * I, R = weight
-    [in, out] - values, codes fixed.
+def refit(layer: Objective, layout: Linear, entries: Tensor, steps: int) -> Tensor:
+    """Return unknowns of `layout`, such as entries [total, d], that lower the layer's loss, codes fixed.
 
     Preconditioned conjugate gradients from `entries`; ends after `steps` or at TOLERANCE. Entries without members stay.
     """
 
     def product(matrix: Tensor) -> Tensor:
-        return torch.addmm(matrix, hessian, matrix, beta=damping)
+        return torch.addmm(matrix, layer.hessian, matrix, beta=layer.damping)
 
-    diagonal = (hessian.diagonal() + damping).unsqueeze(1)
-    curvature = layout.curvature(diagonal.expand_as(weight).contiguous(), entries)
+    diagonal = (layer.hessian.diagonal() + layer.damping).unsqueeze(1)
+    curvature = layout.curvature(diagonal.expand_as(layer.weight).contiguous(), entries)
     scale = torch.where(curvature > 0, 1 / curvature, 0.0)
     entries = entries.clone()
-    residual = weight - layout.values(entries)
+    residual = layer.weight - layout.values(entries)
     pull = product(residual)
     loss = (residual * pull).sum(dtype=torch.float64).item()
     gradient = layout.adjoint(pull, entries)
@@ -135,10 +135,8 @@ def refit(weight: Tensor, hessian: Tensor, damping: float, layout: Linear, entri
     return entries
 
 
-def refit_factors(
-    weight: Tensor, hessian: Tensor, damping: float, layout: Layout, entries: Tensor, rank: int, steps: int
-) -> Books:
-    """Codebooks of a rank in place of `entries` [groups, k, 1], both factors in their storage types.
+def refit_factors(layer: Objective, layout: Layout, entries: Tensor, rank: int, steps: int) -> Books:
+    """Return codebooks of a rank in place of `entries` [groups, k, 1], both factors in their storage types.
 
     The truncated singular value decomposition, then one round of alternating least squares on the loss of `refit`: the
     left factor is fitted to the right one and rounded, the right one fitted to what was stored and rounded.
@@ -147,31 +145,16 @@ def refit_factors(
     u, s, right = torch.linalg.svd(entries.squeeze(2), full_matrices=False)
     left, right = u[:, :rank] * s[:rank], right[:rank]
     if steps:
-        left = refit(weight, hessian, damping, Spanned(layout, right), left, steps)
+        left = refit(layer, Spanned(layout, right), left, steps)
     columns = rounded(left.T.unsqueeze(2), "int8")  # r, groups, 1
     if steps:
         across = replace(layout, index=layout.index % size * groups + layout.index // size)  # entries code by code
         basis = columns.entries.squeeze(2)
-        right = refit(weight, hessian, damping, Spanned(across, basis), right.T.contiguous(), steps).T
+        right = refit(layer, Spanned(across, basis), right.T.contiguous(), steps).T
     return factored(columns, right)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """min tr(R H R^T), R = target - values, H = hessian + damping * I = upper upper^T."""
-
-    target: Tensor  # [in, out] float32
-    hessian: Tensor  # [in, in]
-    upper: Tensor  # [in, in]
-    damping: float
-
-    def loss(self, values: Tensor) -> float:
-        residual = self.target - values
-        pulled = torch.addmm(residual, self.hessian, residual, beta=self.damping)
-        return (residual * pulled).sum(dtype=torch.float64).item()
-
-
-class Learner(sweeps.Revisable, feedback.Rounder, Protocol):
+class Learner(sweeps.Revisable, Protocol):
     """A rounder with codebooks."""
 
     books: Books
@@ -179,40 +162,39 @@ class Learner(sweeps.Revisable, feedback.Rounder, Protocol):
     def values(self) -> Tensor:
         """[in, out] of the present codes and entries."""
 
-    def refit(self, target: Tensor, hessian: Tensor, damping: float) -> None:
+    def refit(self, layer: Objective) -> None:
         """Fit the entries to the codes and round them to their storage type."""
 
 
-def alternate(problem: Problem, rounder: Learner, rounds: int, passes: int) -> None:
-    """The loop, then `settle`."""
-    feedback.run(problem.target, problem.upper, rounder)
+def alternate(layer: Layer, rounder: Learner, rounds: int, passes: int) -> None:
+    """Run the loop, then `settle`."""
+    feedback.run(layer.weight, layer.factor, rounder)
     rounder.group = 0  # codebooks are not learned again
-    settle(problem, rounder, rounds, passes)
+    settle(layer, rounder, rounds, passes)
 
 
-def settle(problem: Problem, rounder: Learner, rounds: int, passes: int) -> float:
-    """Refits in turn with `rounds` loops and `passes` sweeps of coordinate descent, and a last refit; the loss.
+def settle(layer: Layer, rounder: Learner, rounds: int, passes: int) -> float:
+    """Refit in turn with `rounds` loops and `passes` sweeps of coordinate descent, refit a last time; return the loss.
 
     A step that does not lower the loss is taken back; the rest of its kind is left out.
     """
-    target, hessian, damping = problem.target, problem.hessian, problem.damping
-    least = problem.loss(rounder.values())
+    least = layer.loss(rounder.values())
 
     def loop() -> None:
-        feedback.run(target, problem.upper, rounder)
+        feedback.run(layer.weight, layer.factor, rounder)
 
     def descend() -> None:
-        sweeps.improve(target, hessian, damping, rounder.values(), rounder, 1)
+        sweeps.improve(layer, rounder.values(), rounder, 1)
 
     for choose, count in ((loop, rounds), (descend, passes), (None, 1)):
         for _ in range(count):
             codes, books = rounder.codes.clone(), rounder.books
-            rounder.refit(target, hessian, damping)
+            rounder.refit(layer)
             if choose is not None:
                 choose()
-            found = problem.loss(rounder.values())
-            if found >= least:
+            loss = layer.loss(rounder.values())
+            if loss >= least:
                 rounder.codes, rounder.books = codes, books
                 break
-            least = found
+            least = loss
     return least

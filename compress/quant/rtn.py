@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
@@ -41,13 +40,5 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
     """weight [out, in], any float dtype, finite -> packed weight. `stats` and `seed` are unused."""
     shape = (weight.shape[0], weight.shape[1])
-    target = weight.T.float().contiguous()
-    params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
-    group = params.group(shape[1])
-    fitted = grid.fit_all(target, None, config, getattr(torch, params.scale_dtype), group)
-    codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
-    for index, start in enumerate(range(0, shape[1], group)):
-        scale, zero = fitted.scale[index], fitted.zero[index]
-        part = target[start : start + group]
-        codes[start : start + group] = (part / scale).round_().add_(zero).clamp_(0, 2**config.bits - 1)
+    codes, fitted, params = grid.nearest(weight.T.float().contiguous(), config)
     return Quantized(grid.pack(codes, fitted, params, shape))

@@ -14,36 +14,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from compress.quant.feedback import Objective, Rounder
+
 CHUNK = 128  # columns that hear of each other's changes at once; the rest hears of them in one product
 
 
-class Revisable(Protocol):
-    """A `feedback.Rounder` whose codes can be taken back."""
+class Revisable(Rounder, Protocol):
+    """A rounder whose codes can be taken back."""
 
-    width: int  # columns rounded together
     unit_rows: int  # rows whose codes are taken or rejected together
-    codes: Tensor  # [blocks, code units along the rows, ...]
-
-    def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
-        """As in the column loop: quantized values [width, rows], `codes[start // width]` set."""
+    codes: Tensor  # [blocks, code units along the rows, ...]; `round_block` sets codes[start // width]
 
 
-def improve(weight: Tensor, hessian: Tensor, damping: float, values: Tensor, rounder: Revisable, sweeps: int) -> Tensor:
-    """Better quantized values [in, out] for weight [in, out], and better `rounder.codes`.
+def improve(layer: Objective, values: Tensor, rounder: Revisable, sweeps: int) -> Tensor:
+    """Return better quantized values [in, out] and leave their codes in `rounder.codes`.
 
-    The loss is tr(R H R^T) with H = hessian + damping * I. Stops early when a sweep changes nothing.
+    Stops early when a sweep changes nothing.
     """
-    columns = weight.shape[0]
-    values = values.clone()
-    residual = weight - values
-    pull = (hessian @ residual).add_(residual, alpha=damping)  # H R, [in, out]
+    columns, hessian, values = len(layer.weight), layer.hessian, values.clone()
+    pull = layer.times_hessian(layer.weight - values)  # H R, [in, out]
     size = max(CHUNK // rounder.width, 1) * rounder.width
     for _ in range(sweeps):
         changed = False
         for start in range(0, columns, size):
             part = slice(start, min(start + size, columns))
             before = values[part].clone()
-            changed |= _chunk(hessian, damping, values, pull, rounder, part)
+            changed |= _chunk(layer, values, pull, rounder, part)
             moved = before.sub_(values[part])  # change of R
             rest = torch.cat([hessian[:start, part], hessian[part.stop :, part]])
             update = rest @ moved
@@ -54,16 +50,16 @@ def improve(weight: Tensor, hessian: Tensor, damping: float, values: Tensor, rou
     return values
 
 
-def _chunk(hessian: Tensor, damping: float, values: Tensor, pull: Tensor, rounder: Revisable, part: slice) -> bool:
-    """One step for each block of a chunk; `pull` is kept up to date for the chunk's own columns."""
-    local, changed = pull[part], False
+def _chunk(layer: Objective, values: Tensor, pull: Tensor, rounder: Revisable, part: slice) -> bool:
+    """Take one step for each block of a chunk; `pull` is kept up to date for the chunk's own columns."""
+    hessian, damping, local, changed = layer.hessian, layer.damping, pull[part], False
     for start in range(part.start, part.stop, rounder.width):
         block = slice(start, start + rounder.width)
-        own = slice(start - part.start, start - part.start + rounder.width)
-        wanted = _wanted(hessian[block, block], damping, local[own], values[block])
-        if wanted is None:
+        inside = slice(start - part.start, start - part.start + rounder.width)
+        step = _newton_step(hessian[block, block], damping, local[inside])
+        if step is None:
             continue
-        metric, target = wanted
+        metric, target = step[0], values[block] + step[1]
         index = start // rounder.width
         old_codes, old = rounder.codes[index].clone(), values[block]
         new = rounder.round_block(target, metric, start)
@@ -74,31 +70,31 @@ def _chunk(hessian: Tensor, damping: float, values: Tensor, pull: Tensor, rounde
         code_rows = (torch.arange(old_codes.shape[0], device=better.device) * per_code).long() // rounder.unit_rows
         keep = better[code_rows].view(-1, *(1,) * (old_codes.dim() - 1))
         rounder.codes[index] = torch.where(keep, rounder.codes[index], old_codes)
-        step = torch.where(better.repeat_interleave(rounder.unit_rows)[: len(gain)], new - old, 0.0)  # [width, out]
-        if not step.any():
+        change = torch.where(better.repeat_interleave(rounder.unit_rows)[: len(gain)], new - old, 0.0)  # [width, out]
+        if not change.any():
             continue
         changed = True
-        values[block] += step
-        local.addmm_(hessian[part, block], step, alpha=-1)
-        local[own].add_(step, alpha=-damping)
+        values[block] += change
+        local.addmm_(hessian[part, block], change, alpha=-1)
+        local[inside].add_(change, alpha=-damping)
     return changed
 
 
-def _wanted(block: Tensor, damping: float, pull: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Upper factor of the damped block of the Hessian, and the target of its columns [width, out].
+def _newton_step(block: Tensor, damping: float, pull: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the upper factor of the damped block of the Hessian, and its inverse times pull [width, out].
 
     None if the block is singular in float32, as with columns that are nearly equal and no damping.
     """
     if len(block) == 1:
         curvature = block + damping
-        return curvature.sqrt(), values + pull / curvature
+        return curvature.sqrt(), pull / curvature
     damped = block + damping * torch.eye(len(block), dtype=block.dtype, device=block.device)
     lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if info:
         return None
-    return lower.flip(0, 1), values + torch.cholesky_solve(pull.flip(0), lower).flip(0)
+    return lower.flip(0, 1), torch.cholesky_solve(pull.flip(0), lower).flip(0)
 
 
 def _loss(error: Tensor, metric: Tensor) -> Tensor:
-    """||C^T error||^2 of each row: error [width, out], metric C upper [width, width]."""
+    """Return ||C^T error||^2 of each row: error [width, out], metric C upper [width, width]."""
     return (metric.T @ error).square_().sum(0)

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
-from compress.numerics.linalg import squares, upper_factor
-from compress.quant import feedback, sweeps, viterbi_jit
-from compress.quant.hessian import usable
+from compress.numerics.linalg import squares
+from compress.quant import feedback, sweeps, viterbi_compiled
+from compress.quant.feedback import Objective
 from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search
 from compress.types import PackedWeight, Quantized, Stats
 
@@ -64,11 +64,7 @@ class Config:
 
     def __post_init__(self) -> None:
         Params(self.bits, self.state_bits, self.tile_rows, self.code)  # the format's own checks
-        if not 0 <= self.damp < 1:
-            raise ValueError(f"damp {self.damp} is not in [0, 1)")
-        for key in ("block_columns", "sweeps"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key} {getattr(self, key)} is negative")
+        feedback.check_settings(self, "block_columns", "sweeps")
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> Params:
@@ -86,7 +82,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, the search."""
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
     square = squares(n, 3)
-    search = max(DECISIONS["cpu"], torch.get_num_threads() * viterbi_jit.CELLS * (MAX_TILE_ROWS + 2 * WINDOW))
+    search = max(DECISIONS["cpu"], torch.get_num_threads() * viterbi_compiled.CELLS * (MAX_TILE_ROWS + 2 * WINDOW))
     search += 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
     coding = 16 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
     return square + rows * n * 7 * 4 + search + coding
@@ -102,36 +98,26 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     row_scales = _row_scales(target) if config.row_scales else None
     if row_scales is not None:
         target /= row_scales.float()
-    hessian, notes = usable(stats)
-    diagonal = hessian.diagonal()
+    hessian, notes = feedback.usable(stats)
     order = torch.arange(shape[1], device=weight.device)
     if config.act_order:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    factor = upper_factor(hessian, config.damp, order)
-    notes += factor.notes
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     table = _hyb_table().to(weight.device) if config.code == "hyb" else None
     search = Search(trellis_format.states_table(params, table).to(weight.device), params.state_bits, params.symbol_bits)
     scale = _scale(search, target[:, : shape[0]], params.bits)
+    layer = feedback.factored(target, hessian, config.damp, notes, order)
     rounder = _TrellisRounder(search, params, target, scale, _width(config, target.shape, params))
-    ordered = target[order]
-    values = ordered - feedback.run(ordered, factor.upper, rounder).residual
-    damping = factor.damp * diagonal.mean().item()
-    hessian = hessian[order][:, order]
+    values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
     if config.sweeps:
-        values = sweeps.improve(ordered, hessian, damping, values, rounder, config.sweeps)
-    if row_scales is not None:  # the loss is that of the weight itself
-        ordered, values = ordered * row_scales.float(), values * row_scales.float()
-    scale = rounder.scale * _correction(ordered, values, hessian, damping)
-    states = rounder.codes.transpose(1, 2).reshape(shape[1], -1)
-    states = torch.empty_like(states).index_copy_(0, order, states)
+        values = sweeps.improve(layer, values, rounder, config.sweeps)
+    scale = rounder.scale * _correction(layer, values, row_scales)
+    states = layer.natural(rounder.codes.transpose(1, 2).reshape(shape[1], -1))
     tensors = trellis_format.pack(states.T, scale, params, row_scales, table)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(notes))
+    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
 
 
-class _TrellisRounder:
+class _TrellisRounder(feedback.Rounder):
     """Paths as a Rounder: one column at a time, all its tiles at once."""
-
-    group = 0
 
     def __init__(self, search: Search, params: Params, target: Tensor, scale: float, width: int) -> None:
         self.width, self.scale = width, scale
@@ -139,9 +125,6 @@ class _TrellisRounder:
         columns, rows = target.shape
         steps = rows // params.vector_dim
         self.codes = torch.zeros(columns // width, steps, width, dtype=torch.int32, device=target.device)
-
-    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
-        """Nothing is fitted inside the loop."""
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         if self.scale == 0:
@@ -163,9 +146,12 @@ def _scale(search: Search, target: Tensor, bits: int) -> float:
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
 
 
-def _correction(target: Tensor, values: Tensor, hessian: Tensor, damping: float) -> float:
-    """The factor on the values [in, out] that lowers the loss most, in closed form: <Q, W> / <Q, Q> in the metric H."""
-    pulled = torch.addmm(values, hessian, values, beta=damping)
+def _correction(layer: Objective, values: Tensor, row_scales: Tensor | None) -> float:
+    """Return the factor on the values [in, out] that lowers the loss most: <Q, W> / <Q, Q> in the metric H."""
+    target = layer.weight
+    if row_scales is not None:  # the loss is that of the weight itself
+        target, values = target * row_scales.float(), values * row_scales.float()
+    pulled = torch.addmm(values, layer.hessian, values, beta=layer.damping)
     power = (pulled * values).sum(dtype=torch.float64).item()
     return (pulled * target).sum(dtype=torch.float64).item() / power if power > 0 else 1.0
 

@@ -1,4 +1,4 @@
-"""The best path through a bitshift trellis, for many short sequences at once (Viterbi's algorithm).
+"""Find the best path through a bitshift trellis, for many short sequences at once (Viterbi's algorithm).
 
 A state has `state_bits` bits; each step shifts a symbol of `symbol_bits` new bits in from the right and emits the
 state's table entry, so that 2^symbol_bits states can precede a state and as many can follow. A sequence is
@@ -9,9 +9,9 @@ constrained to it.
 
 Costs are integers: squared distances in units of 1 / `unit`, with the decision that led to a cost in its low bits. One
 minimum then gives both, nothing depends on how sequences are batched, and every device finds the same path. On a CPU
-the steps run compiled (compress/quant/viterbi_jit.py) where that is possible, else in torch as on a GPU. There, batches
-are bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes
-for the decisions of all steps.
+the steps run compiled (viterbi_compiled.py) where that is possible, else in torch as on a GPU. There, batches are
+bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes for
+the decisions of all steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.quant import viterbi_jit
+from compress.quant import viterbi_compiled
 
 STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB on a CPU
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch
@@ -57,10 +57,10 @@ class Search:
         self._tables(device)
         self.compiled = None
         if device.type == "cpu" and self.dtype == torch.int32:
-            self.compiled = viterbi_jit.paths(state_bits, symbol_bits, self.dim, self.far, RENORMALIZE)
+            self.compiled = viterbi_compiled.compiled_search(state_bits, symbol_bits, self.dim, self.far, RENORMALIZE)
 
     def _tables(self, device: torch.device) -> None:
-        """For the way back. A node's position in the decisions is new symbol * rest + remaining bits."""
+        """Make tables for the way back. A node's position in the decisions is new symbol * rest + remaining bits."""
         place = torch.arange(self.nodes, device=device)
         new, low = place // self.rest, place % self.rest
         before = torch.arange(self.symbols, device=device)[:, None] * self.rest + low  # [oldest symbol, place]
@@ -71,7 +71,7 @@ class Search:
         return (node & (self.symbols - 1)) * self.rest + (node >> self.symbol_bits)
 
     def encode(self, values: Tensor) -> Tensor:
-        """States [sequences, steps] int64 of tail-biting paths close to values [sequences, steps * dim] float32."""
+        """Return states [sequences, steps] of tail-biting paths close to values [sequences, steps * dim] float32."""
         count, length = values.shape
         steps, device = length // self.dim, values.device
         integers = (values.clamp(-self.limit, self.limit) * self.unit).round_().to(self.dtype)
@@ -123,7 +123,7 @@ class Search:
         return self._trace(decisions.view(steps, count, self.nodes), self._place(end))
 
     def _trace(self, decisions: Tensor, place: Tensor) -> Tensor:
-        """States [sequences, steps] of the best paths that end at `place` [sequences]."""
+        """Return states [sequences, steps] of the best paths that end at `place` [sequences]."""
         steps, count, nodes = decisions.shape
         taken = torch.empty(steps, count, 1, dtype=torch.int64, device=decisions.device)
         place = place[:, None]

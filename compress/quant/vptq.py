@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.numerics.linalg import squares, upper_factor
-from compress.quant import codebooks
+from compress.numerics.linalg import squares
+from compress.quant import codebooks, feedback
 from compress.quant.codebooks import check_choice
-from compress.quant.hessian import usable
-from compress.quant.refit import Layout, Problem, alternate, refit
+from compress.quant.feedback import Objective
+from compress.quant.refit import Layout, alternate, refit
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "codebook"
@@ -106,25 +106,21 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
-    hessian, notes = usable(stats)
+    hessian, notes = feedback.usable(stats)
     notes += codebooks.shrunk(params.bits, (config.bits, config.residual_bits))
     order = hessian.diagonal().argsort(descending=True, stable=True)
     target = torch.nn.functional.pad(weight.T.float()[order], (0, -shape[0] % config.vector_dim))
-    hessian = hessian[order][:, order]
-    factor = upper_factor(hessian, config.damp)
-    notes += factor.notes
+    layer = feedback.factored(target, hessian[order][:, order], config.damp, notes)
     rounder = _Rounder(target, order, config, params)
-    rounder.learn(target, factor.upper.diagonal(), torch.Generator().manual_seed(seed))
-    problem = Problem(target, hessian, factor.upper, factor.damp * hessian.diagonal().mean().item())
-    alternate(problem, rounder, config.rounds, config.sweeps)
-    return Quantized(_packed(rounder, order, params, shape), tuple(notes))
+    rounder.learn(target, layer.factor.diagonal(), torch.Generator().manual_seed(seed))
+    alternate(layer, rounder, config.rounds, config.sweeps)
+    return Quantized(_packed(rounder, order, params, shape), tuple(layer.notes))
 
 
-class _Rounder:
+class _Rounder(feedback.Rounder):
     """Codes and codebooks of one matrix; column k of the loop is column order[k] of the weight."""
 
     width = 1
-    group = 0  # nothing is fitted inside the loop
 
     def __init__(self, target: Tensor, order: Tensor, config: Config, params: codebook.Params) -> None:
         columns, rows = target.shape
@@ -156,9 +152,6 @@ class _Rounder:
                 index, _ = codebooks.assign(vectors, entries.unsqueeze(0))
                 vectors = codebooks.Vectors(vectors.values - entries[index], factors[own])
         self.books = self._rounded(learned)
-
-    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
-        """Nothing is fitted inside the loop."""
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         stages, books = len(self.sizes), self.books.entries[self.owner[start]].split(self.sizes)
@@ -196,15 +189,15 @@ class _Rounder:
             values[: self.params.outliers] += self._added()
         return values
 
-    def refit(self, target: Tensor, hessian: Tensor, damping: float) -> None:
-        """Entries fitted to the codes, rounded to their storage type."""
+    def refit(self, layer: Objective) -> None:
+        """Fit the entries to the codes and round them to their storage type."""
         if not self.config.refit_steps:
             return
-        coded = target - self.bias
+        coded = layer.weight - self.bias
         if self.params.outliers:
             coded[: self.params.outliers] -= self._added()
         entries = self.books.entries.flatten(0, 1)
-        entries = refit(coded, hessian, damping, self.layout(), entries, self.config.refit_steps)
+        entries = refit(replace(layer, weight=coded), self.layout(), entries, self.config.refit_steps)
         self.books = self._rounded(entries.view_as(self.books.entries))
 
     def _added(self) -> Tensor:

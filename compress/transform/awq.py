@@ -187,7 +187,7 @@ def clamp(weight: Tensor, inputs: Tensor, config: grid.GridConfig) -> int:
 def _error(exact: Tensor, clamped: Tensor, factor: Tensor, config: grid.GridConfig, dtype: torch.dtype) -> Tensor:
     """Squared output error [rows] of a group rounded after clamping; exact and clamped [columns, rows]."""
     scale, zero = grid.fit(clamped, None, config, dtype)
-    codes = (clamped / scale).round_().add_(zero).clamp_(0, 2**config.bits - 1)
+    codes = grid.codes(clamped, scale, zero, config.bits)
     return (factor @ codes.sub_(zero).mul_(scale).sub_(exact)).square_().sum(0)
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compress.formats import int as int_format
 from compress.model.blockwise import Batches, run_block
 from compress.model.graph import Site
 from compress.quant import grid
@@ -230,16 +229,9 @@ def scalar_grid(scheme: Scheme | None) -> grid.GridConfig | None:
 
 
 def fake_weight(weight: Tensor, config: grid.GridConfig) -> Tensor:
-    """weight [out, in] float32, each number the nearest on the grid of its group."""
-    target = weight.T.contiguous()
-    params = grid.params(config, (weight.shape[0], weight.shape[1]))
-    dtype = getattr(torch, int_format.scale_dtype(target.abs().amax(0), config.bits))
-    group = params.group(weight.shape[1])
-    fitted = grid.fit_all(target, None, config, dtype, group)
-    for index, part in enumerate(target.split(group)):
-        scale, zero = fitted.scale[index], fitted.zero[index]
-        part.div_(scale).round_().add_(zero).clamp_(0, 2**config.bits - 1).sub_(zero).mul_(scale)
-    return target.T
+    """Round weight [out, in] float32 to the nearest points of the grids of its groups, float32."""
+    codes, fitted, params = grid.nearest(weight.T.contiguous(), config)
+    return fitted.values(codes, params.group(weight.shape[1])).T
 
 
 def fake_activations(inputs: Tensor, activations: Activations, bound: float) -> Tensor:

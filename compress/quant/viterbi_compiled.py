@@ -1,4 +1,4 @@
-"""The inner loops of the trellis search compiled for this CPU: the same integers as compress/quant/viterbi.py, faster.
+"""Compile the inner loops of the trellis search for this CPU: the integers of compress/quant/viterbi.py, only faster.
 
 Where torch walks over the costs of all transitions several times a step, here one pass loads a transition's two table
 entries once for several sequences, adds, and keeps the minimum in registers; a decision is one byte. A state then takes
@@ -21,17 +21,17 @@ VECTORS = 16  # of costs held in registers: sequences searched together times sy
 CELLS = 1 << 16  # most nodes of the sequences searched together: bounds a thread's memory
 
 
-class Paths:
-    """The compiled search of one shape of trellis."""
+class CompiledSearch:
+    """The search through one shape of trellis as machine code."""
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> None:
         """far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
         self.symbols, self.nodes, self.dim = 1 << symbol_bits, 1 << (state_bits - symbol_bits), dim
         self.together = max(1, min(VECTORS // self.symbols, CELLS // self.nodes))
-        self._function = llvm.compiled(_Search(state_bits, symbol_bits, dim, self.together, far, period))
+        self._function = llvm.compiled(_SearchEmitter(state_bits, symbol_bits, dim, self.together, far, period))
 
     def search(self, values: Tensor, seam: Tensor | None, fixed: Tensor, slope: Tensor) -> Tensor:
-        """States [sequences, steps] int64; values [sequences, steps, dim] int32, seam [sequences] int64 or None."""
+        """Return states [sequences, steps]; values [sequences, steps, dim] int32, seam [sequences] int64 or None."""
         count, steps, _ = values.shape
         groups = -(-count // self.together)
         padded = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, groups * self.together - count)).contiguous()
@@ -51,13 +51,13 @@ class Paths:
 
 
 @cache
-def paths(state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> Paths | None:
-    """The compiled search, None where nothing can be compiled."""
-    return Paths(state_bits, symbol_bits, dim, far, period) if llvm.available() else None
+def compiled_search(state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> CompiledSearch | None:
+    """Return the compiled search, None where nothing can be compiled."""
+    return CompiledSearch(state_bits, symbol_bits, dim, far, period) if llvm.available() else None
 
 
-class _Search(llvm.Emitter):
-    """Writes void paths(values, seam, states, fixed, slope, space, first group, last group, steps, has seam)."""
+class _SearchEmitter(llvm.Emitter):
+    """Write void paths(values, seam, states, fixed, slope, space, first group, last group, steps, has seam)."""
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, together: int, far: int, period: int) -> None:
         super().__init__("paths", 6, 4)
@@ -74,7 +74,7 @@ class _Search(llvm.Emitter):
         self.b.ret_void()
 
     def _group(self) -> None:
-        """All steps of the sequences that are searched together, and the way back."""
+        """Write all steps of the sequences that are searched together, and the way back."""
         b, cells = self.b, self.together * self.nodes
         costs = [self.space, self.at(self.space, self.i64(cells), self.word)]
         decisions = self.at(self.space, self.i64(2 * cells), self.word)
@@ -115,7 +115,7 @@ class _Search(llvm.Emitter):
         return self.load(table, place, self.word, self.lanes)
 
     def _transitions(self, source: Any, target: Any, decisions: Any, low: Any, inputs: Sequence[Sequence[Any]]) -> None:
-        """The new costs of `lanes` remainders, for every new symbol, and the oldest symbols that gave them."""
+        """Write the new costs of `lanes` remainders, for every new symbol, and the oldest symbols that gave them."""
         b = self.b
         before = [
             [self._costs(source, b.add(low, self.i64(u * self.nodes + o * self.rest))) for o in range(self.n)]
@@ -149,7 +149,7 @@ class _Search(llvm.Emitter):
         self.store(b.trunc(oldest, self.vector(self.byte, self.lanes)), decisions, offset)
 
     def _interleaved(self, vectors: list[Any]) -> list[Any]:
-        """a0 b0 c0 d0 a1 b1 ...: as many vectors as there are."""
+        """Interleave the lanes of vectors a, b, c, d to a0 b0 c0 d0 a1 b1 ..., as many vectors as there are."""
         if len(vectors) == 1:
             return vectors
         pairs = [lane // 2 + self.lanes * (lane % 2) for lane in range(2 * self.lanes)]
@@ -164,7 +164,7 @@ class _Search(llvm.Emitter):
             self.store(self.b.sub(self.load(cost, node, self.word), least), cost, node)
 
     def _least(self, cost: Any) -> None:
-        """The least of the costs into `held`, the first node that has it into `where`."""
+        """Put the least of the costs into `held`, and the first node that has it into `where`."""
         b = self.b
         b.store(self.load(cost, self.i64(0), self.word), self.held)
         b.store(self.i64(0), self.where)
@@ -175,7 +175,7 @@ class _Search(llvm.Emitter):
             b.store(b.select(better, node, b.load(self.where)), self.where)
 
     def _back(self, cost: Any, decisions: Any, u: int) -> None:
-        """States of the best path of sequence u, from the last step to the first."""
+        """Write the states of the best path of sequence u, from the last step to the first."""
         b, rest = self.b, self.i64(self.rest)
         self._least(cost)
         sequence = b.add(self.base, self.i64(u))
@@ -194,7 +194,7 @@ class _Search(llvm.Emitter):
             b.store(self._place(before), self.where)
 
     def _place(self, node: Any) -> Any:
-        """Where the decisions have a node: new symbol * rest + remaining bits."""
+        """Return the place of a node in the decisions: new symbol * rest + remaining bits."""
         b = self.b
         symbol = b.and_(node, self.i64(self.n - 1))
         return b.add(b.mul(symbol, self.i64(self.rest)), b.lshr(node, self.i64(self.kv)))
