@@ -123,7 +123,7 @@ def test_less_is_applied_where_tokens_are_few() -> None:
         assert (matrix - 0.5 * share * whole).abs().max() < 1e-4 * whole.abs().max() * share
         assert (note is None) == (share == 1)
         if note is not None:
-            assert f"{tokens} calibration tokens for 24 inputs: only {share:.2f} of the asymmetric shift" in note
+            assert f"{tokens} calibration tokens for 24 inputs: only {share:.2f} of the target's correction" in note
 
 
 def test_what_cannot_be_paired_keeps_the_plain_target() -> None:
@@ -238,7 +238,7 @@ def test_methods_are_given_the_target(
             shift = share * weight.double() @ (y - x).T @ x @ torch.linalg.inv(problems.damped(x.T @ x, DAMP))
             assert (found - weight - shift).norm() < 1e-3 * shift.norm() and shift.norm() > 1e-3 * weight.norm()
             few = len(x) < TOKENS_PER_INPUT * x.shape[1]
-            assert few == any("of the asymmetric shift is applied" in note for note in notes[name])
+            assert few == any("of the target's correction is applied" in note for note in notes[name])
         hybrid.base_model.layers[index] = layers[index]
     assert all(not note for name, note in notes.items() if "layers.0." in name)
 

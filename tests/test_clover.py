@@ -204,7 +204,7 @@ def rows_of(block: nn.Module, heads: qk_pairs.Heads) -> Tensor:
     return part if bias is None else torch.cat((part, bias.detach()[heads.rows][..., None]), -1)
 
 
-def naive_sizes(queries: Tensor, keys: Tensor, found: qk_pairs.Scores) -> list[tuple[int, list[int], float]]:
+def naive_sizes(queries: Tensor, keys: Tensor, found: qk_pairs.ScoreChannels) -> list[tuple[int, list[int], float]]:
     """Head, channels, mean squared score of unit-normal inputs per channel, for what goes together in `queries`
     [heads, head_dim, n] and `keys`, by the full matrix of each angle."""
     units = []

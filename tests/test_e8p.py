@@ -175,13 +175,13 @@ def test_decoding_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch) 
 def test_decoder_gives_the_values_the_loop_used(settings: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = layer(24, 64)
     seen: list[Tensor] = []
-    refit = e8p.Rounder.refit
+    refit = e8p.E8PRounder.refit
 
-    def spy(self: e8p.Rounder, problem: feedback.Layer) -> Tensor:
+    def spy(self: e8p.E8PRounder, problem: feedback.Layer) -> Tensor:
         seen.append(refit(self, problem))
         return seen[-1]
 
-    monkeypatch.setattr(e8p.Rounder, "refit", spy)
+    monkeypatch.setattr(e8p.E8PRounder, "refit", spy)
     packed = quantize(weight, stats, **settings)
     problem = feedback.prepare(weight, stats, 0.01, 8)
     values = problem.natural(seen[-1].view(-1, 8, 24)).flatten(0, 1).T
@@ -192,9 +192,9 @@ def test_each_step_after_the_loop_lowers_the_loss(monkeypatch: pytest.MonkeyPatc
     weight, stats = layer(48, 96)
     problem = feedback.prepare(weight, stats, 0.01, 8)
     losses: list[float] = []
-    refit, improve = e8p.Rounder.refit, sweeps.improve
+    refit, improve = e8p.E8PRounder.refit, sweeps.improve
 
-    def spy_refit(self: e8p.Rounder, problem: feedback.Layer) -> Tensor:
+    def spy_refit(self: e8p.E8PRounder, problem: feedback.Layer) -> Tensor:
         values = refit(self, problem)
         losses.append(problem.loss(values))
         return values
@@ -204,7 +204,7 @@ def test_each_step_after_the_loop_lowers_the_loss(monkeypatch: pytest.MonkeyPatc
         losses.append(problem.loss(values))
         return values
 
-    monkeypatch.setattr(e8p.Rounder, "refit", spy_refit)
+    monkeypatch.setattr(e8p.E8PRounder, "refit", spy_refit)
     monkeypatch.setattr(sweeps, "improve", spy_improve)
     packed = quantize(weight, stats, sweeps=2)
     assert len(losses) == 5
@@ -218,7 +218,7 @@ def test_candidates_never_lose_to_the_nearest_point_in_one_block() -> None:
     problem = feedback.prepare(weight, stats, 0.01, 8)
     losses = []
     for count in (1, 4, 16):
-        rounder = e8p.Rounder(problem, e8p.Config(candidates=count))
+        rounder = e8p.E8PRounder(problem, e8p.Config(candidates=count))
         error = problem.weight - rounder.round_block(problem.weight, problem.factor, 0)
         losses.append((problem.factor.T @ error).square().sum(0))
     assert (losses[1] <= losses[0] * (1 + 1e-5)).all()
@@ -244,7 +244,7 @@ def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     weight, stats = layer(40, 64)
     problem = feedback.prepare(weight, stats, 0.01, 8)
     part = dataclasses.replace(problem, weight=problem.weight[:, 10:17].contiguous())
-    whole, alone = (e8p.Rounder(p, e8p.Config()) for p in (problem, part))
+    whole, alone = (e8p.E8PRounder(p, e8p.Config()) for p in (problem, part))
     alone.scale = whole.scale
     monkeypatch.setattr(e8p, "CHUNK", 5)
     for rounder, given in ((whole, problem), (alone, part)):

@@ -84,9 +84,9 @@ def test_each_step_after_the_loop_lowers_the_loss(settings: dict[str, int], monk
     config = glvq.Config(group_size=32, **settings)  # type: ignore[arg-type]
     problem = feedback.prepare(weight, stats, config.damp, config.dim, 32)
     losses: list[float] = []
-    refit, improve = glvq.Rounder.refit, sweeps.improve
+    refit, improve = glvq.LatticeRounder.refit, sweeps.improve
 
-    def spy_refit(self: glvq.Rounder, problem: feedback.Layer, values: Tensor) -> Tensor:
+    def spy_refit(self: glvq.LatticeRounder, problem: feedback.Layer, values: Tensor) -> Tensor:
         values = refit(self, problem, values)
         losses.append(problem.loss(values))
         return values
@@ -96,7 +96,7 @@ def test_each_step_after_the_loop_lowers_the_loss(settings: dict[str, int], monk
         losses.append(problem.loss(values))
         return values
 
-    monkeypatch.setattr(glvq.Rounder, "refit", spy_refit)
+    monkeypatch.setattr(glvq.LatticeRounder, "refit", spy_refit)
     monkeypatch.setattr(sweeps, "improve", spy_improve)
     packed = glvq.quantize(weight, stats, config).weight
     assert len(losses) == 5

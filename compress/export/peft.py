@@ -73,24 +73,24 @@ class Adapted(nn.Module):
     """A packed linear, frozen, with an adapter beside it."""
 
     def __init__(self, base_layer: PackedLinear, a: Tensor, b: Tensor) -> None:
-        """a [rank, in], b [out, rank]: what training starts from; kept in float32."""
+        """Start training from a [rank, in] and b [out, rank], which are kept in float32."""
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
         self.lora_a, self.lora_b = (nn.Parameter(factor.detach().float().clone()) for factor in (a, b))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] of any floating type -> [..., out] of the same type."""
+        """Return [..., out] for x [..., in], in the floating type of x."""
         added = F.linear(F.linear(x.to(self.lora_a.dtype), self.lora_a), self.lora_b)
         return self.base_layer(x) + added.to(x.dtype)
 
 
 def adapted(model: nn.Module) -> dict[str, Adapted]:
-    """The linears that have an adapter, by name."""
+    """Return the linears that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What is trained: A and B of all adapters, float32. Everything else of the model is frozen."""
+    """Return A and B of all adapters, float32, to be trained, and freeze everything else of the model."""
     model.requires_grad_(False)
     trained = [factor for module in adapted(model).values() for factor in (module.lora_a, module.lora_b)]
     for factor in trained:
@@ -110,7 +110,7 @@ def separate(model: nn.Module) -> int:
 
 
 def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
-    """New adapters beside the packed linears whose names match, in place; returns their number.
+    """Put new adapters beside the packed linears whose names match, in place; return their number.
 
     A is random with entries of variance 1 / (3 in), B zero, as LoRA starts: the function stays what it is.
     """
@@ -126,7 +126,7 @@ def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
 
 
 def factors(weight: PackedWeight) -> Factors:
-    """The low-rank part of a weight as an adapter has it, float32, turned out of the basis of the operations."""
+    """Return the low-rank part of a weight as float32 factors of an adapter, turned out of the operations' basis."""
     assert weight.lowrank is not None
     a, b = lowrank.part_factors(weight.tensors, weight.lowrank, weight.shape, torch.float32)
     b = b.T
@@ -171,7 +171,7 @@ def load(model: nn.Module, directory: Path) -> int:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """sha256 over how the packed linears of a model are stored, and samples of their bytes; adapters do not count."""
+    """Return a sha256 of how a model's packed linears are stored and of samples of their bytes, without adapters."""
     inner = {name: module.base_layer for name, module in adapted(model).items()}
     layers = {**_packed(model), **inner}
     return _digest((name, layer.packed()) for name, layer in sorted(layers.items()))
@@ -217,7 +217,7 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
 
 
 def _stored_weights(checkpoint: Path) -> Iterator[tuple[str, PackedWeight]]:
-    """The packed linears of a checkpoint, one block in memory at a time."""
+    """Yield the packed linears of a checkpoint, one block in memory at a time."""
     skeleton = Skeleton(open_checkpoint(checkpoint))
     for index in range(len(skeleton.blocks)):
         block = skeleton.load_block(index, torch.device("cpu"))
@@ -228,7 +228,7 @@ def _stored_weights(checkpoint: Path) -> Iterator[tuple[str, PackedWeight]]:
 
 
 def _packed(model: nn.Module) -> dict[str, PackedLinear]:
-    """The packed linears that have no adapter, by name."""
+    """Return the packed linears that have no adapter, by name."""
     inner = {id(module.base_layer) for module in adapted(model).values()}
     named = model.named_modules()
     return {name: module for name, module in named if isinstance(module, PackedLinear) and id(module) not in inner}
@@ -240,7 +240,7 @@ def _without_part(weight: PackedWeight) -> PackedWeight:
 
 
 def _digest(weights: Iterable[tuple[str, PackedWeight]]) -> str:
-    """sha256 of all these weights, in the order of their names; low-rank parts do not count."""
+    """Return a sha256 of all these weights, in the order of their names; low-rank parts do not count."""
     parts = {}
     for name, weight in weights:
         own = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.ops}".encode())
@@ -281,7 +281,7 @@ def _write(directory: Path, pairs: Mapping[str, Factors], base: str, found: str)
 
 
 def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
-    """The adapters of a directory, B times its scaling, and the fingerprint of their base if it is there."""
+    """Read the adapters of a directory, B times its scaling, and the fingerprint of their base if it is there."""
     config = read_json(directory / CONFIG_FILE)
     unlike = sorted(key for key, value in REFUSED.items() if config.get(key, value) != value)
     if config.get("peft_type") != "LORA" or unlike:
@@ -306,7 +306,7 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
 
 
 def _pattern(config: Mapping[str, Any], key: str, name: str) -> float | None:
-    """What a pattern of the configuration says of a linear; its keys are regular expressions for ends of names."""
+    """Return a linear's value in a pattern of the configuration: its keys are regular expressions for ends of names."""
     for pattern, value in (config.get(key) or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", name):
             return float(value)

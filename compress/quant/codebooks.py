@@ -1,4 +1,4 @@
-"""Codebooks, shared by the methods that write the `codebook` format: learning, nearest entries, storage types.
+"""Learn codebooks, search nearest entries and round to storage types, for the methods that write `codebook`.
 
 - `learn`: weighted k-means (EM). Vectors come in blocks that share a metric M_b [d, d]: the loss of a vector x with
   entry c is (x - c) M_b (x - c)^T. Diagonal and scalar weights are special cases. Both steps are exact: the E-step is
@@ -47,14 +47,16 @@ class SearchConfig:
 
 
 def check_choice(config: object, key: str, choices: tuple[str | int, ...]) -> None:
-    """ValueError if a setting is not one of the choices."""
+    """Raise ValueError if a setting is not one of the choices."""
     if getattr(config, key) not in choices:
         raise ValueError(f"{key} {getattr(config, key)!r} is not one of {', '.join(str(c) for c in choices)}")
 
 
 def nearest(points: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [batch, count] int64 of the entry [batch, k, d] nearest to each point [batch, count, d], and its squared
-    distance less |point|^2. Memory is bounded by (DEVICE_)SCORES."""
+    """Return the index [batch, count] int64 of the entry [batch, k, d] nearest to each point [batch, count, d].
+
+    And its squared distance less |point|^2. Memory is bounded by (DEVICE_)SCORES.
+    """
     batch, count, _ = points.shape
     norms, books = entries.square().sum(2).unsqueeze(1), entries.transpose(1, 2)
     index = torch.empty(batch, count, dtype=torch.int64, device=points.device)
@@ -63,41 +65,41 @@ def nearest(points: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
     rows = max(1, scores // entries.shape[1])  # points at a time
     step = max(1, rows // count)  # whole batches at a time
     for first in range(0, batch, step):
-        part = slice(first, first + step)
+        batches = slice(first, first + step)
         for start in range(0, count, rows):
             some = slice(start, start + rows)
-            table = torch.baddbmm(norms[part], points[part, some], books[part], alpha=-2)
-            score[part, some], index[part, some] = table.min(2)
+            table = torch.baddbmm(norms[batches], points[batches, some], books[batches], alpha=-2)
+            score[batches, some], index[batches, some] = table.min(2)
     return index, score
 
 
 class Vectors(NamedTuple):
-    """What the codebooks of several groups are learned on; the groups share the metrics of their blocks."""
+    """The vectors that codebooks of several groups are learned from; the groups share the metrics of their blocks."""
 
     values: Tensor  # [groups, blocks, count, d]
     factors: Tensor  # [blocks, d, d]: the loss of x - e is |(x - e) F|^2; or [blocks]: F = factor * I
     weights: Tensor | None = None  # [groups, blocks, count]: of each vector's loss
 
     def transformed(self, values: Tensor) -> Tensor:
-        """values [groups, blocks, n, d] in coordinates in which the loss is Euclidean."""
+        """Return values [groups, blocks, n, d] in coordinates in which the loss is Euclidean."""
         return values * self.factors[:, None, None] if self.factors.dim() == 1 else values @ self.factors
 
     def metrics(self) -> Tensor:
-        """F F^T, [blocks, d, d]."""
+        """Return F F^T, [blocks, d, d]."""
         if self.factors.dim() > 1:
             return self.factors @ self.factors.transpose(1, 2)
         unit = torch.eye(self.values.shape[3], dtype=self.factors.dtype, device=self.factors.device)
         return self.factors.square()[:, None, None] * unit
 
     def sample(self, size: int) -> Vectors:
-        """About `size` vectors of each group, every n-th of each block."""
+        """Return about `size` vectors of each group, every n-th of each block."""
         stride = max(1, self.values.shape[1] * self.values.shape[2] // size)
         weights = None if self.weights is None else self.weights[:, :, ::stride]
         return Vectors(self.values[:, :, ::stride].contiguous(), self.factors, weights)
 
 
 def learn(vectors: Vectors, size: int, iterations: int, seeding: str, generator: torch.Generator) -> Tensor:
-    """Entries [groups, size, d] float32 after at most `iterations` of EM; each group stops when it gains no more."""
+    """Learn entries [groups, size, d] float32 by at most `iterations` of EM; a group stops when it gains no more."""
     vectors = vectors.sample(SAMPLES * size)
     groups, blocks, count, _ = vectors.values.shape
     draws = torch.rand(groups, size, dtype=torch.float64, generator=generator)
@@ -131,15 +133,15 @@ def _em(vectors: Vectors, entries: Tensor, iterations: int) -> Tensor:
             break
         members = torch.bincount((index + owner).flatten(), weights.flatten(), groups * blocks * size)
         members = members.view(groups, blocks, size).to(entries.dtype)
-        place = (index + owner[:, :1] // blocks).flatten()
-        total = torch.zeros_like(entries).view(-1, d).index_add_(0, place, pulled).view_as(entries)
+        entry = (index + owner[:, :1] // blocks).flatten()
+        total = torch.zeros_like(entries).view(-1, d).index_add_(0, entry, pulled).view_as(entries)
         entries = _means(total, members, metrics, entries)
         _reseed(entries, members.sum(1) == 0, vectors, errors)
     return best
 
 
 def assign(vectors: Vectors, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest entries and losses, both [groups, blocks, count], for entries [groups, k, d]."""
+    """Return the nearest of entries [groups, k, d] and the losses, both [groups, blocks, count]."""
     groups, blocks, count, d = vectors.values.shape
     if vectors.factors.dim() == 1:  # one search for all blocks
         flat = vectors.values.reshape(groups, blocks * count, d)
@@ -153,7 +155,7 @@ def assign(vectors: Vectors, entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _means(total: Tensor, members: Tensor, metrics: Tensor, old: Tensor) -> Tensor:
-    """(sum M)^-1 sum M x over the members of each entry; entries without members stay."""
+    """Return (sum M)^-1 sum M x over the members of each entry; entries without members stay."""
     groups, size, d = old.shape
     matrix = (members.transpose(1, 2) @ metrics.reshape(-1, d * d)).view(groups, size, d, d)
     filled = members.sum(1) > 0
@@ -164,7 +166,7 @@ def _means(total: Tensor, members: Tensor, metrics: Tensor, old: Tensor) -> Tens
 
 
 def _reseed(entries: Tensor, empty: Tensor, vectors: Vectors, errors: Tensor) -> None:
-    """Entries without members [groups, k] restart at the vectors with the largest loss, in place."""
+    """Put the vectors with the largest loss in place of the entries without members [groups, k]."""
     for group in empty.any(1).nonzero().flatten().tolist():
         lost = empty[group].nonzero().flatten()
         worst = errors[group].flatten().topk(min(len(lost), errors[group].numel())).indices
@@ -172,7 +174,7 @@ def _reseed(entries: Tensor, empty: Tensor, vectors: Vectors, errors: Tensor) ->
 
 
 def _mahalanobis(vectors: Vectors, draws: Tensor) -> Tensor:
-    """Vectors at equally spaced ranks of their Mahalanobis distance to the mean."""
+    """Return the vectors at equally spaced ranks of their Mahalanobis distance to the mean."""
     flat = vectors.values.flatten(1, 2)  # group, vector, d
     count, d = flat.shape[1:]
     centred = flat - flat.mean(1, keepdim=True)
@@ -185,7 +187,7 @@ def _mahalanobis(vectors: Vectors, draws: Tensor) -> Tensor:
 
 
 def _plus_plus(vectors: Vectors, draws: Tensor) -> Tensor:
-    """k-means++: each further entry is a vector drawn with a probability proportional to its present loss."""
+    """Draw entries by k-means++: each is a vector, with a probability proportional to its present loss."""
     flat = vectors.values.flatten(1, 2)
     points = vectors.transformed(vectors.values)
     loss = torch.ones_like(points[..., 0]) if vectors.weights is None else vectors.weights.clone()
@@ -218,7 +220,7 @@ class Books(NamedTuple):
 
 
 def rounded(entries: Tensor, dtype: str) -> Books:
-    """Codebooks [..., k, d] rounded to their storage type: float16, or int8 with one float16 scale for each."""
+    """Round codebooks [..., k, d] to their storage type: float16, or int8 with one float16 scale for each."""
     if dtype == "float16":
         stored = entries.clamp(-65504, 65504).half()
         return Books(stored.float(), stored, None)
@@ -230,28 +232,32 @@ def rounded(entries: Tensor, dtype: str) -> Books:
 
 
 def factored(columns: Books, right: Tensor) -> Books:
-    """Codebooks [groups, k, 1] = left @ right: `columns` [r, groups, 1] are those of the left factor, rounded to int8;
-    right [r, k] is rounded to float16."""
+    """Return codebooks [groups, k, 1] = left @ right, right [r, k] rounded to float16.
+
+    `columns` [r, groups, 1] are those of the left factor, rounded to int8.
+    """
     stored = right.clamp(-65504, 65504).half()
     entries = codebook.product(columns.entries.squeeze(2).T, stored.float())
     return Books(entries.unsqueeze(2), columns.stored.squeeze(2).T, columns.scale, stored)
 
 
 def most_bits(vectors: int) -> int:
-    """The longest code for so many vectors: a codebook has at most half as many entries, and at least two."""
+    """Return the most bits of a code for so many vectors: a codebook has at most half as many entries, at least two."""
     return max(1, vectors.bit_length() - 2)
 
 
-def shrunk(bits: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
-    """The note for the report where `most_bits` made codes shorter."""
+def shrunk(bits: tuple[int, ...], settings: tuple[int, ...]) -> list[str]:
+    """Return the note for the report where `most_bits` made codes shorter."""
     return [
-        f"codes of {found} bits instead of {asked}: the weight has too few vectors for a larger codebook"
-        for found, asked in zip(bits, wanted, strict=False)
-        if found < asked
+        f"codes of {used} bits instead of {set_bits}: the weight has too few vectors for a larger codebook"
+        for used, set_bits in zip(bits, settings, strict=False)
+        if used < set_bits
     ]
 
 
 def workspace(weights: int, vector_dim: int) -> int:
-    """Bytes that learning, refitting and rounding take beside the weight and n x n matrices: twelve float32 copies of
-    the weight, codes and indices, the table of scores with the sums of its rows."""
+    """Return the bytes that learning, refitting and rounding take beside the weight and n x n matrices.
+
+    Twelve float32 copies of the weight, codes and indices, the table of scores with the sums of its rows.
+    """
     return weights * (12 * 4 + 3 * 8 // vector_dim) + 2 * 4 * DEVICE_SCORES

@@ -1,4 +1,4 @@
-"""E8P: eight columns at a time become a point of the E8 lattice (QuIP#, arXiv 2402.04396).
+"""E8P: round eight columns at a time to a point of the E8 lattice (QuIP#, arXiv 2402.04396).
 
 The column loop of compress/quant/feedback.py hands blocks of eight columns to an exact nearest-point search in the
 65536 points of compress/formats/e8p.py. At 3 and 4 bits what is left goes through a second, finer code. The points suit
@@ -68,12 +68,12 @@ class Config:
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> e8p_format.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     return e8p_format.Params(config.bits, config.row_scales)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian.
+    """Return the bytes needed beside the stored weight and the Hessian.
 
     Four n x n matrices (the ordered Hessian; three while it is factored), ten copies of the weight, the candidates of
     a block, the scores of a chunk.
@@ -84,12 +84,12 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight. Nothing is random."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
     layer = feedback.prepare(weight, stats, config.damp, DIM)
-    rounder = Rounder(layer, config)
+    rounder = E8PRounder(layer, config)
     _search_scale(layer, rounder, config)
     values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
     for sweep in range(config.sweeps + 1):
@@ -101,29 +101,29 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
 
 
-def _search_scale(layer: Layer, rounder: Rounder, config: Config) -> None:
+def _search_scale(layer: Layer, rounder: E8PRounder, config: Config) -> None:
     """Set rounder.scale to the best of a walk in steps of 6 %, judged by the loss of the loop on some rows."""
     rows = layer.weight.shape[1]
     chosen = torch.arange(0, rows, -(-rows // SEARCH_ROWS), device=layer.weight.device)
-    part = replace(layer, weight=layer.weight[:, chosen].contiguous())
-    trial = Rounder(part, config)
+    sample = replace(layer, weight=layer.weight[:, chosen].contiguous())
+    trial = E8PRounder(sample, config)
     trial.row_scales = rounder.row_scales if rounder.row_scales is None else rounder.row_scales[chosen]
     start = rounder.scale
 
     def loss(power: int) -> float:
         trial.scale = start * STEP**power
-        return feedback.run(part.weight, part.factor, trial).loss
+        return feedback.run(sample.weight, sample.factor, trial).loss
 
     best, power = loss(0), 0
     for direction in (1, -1):
-        while abs(power) < STEPS and (found := loss(power + direction)) < best:
-            best, power = found, power + direction
+        while abs(power) < STEPS and (tried := loss(power + direction)) < best:
+            best, power = tried, power + direction
         if power:
             break
     rounder.scale = start * STEP**power
 
 
-class Rounder(feedback.Rounder):
+class E8PRounder(feedback.Rounder):
     """The code points as a Rounder, and the scales in which they are used."""
 
     width = DIM
@@ -143,7 +143,7 @@ class Rounder(feedback.Rounder):
             self.row_scales = (layer.weight.square().mean(0).sqrt() / rms.clamp(min=TINY)).half()
 
     def factors(self) -> Tensor:
-        """The scale of each row, [1] or [rows]."""
+        """Return the scale of each row, [1] or [rows]."""
         return self.scale if self.row_scales is None else row_scale(self.scale, self.row_scales)
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
@@ -160,13 +160,13 @@ class Rounder(feedback.Rounder):
         return values[row, best].T * factors
 
     def _second(self, rest: Tensor) -> Tensor:
-        """Residual codes [n] of what is left, [n, 8] in units of the residual points."""
+        """Return residual codes [n] of what is left, [n, 8] in units of the residual points."""
         if self.bits == 3:
             return torch.addmm(self.ball.square().sum(1) / 2, rest, self.ball.T, beta=-1).argmax(1).int()
         return self.search.nearest(rest)
 
     def refit(self, layer: Layer) -> Tensor:
-        """The best scales for the codes in closed form; returns the values [in, out] that result."""
+        """Refit the scales to the codes in closed form; return the values [in, out] that result."""
         points = lookup(self.codes, self.bits).transpose(1, 2).flatten(0, 1)  # in, row
         pull = layer.times_hessian(points)
         if self.row_scales is None:
@@ -207,12 +207,12 @@ class Nearest:
         self.powers = (1 << place).to(device, torch.int32)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Codes [n] int32 of the nearest points to x [n, 8]."""
+        """Return codes [n] int32 of the nearest points to x [n, 8]."""
         codes, distances = self.candidates(x, 1)
         return codes.gather(1, distances.argmin(1, keepdim=True))[:, 0]
 
     def candidates(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` nearest points of each shift: codes [n, 2 * count] int32, squared distances (float32)."""
+        """Return the `count` nearest points of each shift: codes [n, 2 * count] int32, squared distances float32."""
         codes = torch.empty(len(x), 2, count, dtype=torch.int32, device=x.device)
         distances = torch.empty(len(x), 2, count, device=x.device)
         for side, shift in enumerate((0.25, -0.25)):

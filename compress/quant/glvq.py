@@ -1,4 +1,4 @@
-"""GLVQ: each group of columns learns the lattice that its weights are rounded to.
+"""GLVQ: learn for each group of columns the lattice that its weights are rounded to.
 
 A group of 128 columns has a generation matrix G; d columns of a row become G z, z small integers
 (compress/formats/lattice.py). The column loop of compress/quant/feedback.py learns G when it reaches the group, on
@@ -75,14 +75,14 @@ class Config:
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> lattice_format.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     multiple = max(config.dim, lattice_format.COLUMN_MULTIPLE)
     size = min(config.group_size, -(-shape[1] // multiple) * multiple)
     return lattice_format.Params(config.bits, config.dim, size, config.compand, config.row_scales)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian.
+    """Return the bytes needed beside the stored weight and the Hessian.
 
     Four n x n matrices (the ordered Hessian; three while it is factored), ten copies of the weight (eight tensors, and
     gaps between them), a group's search and the normal equations of a lattice.
@@ -94,12 +94,12 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight. Nothing is random."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
     layer = feedback.prepare(weight, stats, config.damp, params.dim, params.group_size)
-    rounder = Rounder(layer, config, params)
+    rounder = LatticeRounder(layer, config, params)
     values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
     for sweep in range(config.sweeps + 1):
         values = rounder.refit(layer, values)
@@ -111,7 +111,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 
 
 def group_bits(layer: Layer, config: Config, size: int) -> Tensor:
-    """Bits of each group, [groups] uint8 in the loop's order; their mean is config.bits.
+    """Return the bits of each group, [groups] uint8 in the loop's order; their mean is config.bits.
 
     Bits move from the least important group to the most important one, and so on, while the sum of losses falls. A
     group's loss is proportional to its variance in the metric of the loop.
@@ -130,7 +130,7 @@ def group_bits(layer: Layer, config: Config, size: int) -> Tensor:
     return torch.tensor(bits, dtype=torch.uint8, device=layer.weight.device)
 
 
-class Rounder(feedback.Rounder):
+class LatticeRounder(feedback.Rounder):
     """The lattices of all groups as a Rounder: learned when the loop reaches their columns."""
 
     unit_rows = 1
@@ -154,10 +154,10 @@ class Rounder(feedback.Rounder):
         assert len(self.lattices) == start // self.group, "the loop skipped a group"
         parts = [slice(i, i + self.width) for i in range(0, self.group, self.width)]
         factor = torch.stack([metric[part, part] for part in parts])
-        wanted = self._scaled(targets).view(len(parts), self.width, -1)
-        weight = (self.factors / self.scale.clamp(min=TINY)).expand(wanted.shape[2])
+        scaled = self._scaled(targets).view(len(parts), self.width, -1)
+        weight = (self.factors / self.scale.clamp(min=TINY)).expand(scaled.shape[2])
         effort = Effort(self.config.iterations, self.config.beam, self.config.compand)
-        self.lattices.append(lattices.learn(wanted, weight, factor, self.widths[start // self.group], effort))
+        self.lattices.append(lattices.learn(scaled, weight, factor, self.widths[start // self.group], effort))
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         lattice, bits = self.lattices[start // self.group], self.widths[start // self.group]
@@ -166,29 +166,31 @@ class Rounder(feedback.Rounder):
         return lattice.values(z) * self.factors
 
     def refit(self, layer: Layer, values: Tensor) -> Tensor:
-        """Better lattices for the codes, one group after the other; returns the values [in, out] that result."""
+        """Refit the lattices to the codes, one group after the other; return the values [in, out] that result."""
         values = values.clone()
         pull = layer.times_hessian(layer.weight - values)
         weight = self.factors.expand(values.shape[1])
         for index, lattice in enumerate(self.lattices):
-            part = slice(index * self.group, (index + 1) * self.group)
-            own = layer.hessian[part, part].clone()
-            own.diagonal().add_(layer.damping)
-            blocks_ = slice(index * self.group // self.width, (index + 1) * self.group // self.width)
-            z = lattice_format.centred(self.codes[blocks_], self.widths[index]).mT  # block, d, row
-            scaled = (pull[part] / weight.clamp(min=TINY)).view(z.shape)
-            better = lattices.refitted(lattice, z, weight, own, scaled)
-            step = better.values(z).flatten(0, 1) * weight - values[part]
-            if ((2 * pull[part] - own @ step) * step).sum() <= 0:  # rounding, or a curve that is far from straight
+            columns = slice(index * self.group, (index + 1) * self.group)
+            inside = layer.hessian[columns, columns].clone()
+            inside.diagonal().add_(layer.damping)
+            blocks = slice(index * self.group // self.width, (index + 1) * self.group // self.width)
+            z = lattice_format.centred(self.codes[blocks], self.widths[index]).mT  # block, d, row
+            scaled = (pull[columns] / weight.clamp(min=TINY)).view(z.shape)
+            better = lattices.refitted(lattice, z, weight, inside, scaled)
+            step = better.values(z).flatten(0, 1) * weight - values[columns]
+            if (
+                (2 * pull[columns] - inside @ step) * step
+            ).sum() <= 0:  # rounding, or a curve that is far from straight
                 continue
             self.lattices[index] = better
-            values[part] += step
-            pull.addmm_(layer.hessian[:, part], step, alpha=-1)
-            pull[part].add_(step, alpha=-layer.damping)
+            values[columns] += step
+            pull.addmm_(layer.hessian[:, columns], step, alpha=-1)
+            pull[columns].add_(step, alpha=-layer.damping)
         return values
 
     def side(self, layer: Layer) -> dict[str, Tensor]:
-        """What is stored beside the codes, groups in the order of the layer."""
+        """Return the tensors that are stored beside the codes, groups in the order of the layer."""
         order = torch.argsort(layer.order[:: self.group])
         matrices = torch.stack([lattice.matrix for lattice in self.lattices])
         stored = {"group_bits": self.bits[order], "lattices": matrices[order].half(), "scale": self.scale}

@@ -16,7 +16,8 @@ Differences from the paper and its code, and why:
 - A dead input (diag(H) = 0) keeps its weights, rounded to nearest; the released code sets them to zero.
 - An input that no token reached is rounded to nearest, and the report says so.
 
-Not done: the asymmetric objective with full-precision inputs (GPTAQ, Qronos), several candidates per column.
+Not done here: targets from full-precision inputs (GPTAQ, Qronos: compress/quant/target_correction.py); several
+candidates per column.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ class Config(grid.GridConfig):
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     return grid.params(config, shape)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian: three n x n matrices, five copies of the weight."""
+    """Return the bytes needed beside weight and Hessian: three n x n matrices, five copies of the weight."""
     n = shape[1]
     return squares(n, 3) + shape[0] * n * (5 * 4 + 1)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight. `seed` is unused."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     target = weight.T.float().contiguous()  # [in, out]
@@ -120,7 +121,7 @@ class _GridRounder(feedback.Rounder):
 
 
 def _order(diagonal: Tensor, config: Config, params: int_format.Params) -> Tensor:
-    """The order in which columns are rounded, [in] int64; ties keep the original order."""
+    """Return the order in which columns are rounded, [in] int64; ties keep the original order."""
     columns = diagonal.shape[0]
     if not config.act_order:
         return torch.arange(columns, device=diagonal.device)

@@ -1,4 +1,4 @@
-"""GPTVQ: vectors of consecutive columns are rounded to learned codebooks, with error feedback (arXiv 2402.15319).
+"""GPTVQ: round vectors of consecutive columns to learned codebooks, with error feedback (arXiv 2402.15319).
 
 A vector is d columns of one row. The column loop (compress/quant/feedback.py) hands over d columns at a time; codes are
 chosen in the metric C_BB of the block, in which the loss is exact. A codebook belongs to a group of columns x rows; it
@@ -21,7 +21,7 @@ Differences from the paper and its code, and why:
   Measured on two layers at 2 bits, 256 weights for a codebook: rank 1 stores 2.05 and 2.09 bits per weight instead of
   2.21 and 2.25, with 0.4% and 3% more output error; rank 2 stores 2.08 and 2.13, with 0.1% and 1% more.
 
-Not done: the asymmetric objective, several candidates per block.
+Not done here: targets from full-precision inputs (compress/quant/target_correction.py); several candidates per block.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Config(codebooks.SearchConfig):
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
-    """Format parameters for a weight [out, in]: enough for the exact stored bytes.
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes.
 
     A group with fewer vectors than twice the codebook's entries gets shorter codes. The rank of the codebooks is at
     most their number, and that of their entries.
@@ -104,13 +104,13 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian: four n x n matrices, copies of the weight, scores."""
+    """Return the bytes needed beside weight and Hessian: four n x n matrices, copies of the weight, scores."""
     n = shape[1] + config.vector_dim
     return squares(n, 4) + codebooks.workspace(shape[0] * n, config.vector_dim)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
@@ -122,13 +122,13 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     order = _order(target, hessian, config)
     target, hessian = feedback.padded(target[order], hessian[order][:, order], config.vector_dim)
     layer = feedback.factored(target, hessian, config.damp, notes)
-    rounder = _Rounder(target, config, params, shape, seed)
+    rounder = _ColumnVectorRounder(target, config, params, shape, seed)
     alternate(layer, rounder, config.rounds, config.sweeps)
     notes = [*layer.notes, *(_factored(layer, rounder, config) if params.svd_rank else ())]
     return Quantized(_packed(rounder, order, params, shape), tuple(notes))
 
 
-def _factored(layer: Layer, rounder: _Rounder, config: Config) -> list[str]:
+def _factored(layer: Layer, rounder: _ColumnVectorRounder, config: Config) -> list[str]:
     """Put codebooks of rank svd_rank in place of the rounder's, and choose codes for them; a note if the loss rises.
 
     Last, not right after the first loop: the error is about equal or up to 2% lower, and what the rank costs is known.
@@ -139,7 +139,7 @@ def _factored(layer: Layer, rounder: _Rounder, config: Config) -> list[str]:
     return [f"codebooks of rank {rounder.rank} raised the loss from {whole:.4g} to {loss:.4g}"] if loss > whole else []
 
 
-class _Rounder:
+class _ColumnVectorRounder:
     """Codes and codebooks of one matrix; columns arrive in stored order."""
 
     unit_rows = 1
@@ -174,14 +174,14 @@ class _Rounder:
         vectors = vectors.view(blocks, d, self.rows).transpose(1, 2)  # block, row, d
         whole = self.rows // self.group_rows * self.group_rows
         learned = []
-        for part in (slice(0, whole), slice(whole, self.rows)):
-            if part.start == part.stop:
+        for rows in (slice(0, whole), slice(whole, self.rows)):
+            if rows.start == rows.stop:
                 continue
-            size = min(self.group_rows, part.stop - part.start)
+            size = min(self.group_rows, rows.stop - rows.start)
             grouped = codebooks.Vectors(
-                vectors[:, part].unflatten(1, (-1, size)).transpose(0, 1).contiguous(),  # group, block, row, d
+                vectors[:, rows].unflatten(1, (-1, size)).transpose(0, 1).contiguous(),  # group, block, row, d
                 factors.contiguous(),
-                None if weights is None else weights[:, part].unflatten(1, (-1, size)).transpose(0, 1).contiguous(),
+                None if weights is None else weights[:, rows].unflatten(1, (-1, size)).transpose(0, 1).contiguous(),
             )
             c = self.config
             learned.append(codebooks.learn(grouped, self.size, c.iterations, c.seeding, self.generator))
@@ -211,7 +211,7 @@ class _Rounder:
         return Layout((book * self.size + self.codes).unsqueeze(0), False, multiplier)
 
     def values(self) -> Tensor:
-        """[in, out] of the present codes and entries."""
+        """Return the values [in, out] of the present codes and entries."""
         return self.layout().values(self.books.entries.view(-1, self.width))
 
     def refit(self, layer: Objective) -> None:
@@ -250,14 +250,14 @@ class _Scales:
         self.grid = torch.zeros(blocks, 2, dtype=torch.float16, device=target.device)  # offset and step of the log2
 
     def fit(self, targets: Tensor, start: int) -> Tensor:
-        """Scales of the blocks of a stripe: the largest magnitude, on the grid; factors [columns, rows]."""
+        """Fit the scales of a stripe's blocks, the largest magnitudes, on the grid; return factors [columns, rows]."""
         first = start // self.columns
         for index, part in enumerate(targets.split(self.columns), first):
-            wanted = part.abs().amax(0).clamp_(min=1e-30).log2()
-            low = torch.maximum(wanted.amin(), wanted.amax() - OCTAVES).clamp(min=-24).half()
-            step = ((wanted.amax() - low) / (codebook.SCALE_LEVELS - 1)).clamp(2.0**-14, 8).half()
+            largest = part.abs().amax(0).clamp_(min=1e-30).log2()
+            low = torch.maximum(largest.amin(), largest.amax() - OCTAVES).clamp(min=-24).half()
+            step = ((largest.amax() - low) / (codebook.SCALE_LEVELS - 1)).clamp(2.0**-14, 8).half()
             self.grid[index] = torch.stack([low, step])
-            codes = ((wanted - low) / step).round_().clamp_(0, codebook.SCALE_LEVELS - 1)
+            codes = ((largest - low) / step).round_().clamp_(0, codebook.SCALE_LEVELS - 1)
             self.codes[index] = codes.to(torch.uint8)
             self.factors[index] = codebook.block_factors(codes.unsqueeze(1), self.grid[index : index + 1]).squeeze(1)
         last = first + -(-len(targets) // self.columns)
@@ -265,7 +265,7 @@ class _Scales:
 
 
 def _order(target: Tensor, hessian: Tensor, config: Config) -> Tensor:
-    """Stored column -> column of the weight, [in] int64; ties keep the original order."""
+    """Return the column of the weight for each stored column, [in] int64; ties keep the original order."""
     columns, d = len(target), config.vector_dim
     diagonal = hessian.diagonal()
     if not config.permute:
@@ -286,21 +286,22 @@ def _order(target: Tensor, hessian: Tensor, config: Config) -> Tensor:
 
 
 def _group(config: Config, shape: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows of a codebook group, -1: all; both evened out, so that the groups are about as large."""
+    """Return columns and rows of a codebook group, -1: all; both evened out, so that groups are about as large."""
     out_features, in_features = shape
     d, weights = config.vector_dim, config.group_weights
     if weights == -1 or weights >= out_features * in_features:
         return -1, -1
     unit = max(d, config.scale_columns)
-    wanted = max(STRIPE, weights // out_features)
-    stripes = max(1, round(in_features / wanted))
+    stripes = max(1, round(in_features / max(STRIPE, weights // out_features)))
     columns = -(-in_features // (stripes * unit)) * unit
     tall = max(1, round(out_features * columns / weights))
     rows = -(-out_features // tall)
     return (columns if columns < in_features else -1), (rows if rows < out_features else -1)
 
 
-def _packed(rounder: _Rounder, order: Tensor, params: codebook.Params, shape: tuple[int, int]) -> PackedWeight:
+def _packed(
+    rounder: _ColumnVectorRounder, order: Tensor, params: codebook.Params, shape: tuple[int, int]
+) -> PackedWeight:
     books = rounder.books
     parts = codebook.Parts([rounder.codes.T], [], [], order=order if params.permuted else None)
     if params.svd_rank:

@@ -1,4 +1,4 @@
-"""Scales and zero points for the `int` format, shared by the methods that write it.
+"""Fit scales and zero points of the `int` format, for the methods that write it, and round to them.
 
 A group of weights t is stored as s * (code - z), code in 0 .. 2^bits - 1. Asymmetric grids have an integer zero point
 z; symmetric ones use the full range: z = 2^(bits-1) and a signed scale, so that the level without a mirror image
@@ -44,6 +44,8 @@ class GridConfig:
 
 
 class Grid(NamedTuple):
+    """Scales and zero points, [rows] or [groups, rows]."""
+
     scale: Tensor  # float32, values representable in the storage type, never 0
     zero: Tensor  # float32, integers
 
@@ -54,21 +56,21 @@ class Grid(NamedTuple):
 
 
 def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float16") -> int_format.Params:
-    """The format's parameters for a weight [out, in]; a group longer than the row is the whole row."""
+    """Return the format's parameters for a weight [out, in]; a group longer than the row is the whole row."""
     group = -1 if config.group_size >= shape[1] else config.group_size
     tile = int_format.tile_words(config.bits, group, shape[1])
     return int_format.Params(config.bits, group, config.symmetric, tile, scale_dtype)
 
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
-    """Grid of one group, scale and zero [rows]: target [columns, rows] float32, importance [columns] >= 0 or None."""
+    """Fit the grid of one group, [rows], to target [columns, rows] float32; importance [columns] >= 0 or None."""
     step = max(16, CHUNK // target.shape[0])
     parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
     return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
 
 
 def fit_all(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype, group: int) -> Grid:
-    """Grids of all groups of `group` columns: target [columns, rows]; scale and zero are [groups, rows]."""
+    """Fit the grids [groups, rows] of all groups of `group` columns to target [columns, rows]."""
     grids = [
         fit(
             target[start : start + group],
@@ -100,14 +102,14 @@ def nearest(target: Tensor, config: GridConfig) -> tuple[Tensor, Grid, int_forma
 
 
 def pack(codes: Tensor, grid: Grid, format_params: int_format.Params, shape: tuple[int, int]) -> PackedWeight:
-    """codes [columns, rows] uint8 and grid [groups, rows] -> packed weight."""
+    """Pack codes [columns, rows] uint8 and grids [groups, rows]."""
     zeros = None if format_params.symmetric else grid.zero.T.to(torch.uint8)
     tensors = int_format.pack(codes.T.contiguous(), grid.scale.T, zeros, format_params)
     return PackedWeight("int", format_params, tensors, shape)
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales rounded to their storage type; 0 (an all-zero group, underflow) becomes 1: the group then decodes to 0."""
+    """Round scales to their storage type; 0 (an all-zero group, underflow) becomes 1: the group then decodes to 0."""
     rounded = scale.to(dtype).float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 

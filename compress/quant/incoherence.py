@@ -1,9 +1,9 @@
-"""Incoherence: a method is given a weight, and statistics, in a random rotated basis (QuIP#, arXiv 2402.04396).
+"""Incoherence: give a method the weight and its statistics in a random rotated basis (QuIP#, arXiv 2402.04396).
 
-Signs and a Hadamard transform on both sides spread outliers over all entries, which are then nearly Gaussian; at run
-time the same operations go around the stored matrix (compress/formats/transforms.py). A method knows nothing of it.
-Input signs are drawn for each shared input, so that its rotated Hessian is made once for all the linears that read it;
-output signs for each linear. All draws depend on the job's seed and names alone, not on any order.
+Signs and a Hadamard transform on both sides spread outliers over all entries, which are then nearly Gaussian. At run
+time the same operations go around the stored matrix (compress/formats/transforms.py); the method knows nothing of them.
+Input signs are drawn for each shared input, so that its rotated Hessian is made once for all the linears that read it.
+Output signs are drawn for each linear. All draws depend on the job's seed and names alone, not on any order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ OPS = Ops(input=("signs", "hadamard"), output=("hadamard", "signs"))
 BUFFERS = 8  # float32 temporaries of CHUNK numbers that a rotation has at a time, an upper bound
 
 
-def derived_seed(seed: int, what: str, name: str) -> int:
-    """A seed of its own for each purpose and name, 63 bits."""
-    digest = hashlib.sha256(f"{seed} {what} {name}".encode()).digest()
+def derived_seed(seed: int, purpose: str, name: str) -> int:
+    """Return a seed of its own for each purpose and name, 63 bits."""
+    digest = hashlib.sha256(f"{seed} {purpose} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
-    """The stored tensors of the operations around this linear, on the CPU."""
+    """Draw the stored tensors of the operations around this linear, on the CPU."""
     sides = {
         "out_signs": ("output", spec.name, spec.shape[0], around.output),
         "in_signs": ("input", spec.input_key, spec.shape[1], around.input),
@@ -43,23 +43,23 @@ def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
 
 
 def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
-    """The statistics of the layer's shared input in its rotated basis: the same for all its readers."""
+    """Return the statistics of the layer's shared input in its rotated basis: the same for all its readers."""
     return Stats(transforms.rotate_hessian(stats.hessian, layer.ops, drawn(layer, seed, stats.hessian)), stats.count)
 
 
 def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
-    """weight [out, in] -> what the layer's method is given, float32."""
+    """Return weight [out, in] in the rotated basis, float32, as the layer's method is given it."""
     return transforms.rotate(weight, layer.ops, drawn(layer, seed, weight))
 
 
 def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
-    """What a method made of the rotated weight, with the operations that turn it back."""
+    """Return the packed rotated weight with the operations that turn it back."""
     added = drawn(layer, seed, next(iter(packed.tensors.values())))
     return dataclasses.replace(packed, tensors={**packed.tensors, **added}, ops=layer.ops)
 
 
 def notes(layer: LayerPlan) -> tuple[str, ...]:
-    """What the report should say of the transforms."""
+    """Return what the report should say of the operations."""
     sides = zip(layer.spec.shape, (layer.ops.output, layer.ops.input), strict=True)
     sizes = dict.fromkeys(size for size, names in sides if "hadamard" in names)
     odd = {size: hadamard.order(size).K for size in sizes if hadamard.order(size).kind == "hartley"}
@@ -69,7 +69,7 @@ def notes(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def workspace(layer: LayerPlan, has_statistics: bool) -> int:
-    """Bytes beside what the method needs: the rotated weight, the rotated Hessian, temporaries."""
+    """Return the bytes needed beside those of the method: rotated weight, rotated Hessian, temporaries."""
     if not layer.ops:
         return 0
     rows, columns = layer.spec.shape
@@ -78,7 +78,7 @@ def workspace(layer: LayerPlan, has_statistics: bool) -> int:
 
 
 def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
-    """The stored tensors of the layer's operations, on the device of `like`."""
+    """Draw the stored tensors of the layer's operations, on the device of `like`."""
     return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.ops).items()}
 
 

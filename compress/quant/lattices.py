@@ -1,4 +1,4 @@
-"""Learning the lattice of a group of columns, and rounding to it: the maths of compress/quant/glvq.py.
+"""Learn the lattice of a group of columns and round to it: the maths of compress/quant/glvq.py.
 
 A group's targets t [blocks, d, rows] become expand(G z), z odd multiples of 1/2 of limited size, measured by
 ||C^T (t - value)||^2 with a factor C [blocks, d, d] for each block. expand is the identity or a mu-law curve; with a
@@ -29,12 +29,12 @@ class Curve(NamedTuple):
     limit: Tensor
 
     def compress(self, values: Tensor) -> Tensor:
-        """Inverse of `expand`."""
+        """Return the values' images under the inverse of `expand`."""
         bent = torch.log1p(values.abs() * (self.mu / self.limit)) / torch.log1p(self.mu)
         return torch.copysign(bent, values)
 
     def slope(self, y: Tensor) -> Tensor:
-        """d expand / dy."""
+        """Return d expand / dy."""
         rate = torch.log1p(self.mu)
         return torch.exp(y.abs() * rate) * (rate * self.limit / self.mu)
 
@@ -46,7 +46,7 @@ class Lattice(NamedTuple):
     curve: Curve | None
 
     def values(self, z: Tensor) -> Tensor:
-        """Values [..., d, rows] of coordinates."""
+        """Return the values [..., d, rows] of coordinates."""
         y = self.matrix @ z
         return y if self.curve is None else expand(y, self.curve.mu, self.curve.limit)
 
@@ -55,7 +55,7 @@ class Lattice(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How a lattice is learned."""
+    """The work spent on learning a lattice."""
 
     iterations: int
     beam: int  # of the nearest-plane search
@@ -63,7 +63,7 @@ class Effort(NamedTuple):
 
 
 def nearest(target: Tensor, factor: Tensor, lattice: Lattice, bits: int, beam: int) -> Tensor:
-    """Coordinates z [blocks, d, rows] near the targets [blocks, d, rows] in the metric of factor [blocks, d, d].
+    """Return coordinates z [blocks, d, rows] near the targets [blocks, d, rows] in the metric of factor [blocks, d, d].
 
     Nearest plane: with C^T G = Q R, coordinates are decided from the last to the first, each clamped to the levels of
     `bits`; the `beam` best beginnings are kept.
@@ -83,24 +83,24 @@ def nearest(target: Tensor, factor: Tensor, lattice: Lattice, bits: int, beam: i
     z = torch.zeros(blocks, 1, d, rows, device=target.device)
     cost = torch.zeros(blocks, 1, rows, device=target.device)
     for k in range(d - 1, -1, -1):
-        wanted = y[:, None, k] - (r[:, None, k, k + 1 :] * z[:, :, k + 1 :]).sum(2)  # block, beam, row
+        exact = y[:, None, k] - (r[:, None, k, k + 1 :] * z[:, :, k + 1 :]).sum(2)  # block, beam, row
         pivot = r[:, None, k, k]
-        wanted = wanted / pivot
-        first = (wanted - 0.5).round_().add_(0.5).clamp_(-top, top)
+        exact = exact / pivot
+        first = (exact - 0.5).round_().add_(0.5).clamp_(-top, top)
         if beam > 1:
-            z, cost, first = _extend(z, cost, wanted, first, pivot, top, beam)
+            z, cost, first = _extend(z, cost, exact, first, pivot, top, beam)
         z[:, :, k] = first
     best = cost.argmin(1)[:, None, None].expand(blocks, 1, d, rows)
     return z.gather(1, best)[:, 0]
 
 
 def _extend(
-    z: Tensor, cost: Tensor, wanted: Tensor, first: Tensor, pivot: Tensor, top: float, beam: int
+    z: Tensor, cost: Tensor, exact: Tensor, first: Tensor, pivot: Tensor, top: float, beam: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best beginnings when each goes on with its nearest or second level: z, their costs, the level chosen."""
-    side = torch.where(wanted > first, 1.0, -1.0)
+    """Return the best beginnings when each goes on with its nearest or second level: z, costs, the level chosen."""
+    side = torch.where(exact > first, 1.0, -1.0)
     second = first + torch.where((first + side).abs() > top, -side, side)
-    costs = [cost + ((wanted - level) * pivot).square() for level in (first, second)]
+    costs = [cost + ((exact - level) * pivot).square() for level in (first, second)]
     cost, at = torch.cat(costs, 1).topk(min(beam, 2 * z.shape[1]), 1, largest=False)
     level = torch.cat([first, second], 1).gather(1, at)
     source = (at % z.shape[1])[:, :, None].expand(-1, -1, z.shape[2], -1)
@@ -108,35 +108,35 @@ def _extend(
 
 
 def learn(target: Tensor, weight: Tensor, factor: Tensor, bits: int, effort: Effort) -> Lattice:
-    """The best lattice for targets [blocks, d, rows], rows weighted by `weight` [rows].
+    """Learn the best lattice for targets [blocks, d, rows], rows weighted by `weight` [rows].
 
     Alternates coordinates and the matrix that is best for them, and keeps the best pair seen.
     """
     iterations, beam, compand = effort
     factor = factor / factor.square().mean().sqrt()
     hessian = torch.block_diag(*(factor @ factor.mT))
-    found: list[tuple[float, Lattice]] = []
+    tried: list[tuple[float, Lattice]] = []
     for curve in _curves(target) if compand else [None]:
         lattice = _initial(target, factor, STEP[bits], curve)
         for step in range(iterations + 1):
             z = nearest(target, factor, lattice, bits, beam)
             error = target - lattice.values(z)
             loss = (factor.mT @ error).mul_(weight).square_().sum().item()
-            found.append((loss, lattice))
+            tried.append((loss, lattice))
             if step < iterations:
                 pull = (hessian @ error.flatten(0, 1)).view(error.shape)
                 lattice = refitted(lattice, z, weight, hessian, pull)
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(tried, key=lambda pair: pair[0])[1]
 
 
 def _curves(target: Tensor) -> list[Curve | None]:
-    """Curves to try, each with its limit at the largest target."""
+    """Return the curves to try, each with its limit at the largest target."""
     limit = target.abs().amax().clamp(2.0**-14, 6e4).half().float()
     return [Curve(torch.tensor(mu, device=target.device), limit) for mu in CURVES]
 
 
 def _initial(target: Tensor, factor: Tensor, step: float, curve: Curve | None) -> Lattice:
-    """A matrix that whitens the (bent) targets, turned so that nearest plane takes equal steps in all coordinates."""
+    """Return a matrix that whitens the (bent) targets, turned so that nearest plane takes equal steps everywhere."""
     metric = (factor @ factor.mT).mean(0).double()
     if curve is not None:
         target = curve.compress(target)
@@ -150,7 +150,7 @@ def _initial(target: Tensor, factor: Tensor, step: float, curve: Curve | None) -
 
 
 def equal_steps(matrix: Tensor) -> Tensor:
-    """Orthogonal V such that the triangular factor of matrix @ V, [d, d], has an equal diagonal.
+    """Return the orthogonal V for which the triangular factor of matrix @ V, [d, d], has an equal diagonal.
 
     The geometric mean decomposition: starting from the singular values, rotations in a plane set one diagonal entry
     after the other to the geometric mean of all.
@@ -177,7 +177,7 @@ def equal_steps(matrix: Tensor) -> Tensor:
 
 
 def refitted(lattice: Lattice, z: Tensor, weight: Tensor, hessian: Tensor, pull: Tensor) -> Lattice:
-    """The matrix that is best for fixed coordinates z [blocks, d, rows] (with a curve: one Gauss-Newton step).
+    """Return the lattice that is best for coordinates z [blocks, d, rows] (with a curve: by one Gauss-Newton step).
 
     The loss is tr(E^T hessian E), E [blocks * d, rows] the errors of the group times `weight` [rows];
     pull = hessian @ E, without the weights, [blocks, d, rows].
@@ -204,7 +204,7 @@ def refitted(lattice: Lattice, z: Tensor, weight: Tensor, hessian: Tensor, pull:
 
 
 def _rounded(matrix: Tensor, curve: Curve | None) -> Lattice:
-    """Singular values clipped to a range of CONDITION, then float16 precision."""
+    """Clip the singular values to a range of CONDITION and round to float16 precision."""
     left, sizes, right = torch.linalg.svd(matrix)
     matrix = left @ (sizes.clamp(min=sizes.amax().item() / CONDITION)[:, None] * right)
     return Lattice(matrix.clamp(-6e4, 6e4).half().float(), curve)

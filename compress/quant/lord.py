@@ -1,4 +1,4 @@
-"""LoRD: each weight becomes a product of two thin matrices, fitted to the layer's outputs (arXiv 2309.14021).
+"""LoRD: replace each weight by a product of two thin matrices, fitted to the layer's outputs (arXiv 2309.14021).
 
 W -> V V^T W with V the first k eigenvectors of the outputs' second moments W H W^T, H = sum x x^T: the product of rank
 k whose outputs are nearest to those of W (compress/numerics/linalg.py). The whitening of SVD-LLM (arXiv 2403.07378)
@@ -52,22 +52,21 @@ class Config:
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> lowrank.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     rank = int(config.ratio * shape[0] * shape[1] / sum(shape))
     return lowrank.Params(max(1, min(rank, *shape)), config.bits, config.group_size, config.dtype)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian: the solver's, a copy, factors, their product."""
+    """Return the bytes needed beside weight and Hessian: the solver's, a copy, factors, their product."""
     return truncation_workspace(shape) + 6 * 4 * shape[0] * shape[1]
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]."""
     shape = (weight.shape[0], weight.shape[1])
-    measure = metric(stats, config.metric, config.alpha)
-    wanted = plan_params(config, shape)
-    part = split(weight.float(), measure, wanted, seed)
-    unseen = config.metric != "none" and measure.hessian is None
+    weighting = metric(stats, config.metric, config.alpha)
+    factors = split(weight.float(), weighting, plan_params(config, shape), seed)
+    unseen = config.metric != "none" and weighting.hessian is None
     notes = ("no calibration token gave this input a size: plain SVD",) if unseen else ()
-    return Quantized(PackedWeight(FORMAT, part.stored, part.tensors, shape), notes)
+    return Quantized(PackedWeight(FORMAT, factors.stored, factors.tensors, shape), notes)

@@ -1,4 +1,4 @@
-"""NF-b with double quantization: levels at normal quantiles, a size for each small block (QLoRA, LQ-LoRA).
+"""NF with double quantization: levels at normal quantiles, a size for each small block (QLoRA, arXiv 2305.14314).
 
 Each weight becomes the nearest of the levels of its block (compress/formats/nf.py). The size of a block is its largest
 magnitude, as published, or (`clip_search`) the best of some that are up to 40% smaller; it is stored in few bits, and
@@ -44,22 +44,22 @@ class Config:
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> nf.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     return _params(config, shape[1])
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight: a float32 copy, codes, their packing, a chunk of the search."""
+    """Return the bytes needed beside the stored weight: a float32 copy, codes, their packing, a chunk of the search."""
     return shape[0] * shape[1] * (4 + 1 + 4 + 2) + 24 * CHUNK
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite -> packed weight. `stats` and `seed` are unused."""
+    """Quantize weight [out, in], any float dtype, finite. `stats` and `seed` are unused."""
     shape = (weight.shape[0], weight.shape[1])
     params, target = plan_params(config, shape), weight.float()
     step = max(1, CHUNK // shape[1])
-    wanted = torch.cat([_fitted(rows, params, config.clip_search) for rows in target.split(step)])
-    stored = nf.pack_sizes(wanted, params)
+    fitted = torch.cat([_fitted(rows, params, config.clip_search) for rows in target.split(step)])
+    stored = nf.pack_sizes(fitted, params)
     scales = nf.sizes(stored, params, shape)
     codes = [_nearest(*pair, params) for pair in zip(target.split(step), scales.split(step), strict=True)]
     return Quantized(PackedWeight(FORMAT, params, nf.pack(torch.cat(codes), stored, params), shape))
@@ -71,7 +71,7 @@ def _params(config: Config, columns: int) -> nf.Params:
 
 
 def _fitted(rows: Tensor, params: nf.Params, search: bool) -> Tensor:
-    """Sizes [rows, blocks], before they are rounded."""
+    """Return block sizes [rows, blocks], before they are rounded."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % params.block_size))
     grouped = padded.unflatten(1, (-1, params.block_size))  # row, block, column
     largest = grouped.abs().amax(2)
@@ -88,13 +88,13 @@ def _fitted(rows: Tensor, params: nf.Params, search: bool) -> Tensor:
 
 
 def _nearest(rows: Tensor, sizes: Tensor, params: nf.Params) -> Tensor:
-    """Codes [rows, in] uint8 of the nearest levels."""
+    """Return codes [rows, in] uint8 of the nearest levels."""
     wide = sizes.repeat_interleave(params.block_size, 1)[:, : rows.shape[1]]
     return _codes(rows, wide, params.bits).to(torch.uint8)
 
 
 def _codes(values: Tensor, sizes: Tensor, bits: int) -> Tensor:
-    """Numbers of the levels nearest to values / sizes; sizes of 0 give the level 0."""
+    """Return the numbers of the levels nearest to values / sizes; sizes of 0 give the level 0."""
     table = nf.levels(bits).to(values.device)
     scaled = torch.where(sizes > 0, values / sizes, 0.0)
     return torch.bucketize(scaled, (table[1:] + table[:-1]) / 2)

@@ -1,17 +1,18 @@
-"""PVQ: directions of vectors are integer points with a fixed sum of magnitudes, their lengths are coded apart.
+"""PVQ: code directions of vectors as integer points with a fixed sum of magnitudes, their lengths apart (2410.16926).
 
-After arXiv 2410.16926: no codebook, any fraction of a bit. A row, made Gaussian by the rotation before, is a point of a
-sphere; the share of its squared length that falls on D columns is Beta(D/2, (n-D)/2), so that the levels of the
-vectors' lengths ("gains") follow from D and n alone. D columns are rounded at a time in the column loop
-(compress/quant/feedback.py): pulses are placed for the best direction, then moved one at a time, each from where
-it is worth least to where it is worth most, by the loss of the block, ||(t - q) C_BB||^2, until no move helps.
-The gain is that of the projection on the direction found. Sweeps as in compress/quant/sweeps.py and a closed-form
-refit of the rows' scales follow.
+There is no codebook, and the rate may be any fraction of a bit. A row, made Gaussian by the rotation before, is a point
+of a sphere. The share of its squared length that falls on D columns is Beta(D/2, (n-D)/2), so that the levels of the
+vectors' lengths ("gains") follow from D and n alone. The column loop (compress/quant/feedback.py) rounds D columns at a
+time: pulses are placed for the best direction, then moved one at a time, each from where it is worth least to where it
+is worth most, by the loss of the block, ||(t - q) C_BB||^2, until no move helps. The gain is that of the projection on
+the direction found. Sweeps as in compress/quant/sweeps.py and a closed-form refit of the rows' scales follow.
 
 Differences from the paper, of which only the abstract and the formulas above were followed: the moves in the metric of
-the block, which lower the loss of a correlated layer by a quarter (D = 32) to a half (D = 128) against the Euclidean
-search, are ours, and so are the numbering of the points (compress/formats/pvq.py) and the refit. Activations are not
-quantized. Without incoherence the gains of vectors with large weights are clipped at the largest level.
+the block are ours (they lower the loss of a correlated layer by a quarter for D = 32, by a half for D = 128, against
+the Euclidean search), and so are the numbering of the points (compress/formats/pvq.py) and the refit.
+
+Not done: quantized activations. Without incoherence the gains of vectors with large weights are clipped at the largest
+level.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Config:
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> pvq_format.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes.
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes.
 
     Vectors are halved while the padding to whole vectors is more than PADDING of the columns.
     """
@@ -86,14 +87,14 @@ def plan_params(config: Config, shape: tuple[int, int]) -> pvq_format.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian: three n x n matrices, seven copies of the weight."""
+    """Return the bytes needed beside weight and Hessian: three n x n matrices, seven copies of the weight."""
     n = -(-shape[1] // config.vector_dim) * config.vector_dim
     coding = 64 * 8 * min(pvq_format.DECODE_CHUNK, max(shape[0] * n, n))
     return squares(n, 3) + shape[0] * n * 7 * 4 + coding
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
@@ -125,7 +126,7 @@ def _plan_notes(config: Config, params: pvq_format.Params, shape: tuple[int, int
 
 
 def _row_scales(target: Tensor, dim: int) -> tuple[Tensor, str]:
-    """Length [out] of a typical vector of each row, representable in the storage type, and that type's name."""
+    """Return the length [out] of a typical vector of each row, rounded to its storage type, and that type's name."""
     lengths = target.square().mean(0).mul_(dim).sqrt_()
     used = lengths[lengths > 0]
     fits = not used.numel() or (used.max() < 2.0**15 and used.median() > 2.0**-12)  # normal float16, with a margin
@@ -148,7 +149,7 @@ def _refitted(layer: Layer, values: Tensor, scales: Tensor, dtype: torch.dtype) 
 
 @lru_cache(maxsize=64)
 def gain_levels(params: pvq_format.Params, columns: int) -> Tensor:
-    """Float32 levels [2**gain_bits], float16 values, level 0 zero: lengths of vectors over that of a typical one. Kept.
+    """Return levels [2**gain_bits] of vectors' lengths over a typical one: float32, float16 values, level 0 zero. Kept.
 
     Lloyd's levels for sqrt(r n / D), r ~ Beta(D/2, (n-D)/2), in closed form, times the mean cosine between Gaussian
     vectors and their codes, since the gain is that of the projection.
@@ -166,15 +167,15 @@ def gain_levels(params: pvq_format.Params, columns: int) -> Tensor:
     sample = torch.randn(SAMPLES, params.vector_dim, generator=torch.Generator().manual_seed(0))
     points = search(sample, params.pulses)
     cosine = ((sample * points).sum(1) / points.norm(dim=1) / sample.norm(dim=1)).mean()
-    found = torch.tensor(levels * np.sqrt((a + b) / a), dtype=torch.float32) * cosine
-    return torch.cat([torch.zeros(1), found]).half().float()
+    scaled = torch.tensor(levels * np.sqrt((a + b) / a), dtype=torch.float32) * cosine
+    return torch.cat([torch.zeros(1), scaled]).half().float()
 
 
 # Points.
 
 
 def search(vectors: Tensor, pulses: int) -> Tensor:
-    """Points [rows, D] float32, sum |y| = pulses, about the best in angle for vectors [rows, D] float32.
+    """Return points [rows, D] float32, sum |y| = pulses, about the best in angle for vectors [rows, D] float32.
 
     Whole parts of the projection on the pyramid, then a pulse for the largest fractions, the last GREEDY pulses one
     after the other where the cosine gains most.
@@ -202,7 +203,7 @@ def search(vectors: Tensor, pulses: int) -> Tensor:
 
 
 def improve(vectors: Tensor, points: Tensor, gram: Tensor) -> Tensor:
-    """Points with less loss e M e^T, e = vector - gain * point, found by moving pulses one at a time.
+    """Return points with less loss e M e^T, e = vector - gain * point, found by moving pulses one at a time.
 
     vectors, points [rows, D], points about in the directions of vectors; gram M = C_BB C_BB^T [D, D]. The gain of a row
     is fixed: that of the projection on its point. Each row's result is its own.
@@ -254,19 +255,19 @@ class _PyramidRounder(feedback.Rounder):
         values = torch.empty_like(target)
         step = max(1, CHUNK // self.width)
         for first in range(0, target.shape[1], step):
-            part = slice(first, first + step)
-            vectors, scale = target[:, part].T.contiguous(), self.scales[part]
+            rows = slice(first, first + step)
+            vectors, scale = target[:, rows].T.contiguous(), self.scales[rows]
             points = search(vectors, self.pulses)
             for _ in range(2):
                 points = improve(vectors, points, gram)
             lengths = _gains(vectors, points, points @ gram)[:, 0] * points.norm(dim=1)
             index = torch.bucketize((lengths / scale.clamp(min=1e-30)).contiguous(), self.edges)
-            codes[part, :-1] = points.to(torch.int16)
-            codes[part, -1] = index.to(torch.int16)
-            values[:, part] = pvq_format.vectors(points, self.levels[index] * scale).T
+            codes[rows, :-1] = points.to(torch.int16)
+            codes[rows, -1] = index.to(torch.int16)
+            values[:, rows] = pvq_format.vectors(points, self.levels[index] * scale).T
         return values
 
 
 def _gains(vectors: Tensor, points: Tensor, pulled: Tensor) -> Tensor:
-    """Best factors [rows, 1] of points for vectors, in the metric M; pulled: points @ M."""
+    """Return the best factors [rows, 1] of points for vectors, in the metric M; pulled: points @ M."""
     return (vectors * pulled).sum(1, keepdim=True) / (points * pulled).sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What follows the first choice of codes: refits of the codebooks, and their alternation with the codes.
+"""Refit codebooks to the codes that were chosen, and alternate this with choosing codes.
 
 With the codes fixed, the weight is linear in the codebook entries (`Layout`), and the entries that minimize
 tr(R H R^T) solve a linear system over all codebooks of the matrix at once. `refit` solves it by conjugate gradients: a
@@ -32,7 +32,7 @@ class Layout:
     multiplier: Tensor | None = None  # [in, out] or broadcastable: block scales
 
     def values(self, entries: Tensor) -> Tensor:
-        """[in, out] of entries [total, d]."""
+        """Return the values [in, out] of entries [total, d]."""
         vectors = entries[self.index[0]]
         for index in self.index[1:]:
             vectors = vectors + entries[index]  # blocks, units, d
@@ -41,7 +41,7 @@ class Layout:
         return matrix if self.multiplier is None else matrix * self.multiplier
 
     def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """The transpose of `values`: sums of matrix [in, out] over the members of each entry, shaped as `like`."""
+        """Return the transpose of `values`: sums of matrix [in, out] over each entry's members, shaped as `like`."""
         if self.multiplier is not None:
             matrix = matrix * self.multiplier
         _, blocks, units = self.index.shape
@@ -56,7 +56,7 @@ class Layout:
         return sums
 
     def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
-        """The diagonal of the normal matrix if H were diagonal: weights [in, out] hold that diagonal for every row."""
+        """Return the normal matrix's diagonal as if H were diagonal; weights [in, out]: H's diagonal for every row."""
         return self.adjoint(weights if self.multiplier is None else weights * self.multiplier, like)
 
 
@@ -84,13 +84,13 @@ class Linear(Protocol):
     """A linear map from unknowns to a matrix [in, out]. `like` has the shape of the unknowns."""
 
     def values(self, unknowns: Tensor, /) -> Tensor:
-        """[in, out] of the unknowns."""
+        """Return the values [in, out] of the unknowns."""
 
     def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """The transpose of `values`."""
+        """Return the transpose of `values`."""
 
     def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
-        """The preconditioner: sums of weights [in, out], of squared values, for each unknown."""
+        """Return the preconditioner: sums of weights [in, out], of squared values, for each unknown."""
 
 
 def _columns(vectors: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Learner(sweeps.Revisable, Protocol):
     books: Books
 
     def values(self) -> Tensor:
-        """[in, out] of the present codes and entries."""
+        """Return the values [in, out] of the present codes and entries."""
 
     def refit(self, layer: Objective) -> None:
         """Fit the entries to the codes and round them to their storage type."""

@@ -1,4 +1,4 @@
-"""Round to nearest: each weight becomes the nearest point of its group's grid, without calibration data.
+"""RTN, round to nearest: each weight becomes the nearest point of its group's grid, without calibration data.
 
 The baseline of every comparison, and at 8 bits all that is needed. The grid is found by the clip search of
 compress/quant/grid.py (plain squared error); `clip_search: false` gives the classical min-max grid. Symmetric grids
@@ -28,17 +28,17 @@ class Config(grid.GridConfig):
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
-    """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     return grid.params(config, shape)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight: float32 copy (transposed), its magnitudes, codes, packing."""
+    """Return the bytes needed beside the stored weight: float32 copy (transposed), its magnitudes, codes, packing."""
     return shape[0] * shape[1] * (4 + 4 + 1 + 4)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite -> packed weight. `stats` and `seed` are unused."""
+    """Quantize weight [out, in], any float dtype, finite. `stats` and `seed` are unused."""
     shape = (weight.shape[0], weight.shape[1])
     codes, fitted, params = grid.nearest(weight.T.float().contiguous(), config)
     return Quantized(grid.pack(codes, fitted, params, shape))

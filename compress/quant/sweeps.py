@@ -1,4 +1,4 @@
-"""Coordinate descent over blocks of columns, for any rounding: the clean-up after the column loop.
+"""Improve codes by coordinate descent over blocks of columns, for any rounding, after the column loop.
 
 With all other columns fixed, the loss tr(R H R^T) of column block k is least at Q_k + (R H)_k H_kk^-1, measured in the
 plain block H_kk (in the loop it is the conditional one). Each block in turn is rounded again to that target, and a unit

@@ -1,17 +1,19 @@
-"""Asymmetric calibration: a layer is to give what the full-precision model gives (GPTAQ 2504.02692, Qronos 2505.11695).
+"""Correct a layer's target for its inputs' quantization (GPTAQ, arXiv 2504.02692; Qronos, arXiv 2505.11695).
 
-Behind a quantized prefix a linear reads x where it would have read y in the full-precision model. The loss of a
-quantized weight Q is then sum over tokens of |W y - Q x|^2 = tr[(V - Q) H (V - Q)^T] + const, with H = sum x x^T and
-the least-squares target V = W (sum y x^T) H^-1. So any method becomes asymmetric when it is given V in place of W,
-which is all that is done here. Differences from the papers: the whole shift V - W is applied (GPTAQ keeps a strictly
-triangular part of it), for every method and before any change of basis; H is damped by DAMP of its mean diagonal, and
-the sum of y x^T by the same number, so that V = W + W D H^-1 with the drift D = sum (y - x) x^T (Qronos damps less).
-Where the streams agree D is zero, and the weight stays as it is, to the bit.
+Behind a quantized prefix a linear reads x where it reads y in the full-precision model, and should still give W y. The
+loss of a quantized weight Q is then sum over tokens of |W y - Q x|^2 = tr[(V - Q) H (V - Q)^T] + const, with
+H = sum x x^T and the least-squares target V = W (sum y x^T) H^-1. So a method is given the target V in place of W, and
+needs no change. The papers call this asymmetric calibration.
 
-A fitted target follows the noise of a small sample: only the share `alpha` of the shift is applied, and less of it
-where an input has fewer than TOKENS_PER_INPUT tokens for each of its dimensions. Nor is the best layer the best model:
-what drifts in the residual stream goes on past every layer. KL on tests/models/books-8m at alpha 0, 0.25, 0.5 and 1:
-0.0521, 0.0486, 0.0499, 0.0742 (int2), 0.0105, 0.0099, 0.0099, 0.0143 (int3); standard errors 0.0008 and 0.0002.
+Differences from the papers: the whole correction V - W is applied (GPTAQ keeps a strictly triangular part of it), for
+every method and before any change of basis; H is damped by DAMP of its mean diagonal, and the sum of y x^T by the same
+number, so that V = W + W D H^-1 with the drift D = sum (y - x) x^T (Qronos damps less). Where x and y agree, D is zero,
+and the weight stays as it is, to the bit.
+
+A fitted target follows the noise of a small sample. So only the share `alpha` of the correction is applied, and less
+where an input has fewer than TOKENS_PER_INPUT tokens for each of its dimensions. The best layers do not make the best
+model, either: drift in the residual stream goes on past every layer. KL on tests/models/books-8m at alpha 0, 0.25, 0.5
+and 1: 0.0521, 0.0486, 0.0499, 0.0742 (int2), 0.0105, 0.0099, 0.0099, 0.0143 (int3); standard errors 0.0008 and 0.0002.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from compress.numerics.linalg import FLOAT64_COLUMNS
 from compress.types import LinearSpec, Stats
 
 DAMP = 0.01  # of the mean diagonal: the damping of the loop that rounds to the target
-TOKENS_PER_INPUT = 10  # below, a least-squares target over-fits
+TOKENS_PER_INPUT = 10  # with fewer, a least-squares target over-fits
 PANEL = 1024  # rows of a correction that are solved for at a time
 
 
 def correction(stats: Stats, alpha: float, tokens: int) -> tuple[Tensor | None, str | None]:
-    """alpha D H^-1 [in, in] float32 for all linears that read this input, or None for the plain target; and a note.
+    """Return alpha D H^-1 [in, in] float32 for all linears that read this input, None for the plain target; and a note.
 
     tokens: those of the whole stream, all of which must have been paired. The memory of the drift is used up.
     """
@@ -41,29 +43,31 @@ def correction(stats: Stats, alpha: float, tokens: int) -> tuple[Tensor | None, 
     solved = _solved(stats.drift, stats.hessian)
     if solved is None:
         return None, "no target could be solved for from the full-precision inputs: calibrated on its own inputs alone"
-    note = f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the asymmetric shift is applied"
+    note = (
+        f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the target's correction is applied"
+    )
     return solved.mul_(alpha * share), note if share < 1 else None
 
 
 def target(weight: Tensor, matrix: Tensor) -> Tensor:
-    """What a method is to approximate in place of a weight [out, in], by the input's `correction`; float32."""
+    """Return the target [out, in] float32 that a method is given in place of a weight, by the input's `correction`."""
     original = weight.float()
     return torch.addmm(original, original, matrix)
 
 
 def solve_workspace(columns: int) -> int:
-    """Bytes that `correction` takes beside the statistics, an upper bound."""
+    """Return an upper bound of the bytes that `correction` takes beside the statistics."""
     item = 8 if columns <= FLOAT64_COLUMNS else 4
     return item * columns * (3 * columns + 3 * min(columns, PANEL))
 
 
 def target_workspace(spec: LinearSpec) -> int:
-    """Bytes that `target` takes: a float32 copy and the result."""
+    """Return the bytes that `target` takes: a float32 copy and the result."""
     return 8 * spec.numel
 
 
 def _solved(drift: Tensor, hessian: Tensor) -> Tensor | None:
-    """drift (hessian + damping)^-1, in the place of `drift`; None if it cannot be had in finite numbers."""
+    """Return drift (hessian + damping)^-1, in the place of `drift`; None if it cannot be had in finite numbers."""
     mean = hessian.diagonal().mean().item()
     if mean == 0:  # all inputs zero
         return drift.zero_()

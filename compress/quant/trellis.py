@@ -1,6 +1,6 @@
-"""Trellis-coded quantization: every column a path through a trellis, at a whole number of bits a weight.
+"""QTIP: quantize each column as a path through a trellis, at a whole number of bits a weight (arXiv 2406.11235).
 
-QTIP (arXiv 2406.11235) and EXL3: a weight is a fixed function of the last `state_bits` bits of a bit stream that grows
+As in EXL3, too, a weight is a fixed function of the last `state_bits` bits of a bit stream that grows
 by `bits` for each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the
 rate-distortion bound, at the decoding cost of a scalar. The best path, up to integer costs, is searched
 (compress/quant/viterbi.py) for the target that the column loop gives (compress/quant/feedback.py).
@@ -68,7 +68,7 @@ class Config:
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> Params:
-    """Format parameters for a weight [out, in]: the tiles that pad least, then the largest."""
+    """Return the format's parameters for a weight [out, in]: the tiles that pad least, then the largest."""
     least = -(-config.state_bits // config.bits)  # rows whose bits fill a window
     sizes = [rows for rows in range(ROW_MULTIPLE, config.tile_rows + 1, ROW_MULTIPLE) if rows >= least]
     large = [rows for rows in sizes if 2 * rows >= config.tile_rows] or sizes  # short streams lose quality at the seam
@@ -79,7 +79,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, the search."""
+    """Return the bytes needed beside weight and Hessian: three n x n matrices, copies of the weight, the search."""
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
     square = squares(n, 3)
     search = max(DECISIONS["cpu"], torch.get_num_threads() * viterbi_compiled.CELLS * (MAX_TILE_ROWS + 2 * WINDOW))
@@ -89,7 +89,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight. `seed` is unused."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
@@ -135,13 +135,13 @@ class _TrellisRounder(feedback.Rounder):
 
 
 def _width(config: Config, shape: Sequence[int], params: Params) -> int:
-    """Columns rounded at once: a divisor of the columns [in, padded out] of `shape`."""
-    wanted = config.block_columns or BATCH * params.tile_rows // shape[1]
-    return max(d for d in range(1, max(1, wanted) + 1) if shape[0] % d == 0)
+    """Return the columns rounded at once: a divisor of the columns of `shape` [in, padded out]."""
+    most = config.block_columns or BATCH * params.tile_rows // shape[1]
+    return max(d for d in range(1, max(1, most) + 1) if shape[0] % d == 0)
 
 
 def _scale(search: Search, target: Tensor, bits: int) -> float:
-    """The scale that suits the loop's targets, 0 if all weights are zero; target [in, out] without padding."""
+    """Return the scale that suits the loop's targets, 0 if all weights are zero; target [in, out] without padding."""
     rms = target.square().mean(dtype=torch.float64).sqrt().item()
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
 
@@ -157,7 +157,7 @@ def _correction(layer: Objective, values: Tensor, row_scales: Tensor | None) -> 
 
 
 def _row_scales(target: Tensor) -> Tensor:
-    """Root mean square of each row relative to the largest, float16 [padded out]; 1 for rows that are zero."""
+    """Return each row's root mean square relative to the largest, float16 [padded out]; 1 for rows that are zero."""
     rms = target.square().mean(0).sqrt()
     relative = (rms / rms.max().clamp_min(torch.finfo(torch.float32).tiny)).half()
     return torch.where(relative > 0, relative, torch.ones_like(relative))
@@ -165,7 +165,7 @@ def _row_scales(target: Tensor) -> Tensor:
 
 @cache
 def _hyb_table() -> Tensor:
-    """512 points for pairs of N(0, 1) values whose first may be negated, [512, 2] float16: k-means."""
+    """Learn 512 points for pairs of N(0, 1) values whose first may be negated, [512, 2] float16, by k-means."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(1 << 15, 2, generator=generator, device="cpu")
     points[:, 0].abs_()

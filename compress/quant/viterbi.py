@@ -33,7 +33,7 @@ class Search:
     """Paths through the trellis of one table."""
 
     def __init__(self, table: Tensor, state_bits: int, symbol_bits: int) -> None:
-        """table [2^state_bits, vector_dim] float32: what a state emits. 2 * symbol_bits <= state_bits + symbol_bits."""
+        """Take table [2^state_bits, vector_dim] float32 of what states emit; 2 * symbol_bits <= state_bits."""
         self.table = table
         self.state_bits, self.symbol_bits, self.dim = state_bits, symbol_bits, table.shape[1]
         self.symbols, self.nodes = 1 << symbol_bits, 1 << (state_bits - symbol_bits)  # a node: a state less its oldest
@@ -89,14 +89,14 @@ class Search:
         return states
 
     def _seam(self, batch: Tensor) -> Tensor:
-        """The node [sequences] of a good path where the last step meets the first."""
+        """Return the node [sequences] of a good path where the last step meets the first."""
         steps = batch.shape[1]
         half = min(WINDOW, steps // 2)
         window = torch.cat([batch[:, steps - half :], batch[:, :half]], 1)
         return self._search(window, None)[:, half - 1] & (self.nodes - 1)
 
     def _search(self, batch: Tensor, seam: Tensor | None) -> Tensor:
-        """States [sequences, steps]; seam: the node [sequences] at which each path starts and ends, None: any."""
+        """Return states [sequences, steps]; seam: the node [sequences] where each path starts and ends, None: any."""
         if self.compiled:
             return self.compiled.search(batch, seam, self.fixed, self.slope)
         return self._search_torch(batch, seam)

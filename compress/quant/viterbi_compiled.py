@@ -25,7 +25,7 @@ class CompiledSearch:
     """The search through one shape of trellis as machine code."""
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> None:
-        """far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
+        """Compile; far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
         self.symbols, self.nodes, self.dim = 1 << symbol_bits, 1 << (state_bits - symbol_bits), dim
         self.together = max(1, min(VECTORS // self.symbols, CELLS // self.nodes))
         self._function = llvm.compiled(_SearchEmitter(state_bits, symbol_bits, dim, self.together, far, period))

@@ -1,4 +1,4 @@
-"""VPTQ: vectors of consecutive rows of one column are rounded to learned codebooks, with error feedback (2409.17066).
+"""VPTQ: round vectors of consecutive rows to learned codebooks, with error feedback (arXiv 2409.17066).
 
 All weights of a vector meet the same input, so that its metric is a number and the nearest entry is exact: the column
 loop runs column by column (width 1), and all vectors of a column are matched at once ("channel-independent second-order
@@ -74,13 +74,13 @@ class Config(codebooks.SearchConfig):
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
-    """Format parameters for a weight [out, in]: enough for the exact stored bytes.
+    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes.
 
     A matrix with fewer vectors than twice the entries of a codebook gets shorter codes.
     """
     most = codebooks.most_bits(-(-shape[0] // config.vector_dim) * shape[1])
-    wanted = (config.bits, config.residual_bits) if config.residual_bits else (config.bits,)
-    bits = tuple(min(b, most) for b in wanted)
+    stages = (config.bits, config.residual_bits) if config.residual_bits else (config.bits,)
+    bits = tuple(min(b, most) for b in stages)
     return codebook.Params(
         bits=bits,
         vector_dim=config.vector_dim,
@@ -96,13 +96,13 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Bytes needed beside the stored weight and the Hessian: three n x n matrices, copies of the weight, scores."""
+    """Return the bytes needed beside weight and Hessian: three n x n matrices, copies of the weight, scores."""
     m, n = shape[0] + config.vector_dim, shape[1]
     return squares(n, 3) + codebooks.workspace(m * n, config.vector_dim)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """weight [out, in], any float dtype, finite; stats.hessian [in, in] -> packed weight."""
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]."""
     assert stats is not None
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
@@ -111,13 +111,13 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     target = torch.nn.functional.pad(weight.T.float()[order], (0, -shape[0] % config.vector_dim))
     layer = feedback.factored(target, hessian[order][:, order], config.damp, notes)
-    rounder = _Rounder(target, order, config, params)
+    rounder = _RowVectorRounder(target, order, config, params)
     rounder.learn(target, layer.factor.diagonal(), torch.Generator().manual_seed(seed))
     alternate(layer, rounder, config.rounds, config.sweeps)
     return Quantized(_packed(rounder, order, params, shape), tuple(layer.notes))
 
 
-class _Rounder(feedback.Rounder):
+class _RowVectorRounder(feedback.Rounder):
     """Codes and codebooks of one matrix; column k of the loop is column order[k] of the weight."""
 
     width = 1
@@ -139,18 +139,18 @@ class _Rounder(feedback.Rounder):
         self.outlier_scale = torch.zeros(params.outliers, 1, device=target.device)
 
     def learn(self, target: Tensor, importance: Tensor, generator: torch.Generator) -> None:
-        """Codebooks of all stages by weighted k-means on the weight itself."""
+        """Learn the codebooks of all stages by weighted k-means on the weight itself."""
         left = self._normalized(target).unflatten(1, (-1, self.unit_rows))  # column, unit, row
         factors = importance * self.scale.squeeze(1)
         learned = torch.empty_like(self.books.entries)
         for group in range(self.groups):
-            own = self.owner == group
-            vectors = codebooks.Vectors(left[own].unsqueeze(0), factors[own])
+            members = self.owner == group
+            vectors = codebooks.Vectors(left[members].unsqueeze(0), factors[members])
             for entries in learned[group].split(self.sizes):  # views, one for each stage
                 c = self.config
                 entries.copy_(codebooks.learn(vectors, len(entries), c.iterations, c.seeding, generator)[0])
                 index, _ = codebooks.assign(vectors, entries.unsqueeze(0))
-                vectors = codebooks.Vectors(vectors.values - entries[index], factors[own])
+                vectors = codebooks.Vectors(vectors.values - entries[index], factors[members])
         self.books = self._rounded(learned)
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
@@ -183,7 +183,7 @@ class _Rounder(feedback.Rounder):
         return Layout(torch.stack(index), True, self.scale)
 
     def values(self) -> Tensor:
-        """[in, out] of the present codes and entries."""
+        """Return the values [in, out] of the present codes and entries."""
         values = self.layout().values(self.books.entries.flatten(0, 1)) + self.bias
         if self.params.outliers:
             values[: self.params.outliers] += self._added()
@@ -201,7 +201,7 @@ class _Rounder(feedback.Rounder):
         self.books = self._rounded(entries.view_as(self.books.entries))
 
     def _added(self) -> Tensor:
-        """Integer parts of the outlier columns, [outliers, out]."""
+        """Return the integer parts of the outlier columns, [outliers, out]."""
         integers = self.codes[: self.params.outliers, :, len(self.sizes) :]
         return integers.flatten(1).float() * self.outlier_scale
 
@@ -209,7 +209,7 @@ class _Rounder(feedback.Rounder):
         return (target - self.bias[start]) / self.scale[start]
 
     def _rounded(self, entries: Tensor) -> codebooks.Books:
-        """Each stage rounded with a scale of its own; scale [column group, stage]."""
+        """Round each stage with a scale of its own; scale [column group, stage]."""
         stages = [codebooks.rounded(part, self.params.codebook_dtype) for part in entries.split(self.sizes, 1)]
         scales = [stage.scale for stage in stages if stage.scale is not None]
         return codebooks.Books(
@@ -230,7 +230,7 @@ def _norms(target: Tensor, config: Config) -> tuple[Tensor, Tensor]:
 
 
 def _integer_scale(left: Tensor, bits: int) -> Tensor:
-    """The float16 scale whose integers lose least of `left` [1, rows]."""
+    """Return the float16 scale whose integers lose least of `left` [1, rows]."""
     largest = left.abs().amax() / (2 ** (bits - 1) - 1)
     scales = (largest * torch.tensor(RATIOS, device=left.device)).clamp(2.0**-24, 65504).half().float().unsqueeze(1)
     top = 2 ** (bits - 1)
@@ -238,7 +238,7 @@ def _integer_scale(left: Tensor, bits: int) -> Tensor:
     return scales[lost.argmin()]
 
 
-def _packed(rounder: _Rounder, order: Tensor, params: codebook.Params, shape: tuple[int, int]) -> PackedWeight:
+def _packed(rounder: _RowVectorRounder, order: Tensor, params: codebook.Params, shape: tuple[int, int]) -> PackedWeight:
     inverse = torch.argsort(order)
     codes, count = rounder.codes[inverse], params.outliers  # column, unit, stage
     books = rounder.books

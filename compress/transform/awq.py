@@ -1,4 +1,4 @@
-"""AWQ: channels with large activations get finer weights, by a scale that is searched; then clipping (2306.00978).
+"""AWQ: scale channels with large activations up, by a searched factor, then clip weights (arXiv 2306.00978).
 
 The columns of the weights are multiplied by s = mean|x|^rho, the vector that they read is divided by it. Of `ratios`
 exponents rho from 0 (no change) the one is kept with which the output of the module that reads the vector changes
@@ -72,12 +72,12 @@ class Config:
 def apply(
     block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
-    """Scale, then clip a loaded block in place; returns notes for the report."""
-    grids = {path: found for path, scheme in schemes.items() if (found := scalar_grid(scheme)) is not None}
-    wanted = [site for site in sites if any(reader in grids for reader in site.readers)]
+    """Scale, then clip a loaded block in place; return notes for the report."""
+    grids = {path: on_grid for path, scheme in schemes.items() if (on_grid := scalar_grid(scheme)) is not None}
+    scalable = [site for site in sites if any(reader in grids for reader in site.readers)]
     exponents: list[float] = []
     before = after = 0.0
-    for site, seen, trial in trials(block, wanted, batches, config.tokens, config.sequences):
+    for site, seen, trial in trials(block, scalable, batches, config.tokens, config.sequences):
         best = search(block, site, seen, trial, config.ratios, grids)
         if best is not None and best.exponent > 0 and fold(block, site, best.scale):
             exponents.append(best.exponent)
@@ -87,16 +87,16 @@ def apply(
         mean = sum(exponents) / len(exponents)
         said += f", by exponents of {mean:.2f} on average; the searched error falls to {after / before:.3g}"
     notes = [said]
-    if len(wanted) < len(sites):
-        notes.append(f"{len(sites) - len(wanted)} sites are read by no linear with an integer grid")
+    if len(scalable) < len(sites):
+        notes.append(f"{len(sites) - len(scalable)} sites are read by no linear with an integer grid")
     if config.clip:
         notes.append(clip(block, batches, config, {p: g for p, g in grids.items() if p not in unclipped(sites)}))
     return tuple(notes)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best scale of a site."""
+class BestScale:
+    """The best scale of a site, and what it gains."""
 
     exponent: float
     scale: Tensor  # of the producer's channels, float64
@@ -106,14 +106,14 @@ class Found:
 
 def search(
     block: nn.Module, site: Site, seen: Range, trial: Trial, ratios: int, grids: Mapping[str, grid.GridConfig]
-) -> Found | None:
-    """The exponent with the least error, the smallest of several; None if there is nothing to measure it on."""
+) -> BestScale | None:
+    """Return the exponent with the least error, the smallest of several; None if there is nothing to measure it on."""
     if not seen.usable or not trial.kept:
         return None
     reference = trial.outputs()
     mean = by_producer(site, seen.mean).mean(0)
     weights = {r: block.get_submodule(r).get_parameter("weight").detach().float() for r in site.readers if r in grids}
-    best: Found | None = None
+    best: BestScale | None = None
     for step in range(ratios):
         scale = scales(mean, step / ratios)
         wide = to_readers(site, scale).float()
@@ -121,12 +121,12 @@ def search(
         with substituted(block, rounded):
             loss = trial.loss(reference)
         if loss < (best.after * CLEARLY if best else float("inf")):
-            best = Found(step / ratios, scale, best.before if best else loss, loss)
+            best = BestScale(step / ratios, scale, best.before if best else loss, loss)
     return best
 
 
 def scales(mean: Tensor, exponent: float) -> Tensor:
-    """mean^exponent, its smallest and largest reciprocal; mean |x| [channels] float64."""
+    """Return mean^exponent, its smallest and largest reciprocal; mean |x| [channels] float64."""
     alive = mean > 0
     if not alive.any():
         return torch.ones_like(mean)
@@ -136,7 +136,10 @@ def scales(mean: Tensor, exponent: float) -> Tensor:
 
 
 def unclipped(sites: Sequence[Site]) -> set[str]:
-    """Queries and keys: their products are compared nowhere. They stand beside the values, and read what these read."""
+    """Return the paths of queries and keys, whose products are compared nowhere.
+
+    They stand beside the values, and read what these read.
+    """
     values = {site.producer for site in sites if site.head_dim and not site.is_norm}
     reading = {r for site in sites if values & set(site.readers) for r in site.readers}
     beside = {value.rpartition(".")[0] for value in values}
@@ -185,7 +188,7 @@ def clamp(weight: Tensor, inputs: Tensor, config: grid.GridConfig) -> int:
 
 
 def _error(exact: Tensor, clamped: Tensor, factor: Tensor, config: grid.GridConfig, dtype: torch.dtype) -> Tensor:
-    """Squared output error [rows] of a group rounded after clamping; exact and clamped [columns, rows]."""
+    """Return the squared output error [rows] of a group rounded after clamping; exact and clamped [columns, rows]."""
     scale, zero = grid.fit(clamped, None, config, dtype)
     codes = grid.codes(clamped, scale, zero, config.bits)
     return (factor @ codes.sub_(zero).mul_(scale).sub_(exact)).square_().sum(0)

@@ -1,8 +1,8 @@
-"""CLOVER: what only counts as a product inside attention is decomposed together, head by head, and the least is cut.
+"""CLOVER: decompose the products inside attention, head by head, and cut their least channels (arXiv 2411.17426).
 
 What a head adds to the residual stream is O V x, mixed over tokens: V [head_dim, hidden] and O [hidden, head_dim] only
 count as their product, and O V = U S W^T gives V' = S^1/2 W^T and O' = U S^1/2, channels of a head in the order of what
-they matter (arXiv 2411.17426). Heads of the output that share a head of values (grouped-query attention) are put on top
+they matter. Heads of the output that share a head of values (grouped-query attention) are put on top
 of each other: one decomposition of the whole group, exact as well, where the paper has only a QR decomposition. A bias
 is one more column. Nothing changes but the basis; all is computed in float64 and rounded once.
 
@@ -51,7 +51,7 @@ from compress.model.blockwise import Batches, run_block
 from compress.model.graph import Attention, Site, Sites
 from compress.transform import qk_pairs
 from compress.transform.bases import value_rows
-from compress.transform.qk_pairs import Scores
+from compress.transform.qk_pairs import ScoreChannels
 from compress.tune import channel_scales
 from compress.types import Scheme
 
@@ -76,7 +76,7 @@ class Config:
             raise ValueError(f"train {self.train}: steps, at a rate above 0")
 
 
-class Pair(NamedTuple):
+class HeadProduct(NamedTuple):
     """A head of values and the heads of the output that read it, channels in the order of their sizes."""
 
     values: Tensor  # [head_dim, hidden (+ 1)] float64
@@ -84,8 +84,8 @@ class Pair(NamedTuple):
     sizes: Tensor  # [head_dim] float64, descending
 
 
-class Cut(NamedTuple):
-    """What became of the channels of a block."""
+class Decomposition(NamedTuple):
+    """The outcome for the channels of a block."""
 
     zeroed: int
     lost: float  # share of the squared norm of all products
@@ -99,20 +99,22 @@ def apply(
     attention = sites.attention if isinstance(sites, Sites) else None
     if attention is None:
         raise UnsupportedModelError("where attention has its values from cannot be seen; use a recipe without clover")
-    found = None
+    channels = None
     if config.prune_keys is not None:
         hidden, call = next(iter(batches()))
-        found = qk_pairs.find(block, hidden, call)
-        if found is None:
+        channels = qk_pairs.find(block, hidden, call)
+        if channels is None:
             raise UnsupportedModelError(
                 "between queries or keys and the scores is something else than rotary positions; leave out prune_keys"
             )
-    names = {attention.values, attention.output, *([found.queries.name, found.keys.name] if found else [])}
+    names = {attention.values, attention.output, *([channels.queries.name, channels.keys.name] if channels else [])}
     before = _copied(block, names) if config.train else {}
     parts = [("value", decompose(block, attention, config.prune), attention.key_value_heads * attention.head_dim)]
-    if found is not None:
+    if channels is not None:
         seen = batches if config.measure == "inputs" else None
-        parts.append(("query-key", decompose_keys(block, found, config.prune_keys or 0, seen), found.keys.rows.numel()))
+        parts.append(
+            ("query-key", decompose_keys(block, channels, config.prune_keys or 0, seen), channels.keys.rows.numel())
+        )
     notes = [
         f"{part.zeroed} of {total} {what} channels are zero: {100 * part.lost:.2f}% of the squared products"
         for what, part, total in parts
@@ -125,8 +127,8 @@ def apply(
 
 
 @torch.no_grad()
-def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Cut:
-    """Values and output, in place."""
+def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Decomposition:
+    """Decompose the products of values and output, in place."""
     values, output = block.get_submodule(attention.values), block.get_submodule(attention.output)
     columns = output.get_parameter("weight").detach()
     heads = range(attention.key_value_heads)
@@ -141,66 +143,74 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Cut
     for head, pair, mask in zip(heads, pairs, kept, strict=True):
         _put(values, rows[head], pair.values * mask[:, None])
         _group(columns, head, repeats, size).copy_(pair.outputs * mask)
-    return Cut(
+    return Decomposition(
         count, _share(sizes.square(), kept), [channel_scales.Group(attention.values, rows[kept.cpu() > 0][:, None])]
     )
 
 
 @torch.no_grad()
-def decompose_keys(block: nn.Module, found: Scores, prune: float = 0.0, batches: Batches | None = None) -> Cut:
-    """Queries and keys, in place; at least the share `prune` of their channels becomes zero, the least on `batches`."""
-    queries, keys = block.get_submodule(found.queries.name), block.get_submodule(found.keys.name)
-    heads, repeats = len(found.keys.rows), len(found.queries.rows) // len(found.keys.rows)
-    grouped = found.queries.rows.view(heads, repeats, -1)  # key/value head, head, channel
+def decompose_keys(
+    block: nn.Module, channels: ScoreChannels, prune: float = 0.0, batches: Batches | None = None
+) -> Decomposition:
+    """Decompose the products of queries and keys, in place.
+
+    At least the share `prune` of their channels becomes zero, the least on `batches`.
+    """
+    queries, keys = block.get_submodule(channels.queries.name), block.get_submodule(channels.keys.name)
+    heads, repeats = len(channels.keys.rows), len(channels.queries.rows) // len(channels.keys.rows)
+    grouped = channels.queries.rows.view(heads, repeats, -1)  # key/value head, head, channel
     units: list[tuple[Tensor, Tensor]] = []  # rows of keys [n] and queries [heads, n] that stay or go together
-    for own, reading in zip(found.keys.rows, grouped, strict=True):
-        _decompose_free(queries, keys, reading[:, found.free], own[found.free])
-        for pair in found.pairs:
-            _turn(queries, keys, reading[:, pair], own[pair])
-        units += [(own[unit], reading[:, unit]) for unit in (*found.free[:, None], *found.pairs)]
-    counts = torch.tensor([len(own) for own, _ in units])
+    for key_rows, query_rows in zip(channels.keys.rows, grouped, strict=True):
+        _decompose_free(queries, keys, query_rows[:, channels.free], key_rows[channels.free])
+        for pair in channels.pairs:
+            _turn(queries, keys, query_rows[:, pair], key_rows[pair])
+        units += [(key_rows[unit], query_rows[:, unit]) for unit in (*channels.free[:, None], *channels.pairs)]
+    counts = torch.tensor([len(key_rows) for key_rows, _ in units])
     energies = _norms(queries, keys) if batches is None or not prune else _energies(block, queries, keys, batches)
     squares = (
-        torch.stack([energies[0][reading].sum() * energies[1][own].sum() for own, reading in units]).cpu() / counts
+        torch.stack(
+            [energies[0][query_rows].sum() * energies[1][key_rows].sum() for key_rows, query_rows in units]
+        ).cpu()
+        / counts
     )
     order = (squares / counts).argsort(stable=True)
     before = counts[order].cumsum(0) - counts[order]  # channels that go before this one
     kept = torch.ones(len(units), dtype=torch.float64)
-    kept[order[before < round(prune * found.keys.rows.numel())]] = 0
-    for (own, reading), keep in zip(units, kept.tolist(), strict=True):
+    kept[order[before < round(prune * channels.keys.rows.numel())]] = 0
+    for (key_rows, query_rows), keep in zip(units, kept.tolist(), strict=True):
         if not keep:
-            _put(keys, own, torch.zeros_like(_taken(keys, own)))
-            _put(queries, reading.flatten(), torch.zeros_like(_taken(queries, reading.flatten())))
-    left = [own for (own, _), keep in zip(units, kept.tolist(), strict=True) if keep]
-    alike = [[own for own in left if len(own) == count] for count in (1, 2)]
-    groups = [channel_scales.Group(found.keys.name, torch.stack(rows)) for rows in alike if rows]
-    return Cut(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
+            _put(keys, key_rows, torch.zeros_like(_taken(keys, key_rows)))
+            _put(queries, query_rows.flatten(), torch.zeros_like(_taken(queries, query_rows.flatten())))
+    left = [key_rows for (key_rows, _), keep in zip(units, kept.tolist(), strict=True) if keep]
+    alike = [[key_rows for key_rows in left if len(key_rows) == count] for count in (1, 2)]
+    groups = [channel_scales.Group(channels.keys.name, torch.stack(rows)) for rows in alike if rows]
+    return Decomposition(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 
-def decomposed(values: Tensor, outputs: Tensor) -> Pair:
-    """values [head_dim, n], outputs [g, out, head_dim], both float64: their product in its own basis, balanced."""
+def decomposed(values: Tensor, outputs: Tensor) -> HeadProduct:
+    """Return values [head_dim, n] and outputs [g, out, head_dim], float64, in the basis of their product, balanced."""
     count, out, size = outputs.shape
     left, above = torch.linalg.qr(outputs.reshape(count * out, size))
     right, below = torch.linalg.qr(values.T)
     turned, sizes, back = torch.linalg.svd(above @ below.T)
     root = sizes.sqrt()
-    return Pair(root[:, None] * (back @ right.T), (left @ turned * root).view(count, out, size), sizes)
+    return HeadProduct(root[:, None] * (back @ right.T), (left @ turned * root).view(count, out, size), sizes)
 
 
-def _decompose_free(queries: nn.Module, keys: nn.Module, reading: Tensor, own: Tensor) -> None:
-    """Channels `own` [n] of a head of keys and [heads, n] of the queries, that no position turns."""
-    if not len(own):
+def _decompose_free(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key_rows: Tensor) -> None:
+    """Decompose channels [n] of a head of keys and [heads, n] of its queries that no position turns."""
+    if not len(key_rows):
         return
-    sides = torch.stack([_taken(queries, rows).T for rows in reading])  # head, input, channel
-    pair = decomposed(_taken(keys, own), sides)
-    _put(keys, own, pair.values)
-    for rows, columns in zip(reading, pair.outputs, strict=True):
+    sides = torch.stack([_taken(queries, rows).T for rows in query_rows])  # head, input, channel
+    pair = decomposed(_taken(keys, key_rows), sides)
+    _put(keys, key_rows, pair.values)
+    for rows, columns in zip(query_rows, pair.outputs, strict=True):
         _put(queries, rows, columns.T)
 
 
-def _turn(queries: nn.Module, keys: nn.Module, reading: Tensor, own: Tensor) -> None:
-    """Two channels `own` [2] and [heads, 2] that are turned together: q c, k / conj(c), both of the same norm."""
-    q, k = _taken(queries, reading.flatten()), _taken(keys, own)
+def _turn(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key_rows: Tensor) -> None:
+    """Change two channels [2] of keys and [heads, 2] of queries that turn together: q c, k / conj(c), of one norm."""
+    q, k = _taken(queries, query_rows.flatten()), _taken(keys, key_rows)
     sides = torch.complex(q[::2], q[1::2]), torch.complex(k[0], k[1])
     norms = [side.norm() for side in sides]
     if not all(norms):
@@ -208,17 +218,17 @@ def _turn(queries: nn.Module, keys: nn.Module, reading: Tensor, own: Tensor) -> 
     angle = torch.polar(torch.ones_like(norms[0]), -(sides[1] ** 2).sum().angle() / 2)
     stretch = (norms[0] / norms[1]).sqrt()
     turned_q, turned_k = sides[0] * angle / stretch, sides[1] * angle * stretch
-    _put(queries, reading.flatten(), torch.stack((turned_q.real, turned_q.imag), 1).flatten(0, 1))
-    _put(keys, own, torch.stack((turned_k.real, turned_k.imag)))
+    _put(queries, query_rows.flatten(), torch.stack((turned_q.real, turned_q.imag), 1).flatten(0, 1))
+    _put(keys, key_rows, torch.stack((turned_k.real, turned_k.imag)))
 
 
 def _norms(*linears: nn.Module) -> list[Tensor]:
-    """Squared norm of each row, its bias with it: the mean square of what it gives for inputs of all directions."""
+    """Return each row's squared norm, bias included: the mean square of what it gives for inputs of all directions."""
     return [_taken(linear, torch.arange(len(linear.get_parameter("weight")))).square().sum(1) for linear in linears]
 
 
 def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: Batches) -> list[Tensor]:
-    """Sum over tokens of the square of what each row of both linears gives, float64."""
+    """Sum the squares of what each row of both linears gives over tokens, float64."""
     sums: dict[int, Tensor] = {}
 
     def add(linear: nn.Module, inputs: object, output: Tensor) -> None:
@@ -235,20 +245,20 @@ def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: Ba
 
 
 def _copied(block: nn.Module, names: set[str]) -> dict[str, Tensor]:
-    """The parameters of some of its linears, by their paths."""
+    """Return copies of the parameters of these linears of a block, by their paths."""
     owned = [(f"{name}.{key}", p) for name in sorted(names) for key, p in block.get_submodule(name).named_parameters()]
     return {path: parameter.detach().clone() for path, parameter in owned}
 
 
 def _taken(linear: nn.Module, rows: Tensor) -> Tensor:
-    """These rows of a weight, float64; the bias, if there is one, as one more column."""
+    """Return these rows of a weight, float64; the bias, if there is one, as one more column."""
     part = linear.get_parameter("weight").detach()[rows].double()
     bias = getattr(linear, "bias", None)
     return part if bias is None else torch.cat((part, bias.detach()[rows, None].double()), 1)
 
 
 def _put(linear: nn.Module, rows: Tensor, part: Tensor) -> None:
-    """The opposite of `_taken`."""
+    """Write rows back that `_taken` gave."""
     weight, bias = linear.get_parameter("weight").detach(), getattr(linear, "bias", None)
     weight[rows] = part[:, : weight.shape[1]].to(weight.dtype)
     if bias is not None:
@@ -256,11 +266,11 @@ def _put(linear: nn.Module, rows: Tensor, part: Tensor) -> None:
 
 
 def _share(squares: Tensor, kept: Tensor) -> float:
-    """The share of the sum that is not kept."""
+    """Return the share of the sum that is not kept."""
     return 1 - (squares * kept).sum().item() / max(squares.sum().item(), 1e-300)
 
 
 def _group(columns: Tensor, head: int, repeats: int, size: int) -> Tensor:
-    """The columns [out, heads * size] that read a head of values: a view [repeats, out, size]."""
+    """Return the columns [out, heads * size] that read a head of values: a view [repeats, out, size]."""
     part = columns[:, head * repeats * size : (head + 1) * repeats * size]
     return part.unflatten(1, (repeats, size)).transpose(0, 1)

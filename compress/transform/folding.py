@@ -1,4 +1,4 @@
-"""Moves a scale and a shift of each channel out of a vector: x' = (x - shift) / scale, the function unchanged.
+"""Move a scale and a shift of each channel out of a vector: x' = (x - shift) / scale, the function unchanged.
 
 What makes the vector gives x' instead of x, and all that read it undo the change:
 - a norm: weight / scale and (bias - shift) / scale; one that multiplies by 1 + weight: (1 + weight) / scale - 1,
@@ -27,7 +27,7 @@ CHUNK = 1 << 22  # weights in float64 at a time: 32 MiB
 
 
 class _Norm(NamedTuple):
-    """What becomes of a norm, and the scale and shift that this stands for, in float64."""
+    """A norm's new parameters, and the scale and shift that they stand for, in float64."""
 
     weight: Tensor  # in the stored type, like bias
     bias: Tensor | None
@@ -36,22 +36,22 @@ class _Norm(NamedTuple):
 
 
 def by_producer(site: Site, values: Tensor) -> Tensor:
-    """Values of the readers' channels [channels] -> [repeats, the producer's channels]."""
+    """Return values of the readers' channels [channels] as [repeats, the producer's channels]."""
     if site.repeats == 1:
         return values[None]
     return values.view(-1, site.repeats, site.head_dim).transpose(0, 1).reshape(site.repeats, -1)
 
 
 def to_readers(site: Site, values: Tensor) -> Tensor:
-    """Values of the producer's channels -> of the readers' channels, in which heads may be repeated."""
+    """Return values of the producer's channels for the readers' channels, in which heads may be repeated."""
     if site.repeats == 1:
         return values
     return values.view(-1, 1, site.head_dim).expand(-1, site.repeats, -1).reshape(-1)
 
 
 def can_shift(block: nn.Module, site: Site) -> bool:
-    """Whether the producer can subtract a shift and every reader can add it again: all have biases."""
-    return all(_own(block, name, "bias") is not None for name in (site.producer, *site.readers))
+    """Return whether the producer can subtract a shift and all readers can add it again: all have biases."""
+    return all(_parameter(block, name, "bias") is not None for name in (site.producer, *site.readers))
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def fold(block: nn.Module, site: Site, scale: Tensor, shift: Tensor | None = Non
     scale, shift = scale.double(), None if shift is None else shift.double()
     if not (torch.isfinite(scale).all() and (scale > 0).all() and (shift is None or torch.isfinite(shift).all())):
         return False
-    weight, bias = _own(block, site.producer, "weight"), _own(block, site.producer, "bias")
+    weight, bias = _parameter(block, site.producer, "weight"), _parameter(block, site.producer, "bias")
     if weight is None:
         return False
     if site.is_norm:
@@ -77,7 +77,7 @@ def fold(block: nn.Module, site: Site, scale: Tensor, shift: Tensor | None = Non
     fits &= new_bias is None or bool(torch.isfinite(new_bias).all())
     wide, moved = to_readers(site, scale), None if shift is None else to_readers(site, shift)
     readers = [_weight(block, name) for name in site.readers]
-    biases = [_own(block, name, "bias") if moved is not None else None for name in site.readers]
+    biases = [_parameter(block, name, "bias") if moved is not None else None for name in site.readers]
     sums = [None if b is None or moved is None else _sum(w, b, moved) for w, b in zip(readers, biases, strict=True)]
     fits &= all(_fits(reader, wide) for reader in readers)
     if not fits or not all(total is None or torch.isfinite(total).all() for total in sums):
@@ -96,7 +96,7 @@ def fold(block: nn.Module, site: Site, scale: Tensor, shift: Tensor | None = Non
 
 
 def _norm(weight: Tensor, bias: Tensor | None, offset: bool, scale: Tensor, shift: Tensor | None) -> _Norm:
-    """The norm's new parameters, and the scale and shift that they stand for once they are rounded."""
+    """Return the norm's new parameters, and the scale and shift that they stand for once they are rounded."""
     one = 1.0 if offset else 0.0
     gain = one + weight.double()
     stored = (gain / scale - one).to(weight.dtype)
@@ -111,26 +111,26 @@ def _norm(weight: Tensor, bias: Tensor | None, offset: bool, scale: Tensor, shif
 
 
 def _moved(bias: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """The producer's bias [channels], in its stored type."""
+    """Return the producer's new bias [channels], in its stored type."""
     exact = bias.double() if shift is None else bias.double() - shift
     return (exact / scale).to(bias.dtype)
 
 
 def _sum(weight: Tensor, bias: Tensor, shift: Tensor) -> Tensor:
-    """A reader's bias [out] with the shift [in] put back, in its stored type."""
+    """Return a reader's bias [out] with the shift [in] put back, in its stored type."""
     parts = [rows.double() @ shift for rows in weight.split(_rows(weight))]
     return (bias.double() + torch.cat(parts)).to(bias.dtype)
 
 
 def _fits(weight: Tensor, factor: Tensor) -> bool:
-    """Whether weight [out, in] times factor [in] or [out, 1] is finite in the stored type."""
+    """Return whether weight [out, in] times factor [in] or [out, 1] is finite in the stored type."""
     axis = 1 if factor.dim() == 2 else 0
     largest = weight.abs().amax(axis).double() * factor.reshape(-1)
     return bool((largest <= torch.finfo(weight.dtype).max).all())
 
 
 def _multiply(weight: Tensor, factor: Tensor) -> None:
-    """weight [out, in] times factor [in] or [out, 1], in place."""
+    """Multiply weight [out, in] by factor [in] or [out, 1], in place."""
     step = _rows(weight)
     for start in range(0, weight.shape[0], step):
         rows = weight[start : start + step]
@@ -145,7 +145,7 @@ def _weight(block: nn.Module, path: str) -> Tensor:
     return block.get_submodule(path).get_parameter("weight").detach()
 
 
-def _own(block: nn.Module, path: str, name: str) -> Tensor | None:
-    """A parameter of the module at `path`, a view; None if it has none of that name."""
-    found = dict(block.get_submodule(path).named_parameters(recurse=False)).get(name)
-    return None if found is None else found.detach()
+def _parameter(block: nn.Module, path: str, name: str) -> Tensor | None:
+    """Return a parameter of the module at `path`, a view; None if it has none of that name."""
+    parameter = dict(block.get_submodule(path).named_parameters(recurse=False)).get(name)
+    return None if parameter is None else parameter.detach()

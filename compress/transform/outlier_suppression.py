@@ -1,4 +1,4 @@
-"""Outlier Suppression+: channels are shifted to their middle and outliers scaled down, by a search (arXiv 2304.09145).
+"""Outlier Suppression+: shift channels to their middle and scale outliers down, by a search (arXiv 2304.09145).
 
 A channel becomes x' = (x - z) / s with z = (max x + min x) / 2 and s = max(1, max|x - z| / t): only channels that
 reach beyond the threshold t are scaled. The threshold is the one with which the output of the module that reads the
@@ -8,7 +8,7 @@ makes the vector and what reads it (compress/transform/folding.py).
 Differences from the paper and its code, and why:
 - Thresholds fall geometrically from the largest magnitude to that of the median channel, `thresholds` of them. The
   released grid is linear and ends at 1, which depends on the unit of the activations and takes a hundred or more.
-- Neither shift nor scale is kept where rounding alone does as well: no change is always among the candidates.
+- Neither shift nor scale is kept where rounding alone does as well: no change is always one of the choices.
 - Only norms shift: between a linear and its reader there may be a gate or an attention sink, which a shift does not
   pass unchanged. The norm and all of its readers must have biases; elsewhere only the scale is searched.
 - What linears make (v -> o, up -> down) is scaled with the others; heads that share a head of v share its scale.
@@ -68,7 +68,9 @@ class Change(NamedTuple):
     shift: Tensor | None = None
 
 
-class Found(NamedTuple):
+class BestChange(NamedTuple):
+    """The best change of a site, and what it gains."""
+
     change: Change | None  # None: the site stays as it is
     before: float  # squared error of the module's output without a change
     after: float
@@ -78,54 +80,54 @@ def apply(
     block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Shift and scale the sites of a loaded block in place; returns notes for the report."""
-    wanted = [site for site in sites if any(is_rounded(schemes.get(reader)) for reader in site.readers)]
+    searched = [site for site in sites if any(is_rounded(schemes.get(reader)) for reader in site.readers)]
     changed = shifted = 0
     before = after = largest = 0.0
-    for site, seen, trial in trials(block, wanted, batches, config.tokens, config.sequences):
-        found = search(block, site, seen, trial, config, schemes)
-        if found is not None and found.change is not None and fold(block, site, *found.change):
-            changed, shifted = changed + 1, shifted + (found.change.shift is not None)
-            before, after = before + found.before, after + found.after
-            largest = max(largest, found.change.scale.max().item())
+    for site, seen, trial in trials(block, searched, batches, config.tokens, config.sequences):
+        best = search(block, site, seen, trial, config, schemes)
+        if best is not None and best.change is not None and fold(block, site, *best.change):
+            changed, shifted = changed + 1, shifted + (best.change.shift is not None)
+            before, after = before + best.before, after + best.after
+            largest = max(largest, best.change.scale.max().item())
     said = f"{changed} of {len(sites)} sites are scaled, by up to {largest:.3g}, {shifted} of them shifted"
     notes = [f"{said}; the searched error falls to {after / before:.3g}" if changed else said]
-    if len(wanted) < len(sites):
-        notes.append(f"{len(sites) - len(wanted)} sites are read by no linear whose rounding the search knows")
+    if len(searched) < len(sites):
+        notes.append(f"{len(sites) - len(searched)} sites are read by no linear whose rounding the search knows")
     return tuple(notes)
 
 
 def is_rounded(scheme: Scheme | None) -> bool:
-    """Whether a trial can round something of the linear: its weights, its inputs."""
+    """Return whether a trial can round something of the linear: its weights, its inputs."""
     return scalar_grid(scheme) is not None or _activations(scheme) is not None
 
 
 def search(
     block: nn.Module, site: Site, seen: Range, trial: Trial, config: Config, schemes: Mapping[str, Scheme]
-) -> Found | None:
-    """The change with the least error, the mildest of several; None if there is nothing to measure it on."""
+) -> BestChange | None:
+    """Return the change with the least error, the mildest of several; None if there is nothing to measure it on."""
     if not seen.usable or not trial.kept:
         return None
     reference = trial.outputs()
     low, high = (by_producer(site, values.double()) for values in (seen.low, seen.high))
     low, high = low.amin(0), high.amax(0)
-    candidates: list[Change] = [Change(scale) for scale in scales(torch.maximum(high, -low), config.thresholds)]
+    changes: list[Change] = [Change(scale) for scale in scales(torch.maximum(high, -low), config.thresholds)]
     if config.shift and site.is_norm and can_shift(block, site):
         middle = (low + high) / 2
         shifted = scales((high - low) / 2, config.thresholds)
-        candidates = [candidates[0], *(Change(scale, middle) for scale in shifted)]
+        changes = [changes[0], *(Change(scale, middle) for scale in shifted)]
     best, least, before = None, float("inf"), float("inf")
-    for index, change in enumerate(candidates):
+    for index, change in enumerate(changes):
         with substituted(block, substitutes(block, site, change, (low, high), schemes)):
             loss = trial.loss(reference)
         if index == 0:  # no change
             least = before = loss
         elif loss < least * CLEARLY:
             best, least = change, loss
-    return Found(best, before, least)
+    return BestChange(best, before, least)
 
 
 def scales(largest: Tensor, thresholds: int) -> list[Tensor]:
-    """Scales for falling thresholds, the first of which scales nothing; largest: max |x| [channels] float64."""
+    """Return scales for falling thresholds, the first of which scales nothing; largest: max |x| [channels] float64."""
     ones = torch.ones_like(largest)
     alive = largest[largest > 0]
     if alive.numel() == 0:
@@ -138,12 +140,12 @@ def scales(largest: Tensor, thresholds: int) -> list[Tensor]:
 def substitutes(
     block: nn.Module, site: Site, change: Change, bounds: tuple[Tensor, Tensor], schemes: Mapping[str, Scheme]
 ) -> dict[str, Substitute]:
-    """The quantized readers as they would be rounded after a change; bounds: min and max x of the producer's."""
+    """Return the readers as they would be rounded after a change; bounds: min and max x of the producer's channels."""
     shift = torch.zeros_like(change.scale) if change.shift is None else change.shift
     low, high = ((bound - shift) / change.scale for bound in bounds)
     bound = torch.maximum(high, -low).max().item()
     scale, shift = to_readers(site, change.scale).float(), to_readers(site, shift).float()
-    found = {}
+    readers = {}
     for reader in site.readers:
         if reader not in schemes:
             continue
@@ -154,16 +156,16 @@ def substitutes(
         scaled = weight * scale
         rounded = scaled if config is None else fake_weight(scaled, config)
         inputs = partial(_inputs, scale=scale, shift=shift, activations=_activations(schemes[reader]), bound=bound)
-        found[reader] = Substitute(rounded, bias, inputs)
-    return found
+        readers[reader] = Substitute(rounded, bias, inputs)
+    return readers
 
 
 def _inputs(x: Tensor, scale: Tensor, shift: Tensor, activations: Activations | None, bound: float) -> Tensor:
-    """The changed inputs [..., channels] of a reader, rounded as at run time."""
+    """Return the changed inputs [..., channels] of a reader, rounded as at run time."""
     changed = ((x.float() - shift) / scale).to(x.dtype)
     return changed if activations is None else fake_activations(changed, activations, bound)
 
 
 def _activations(scheme: Scheme | None) -> Activations | None:
-    """How the inputs of a linear are rounded as they are; None if they are not, or in another basis."""
+    """Return how the inputs of a linear are rounded; None if they are not, or in another basis."""
     return None if scheme is None or scheme.incoherence else scheme.activations

@@ -1,7 +1,7 @@
-"""How a block's queries and keys come from its linears, and what may be changed between them: found by running it.
+"""Find how a block's queries and keys come from its linears, and what may be changed between them, by running it.
 
-The outputs of the linears are replaced by known numbers while the block runs up to its attention, and what arrives
-there as queries and keys is looked at. Which row of which linear is a channel of a head is read off where there is no
+The outputs of the linears are replaced by known numbers while the block runs up to its attention, where the queries and
+keys that arrive are looked at. Which row of which linear is a channel of a head is read off where there is no
 rotation, at the first token. A channel that is the same at all tokens is free: any basis of the free channels of a head
 gives the same scores. Two channels that rotary positions turn into each other are a pair: seen as one complex number,
 what they add to a score is Re(conj(q) k e^(i angle)), so that q may be multiplied by a complex c, and k by 1 / conj(c),
@@ -32,7 +32,9 @@ class Heads(NamedTuple):
     rows: Tensor  # [heads, head_dim] int64
 
 
-class Scores(NamedTuple):
+class ScoreChannels(NamedTuple):
+    """Where the scores of a block come from."""
+
     queries: Heads
     keys: Heads
     free: Tensor  # [n] int64: channels of a head that no position turns
@@ -44,24 +46,26 @@ class _SeenError(Exception):
 
 
 Made = Callable[[str, int], Tensor]  # (linear, its rows) -> the numbers that its outputs are to be [rows]
-Pair = tuple[Tensor, Tensor]
+QueriesKeys = tuple[Tensor, Tensor]  # [batch, heads, tokens, head_dim]
 
 
 @torch.no_grad()
-def find(block: nn.Module, hidden: Tensor, call: Call) -> Scores | None:
-    """hidden [batch, tokens, hidden] and `call`: what the block receives; its parameters stay as they are."""
+def find(block: nn.Module, hidden: Tensor, call: Call) -> ScoreChannels | None:
+    """Find the channels of scores of a block that receives hidden [batch, tokens, hidden] and `call`.
+
+    The parameters of the block stay as they are.
+    """
     counts = {name: module.out_features for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     firsts = dict(zip(counts, torch.tensor([0, *counts.values()]).cumsum(0).tolist(), strict=False))
 
-    def run(made: Made) -> Pair | None:
+    def run(made: Made) -> QueriesKeys | None:
         return _attended(block, hidden, call, made)
 
     ones = run(lambda _, rows: torch.ones(rows))
     numbers = run(lambda name, rows: 1.0 + firsts[name] + torch.arange(rows))
     if ones is None or numbers is None:
         return None
-    found = [_heads(one, number, firsts, counts) for one, number in zip(ones, numbers, strict=True)]
-    queries, keys = found
+    queries, keys = (_heads(one, number, firsts, counts) for one, number in zip(ones, numbers, strict=True))
     if queries is None or keys is None:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -74,15 +78,15 @@ def find(block: nn.Module, hidden: Tensor, call: Call) -> Scores | None:
             return None
         probes.append([(x[:, None], y[0].cpu()) for x, y in zip(given, arrived, strict=True)])  # head, token, channel
     split = _split([pair for probe in probes for pair in probe])
-    return None if split is None else Scores(queries, keys, *split)
+    return None if split is None else ScoreChannels(queries, keys, *split)
 
 
-def _attended(block: nn.Module, hidden: Tensor, call: Call, made: Made) -> Pair | None:
-    """Queries and keys [batch, heads, tokens, head_dim] as attention gets them if linears give what `made` says."""
+def _attended(block: nn.Module, hidden: Tensor, call: Call, made: Made) -> QueriesKeys | None:
+    """Return queries and keys [batch, heads, tokens, head_dim] as attention gets them if linears give `made`."""
     config = next((m.config for m in block.modules() if hasattr(m.__dict__.get("config"), "get_text_config")), None)
     if config is None:
         return None
-    seen: list[Pair] = []
+    seen: list[QueriesKeys] = []
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append((query.float(), key.float()))
@@ -110,10 +114,10 @@ def _attended(block: nn.Module, hidden: Tensor, call: Call, made: Made) -> Pair 
 
 
 def _heads(ones: Tensor, numbers: Tensor, firsts: dict[str, int], counts: dict[str, int]) -> Heads | None:
-    """Which rows these are, from what a one and the number of the row plus one have become at the first token."""
-    found = (numbers[0, :, 0] / ones[0, :, 0]).cpu() - 1  # head, channel
-    whole = found.round()
-    if not torch.isfinite(found).all() or (found - whole).abs().max() > 0.1 or whole.unique().numel() < whole.numel():
+    """Return which rows these are, from what a one and the row's number plus one have become at the first token."""
+    rows = (numbers[0, :, 0] / ones[0, :, 0]).cpu() - 1  # head, channel
+    whole = rows.round()
+    if not torch.isfinite(rows).all() or (rows - whole).abs().max() > 0.1 or whole.unique().numel() < whole.numel():
         return None
     for name, first in firsts.items():
         if whole.min() >= first and whole.max() < first + counts[name]:
@@ -122,8 +126,10 @@ def _heads(ones: Tensor, numbers: Tensor, firsts: dict[str, int], counts: dict[s
 
 
 def _split(probes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Free channels and pairs, from what was given [heads, 1, head_dim] and arrived [heads, tokens, head_dim], for
-    queries and keys in turn, twice."""
+    """Return free channels and pairs, from (given [heads, 1, head_dim], arrived [heads, tokens, head_dim]).
+
+    The probes are for queries and keys in turn, twice.
+    """
     moving = torch.stack([(y != y[:, :1]).any(0).any(0) for _, y in probes]).any(0)  # channel
     free, turned = (~moving).nonzero()[:, 0], moving.nonzero()[:, 0]
     still = [(y / x)[..., free] for x, y in probes]
@@ -142,5 +148,5 @@ def _complex(values: Tensor, pairs: Tensor) -> Tensor:
     return torch.complex(values[..., pairs[:, 0]], values[..., pairs[:, 1]])
 
 
-def _close(found: Tensor, wanted: Tensor) -> bool:
-    return bool(((found - wanted).abs() <= CLOSE * wanted.abs().max()).all()) if found.numel() else True
+def _close(values: Tensor, expected: Tensor) -> bool:
+    return bool(((values - expected).abs() <= CLOSE * expected.abs().max()).all()) if values.numel() else True

@@ -1,4 +1,4 @@
-"""Rotation: the residual stream, and the values of attention, in a random rotated basis (QuaRot, arXiv 2404.00456).
+"""QuaRot: put the residual stream and the values of attention in a random rotated basis (arXiv 2404.00456).
 
 Where every norm's output depends on its input x only through x / rms(x), an orthogonal Q can be put between all that
 writes to the residual stream and all that reads it: writers W become Q W, readers W Q^T, embeddings e Q e, and the
@@ -71,7 +71,7 @@ class Config:
 
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
-    """The rotation of this model; no weight is read. Raises UnsupportedModelError with the reason if it has none."""
+    """Return the rotation of this model; no weight is read. Raises UnsupportedModelError where there is none."""
     graph = trace(skeleton)
     if config.residual:
         _check(graph, skeleton)
@@ -104,8 +104,8 @@ class Rotation:
             residual = Basis(self.width, derived_seed(seed, "rotation", "residual"), self.keep_mean)
         for index, block in enumerate(self.graph.blocks if self.config.values else ()):
             if block.attention is not None:
-                own = derived_seed(seed, "rotation", f"{self.skeleton.block_prefix(index).rstrip('.')} values")
-                values[index] = Basis(block.attention.head_dim, own)
+                name = self.skeleton.block_prefix(index).rstrip(".")
+                values[index] = Basis(block.attention.head_dim, derived_seed(seed, "rotation", f"{name} values"))
         self.use(residual, values)
 
     def use(self, residual: Orthogonal | None, values: Mapping[int, Orthogonal]) -> None:
@@ -181,7 +181,7 @@ class Rotation:
             self._clear(name, model.get_submodule(name), moved=False)
 
     def head(self) -> Callable[[Tensor], Tensor]:
-        """What happens to rows [rows, hidden] of the output head: the final norm's weight, and the new basis."""
+        """Return the change of the output head's rows [rows, hidden]: the final norm's weight, and the new basis."""
         if self.basis is None:
             return lambda rows: rows
         basis = self.basis
@@ -250,11 +250,11 @@ class Rotation:
             bias.copy_(basis.forward(bias.double()))
 
     def _scale(self, norm: nn.Module) -> Tensor:
-        """What a norm multiplies by, float64 [hidden]."""
+        """Return the factors of a norm, float64 [hidden]."""
         return norm.get_parameter("weight").double() + (1 if self.offset else 0)
 
     def _clear(self, name: str, norm: nn.Module, moved: bool) -> None:
-        """A norm without a weight; its bias has been `moved` to the readers, or stays in the new basis."""
+        """Take away a norm's weight; its bias has been `moved` to the readers, or stays in the new basis."""
         if (bias := _bias(norm)) is not None:
             if moved:
                 bias.zero_()
@@ -274,12 +274,12 @@ class Rotation:
 def _check(graph: Graph, skeleton: Skeleton) -> None:
     """Raise UnsupportedModelError if the residual stream cannot be rotated."""
     prefixes = [skeleton.block_prefix(i) for i in range(len(graph.blocks))]
-    found = [p + n for p, b in zip(prefixes, graph.blocks, strict=True) for n in b.post_norms] + [
+    post_norms = [p + n for p, b in zip(prefixes, graph.blocks, strict=True) for n in b.post_norms] + [
         *graph.outside.post_norms
     ]
-    if found:
+    if post_norms:
         raise UnsupportedModelError(
-            f"{found[0]} normalizes what goes to the residual stream, so that the stream cannot be rotated; set "
+            f"{post_norms[0]} normalizes what goes to the residual stream, so that the stream cannot be rotated; set "
             "`residual: false` for rotate, or remove it"
         )
     last = [skeleton.model.get_submodule(name) for readers in graph.outside.norms.values() for name in readers]
@@ -296,7 +296,7 @@ def _check(graph: Graph, skeleton: Skeleton) -> None:
 
 
 def _values(block: nn.Module, attention: Attention, basis: Orthogonal) -> None:
-    """R2: the same rotation of every head's values, undone where they are read."""
+    """Rotate every head's values alike, and undo it where they are read (R2)."""
     made, read = block.get_submodule(attention.values), block.get_submodule(attention.output)
     rows = value_rows(attention).flatten()
     for parameter in (made.get_parameter("weight"), _bias(made)):
@@ -317,7 +317,7 @@ def _bias(module: nn.Module) -> nn.Parameter | None:
 
 
 def _edit(matrix: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """matrix [rows, n] <- change of some of its rows at a time, float32 (float64 for float32); rounded once."""
+    """Change matrix [rows, n] in place, some rows at a time, in float32 (float64 for float32); rounded once."""
     for part in matrix.data.split(max(1, CHUNK // matrix.shape[1])):
         part.copy_(change(_wide(part)))
 

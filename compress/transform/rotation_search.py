@@ -1,14 +1,14 @@
-"""Several random rotations, tried: which of them leaves the roughly quantized model closest to the original.
+"""Find the random rotation, of several, that leaves the roughly quantized model closest to the original.
 
-The original model and the same model in each of the candidates' bases run side by side, block by block, on a few
-calibration samples. The candidates are rounded to nearest: weights on the integer grids of the recipe, inputs as at run
-time. What counts is KL(original || rounded) of the predicted tokens, the mean over all positions. One block is in
-memory at a time; the hidden states, one stream more than there are candidates, are in a file. Logits are made for so
+The original model and the same model in each of the rotated bases run side by side, block by block, on a few
+calibration samples. The rotated models are rounded to nearest: weights on the integer grids of the recipe, inputs as at
+run time. They are judged by KL(original || rounded) of the predicted tokens, the mean over all positions. One block is
+in memory at a time; the hidden states, one stream more than there are rotations, are in a file. Logits are made for so
 many positions at a time that they stay small, with everything that the model itself does to them.
 
-Only a proxy: the recipe's method may do better than the nearest, weights of methods without an integer grid count as
-they are, and a static scale is that of the batch. Cost: each block is loaded and run once more than there are
-candidates, and its grids are searched for each candidate.
+This is only a proxy: the recipe's method may do better than the nearest, weights of methods without an integer grid
+count as they are, and a static scale is that of the batch. Cost: each block is loaded and run once more than there are
+rotations, and its grids are searched for each of them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.formats import transforms as ops
+from compress.formats import transforms
 from compress.model import blockwise
 from compress.model.blockwise import run_block
 from compress.model.edits import Workbench
 from compress.model.lm_head import divergence, edited_by, logits_of, token_slices
 from compress.model.skeleton import Skeleton
 from compress.quant import grid, incoherence
-from compress.runtime import activation_quant as activations
+from compress.runtime import activation_quant
 from compress.transform.bases import SearchedRotation
 from compress.transform.search import fake_weight
 from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
 
 
 class Rounding(NamedTuple):
-    """What happens to one linear: the grid of its weight, its inputs, and the operations around what is stored."""
+    """How one linear is rounded: the grid of its weight, its inputs, and the operations around what is stored."""
 
     config: grid.GridConfig | None  # None: the weight stays
     activations: Activations | None
@@ -45,9 +45,9 @@ class Rounding(NamedTuple):
 def roundings(
     plan: Plan, seed: int, device: torch.device, has_grid: Callable[[Scheme], bool] = lambda _: True
 ) -> dict[str, Rounding]:
-    """Full name -> rounding of every linear that is rounded at all; seed: of the job."""
+    """Return full name -> rounding of every linear that is rounded at all; seed: of the job."""
     layers = {layer.spec.name: layer for layer in plan.layers}
-    found = {}
+    rounded_layers = {}
     for name, scheme in plan.schemes.items():
         config = scheme.config if isinstance(scheme.config, grid.GridConfig) and has_grid(scheme) else None
         layer = layers.get(name)  # None: only transformed, not packed; nothing is left to run time
@@ -55,25 +55,25 @@ def roundings(
         tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
         if config is not None or scheme.activations is not None:
             around = layer.ops if layer is not None else NO_OPS
-            found[name] = Rounding(config, scheme.activations, around, tensors)
-    return found
+            rounded_layers[name] = Rounding(config, scheme.activations, around, tensors)
+    return rounded_layers
 
 
 def rounded_input(x: Tensor, settings: Activations | None) -> Tensor:
-    """x [..., n] as the layer sees it; a static scale is that of x itself. Differentiable in x."""
+    """Return x [..., n] as the layer sees it; a static scale is that of x itself. Differentiable in x."""
     if settings is None or x.numel() == 0:
         return x
     scale = None
     if settings.scale == "tensor":
-        largest = activations.LargestInput()
+        largest = activation_quant.LargestInput()
         largest.add(x)
         scale = largest.in_scale(settings, "an input").to(x.device)
-    return activations.fake_quantize(x, settings, scale)
+    return activation_quant.fake_quantize(x, settings, scale)
 
 
 @contextmanager
 def rounded(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]) -> Iterator[None]:
-    """While active, these linears of a loaded block round their inputs. Their weights are rounded for good."""
+    """Round the inputs of these linears of a loaded block while active. Their weights are rounded for good."""
     hooks = []
     try:
         for name, layer in layers.items():
@@ -81,7 +81,7 @@ def rounded(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]
             linear.weight.data.copy_(_rounded_weight(linear.weight.detach(), layer))
 
             def change(_: nn.Module, inputs: tuple[Any, ...], layer: Rounding = layer) -> tuple[Any, ...]:
-                x = ops.apply_input(inputs[0], layer.ops, layer.tensors)
+                x = transforms.apply_input(inputs[0], layer.ops, layer.tensors)
                 return (rounded_input(x, layer.activations), *inputs[1:])
 
             hooks.append(linear.register_forward_pre_hook(change))
@@ -92,15 +92,15 @@ def rounded(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]
 
 
 def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
-    """weight [out, in] -> the rounded one, float32, to be multiplied by inputs behind their operations."""
-    stored = ops.rotate(weight, layer.ops, layer.tensors)
+    """Return the rounded weight [out, in], float32, to be multiplied by inputs behind their operations."""
+    stored = transforms.rotate(weight, layer.ops, layer.tensors)
     if layer.config is not None:
         stored = fake_weight(stored, layer.config)
-    return ops.effective(stored, Ops(output=layer.ops.output), layer.tensors)
+    return transforms.effective(stored, Ops(output=layer.ops.output), layer.tensors)
 
 
 def choose(rotation: SearchedRotation, bench: Workbench) -> tuple[int, list[str]]:
-    """The number of the best candidate, the lowest of equals, and what the report should say."""
+    """Return the number of the best rotation, the lowest of equals, and what the report should say."""
     count = rotation.config.seeds
     if count == 1:
         return 0, []
@@ -116,16 +116,16 @@ def choose(rotation: SearchedRotation, bench: Workbench) -> tuple[int, list[str]
 
 
 def search(rotation: SearchedRotation, bench: Workbench, layers: Mapping[str, Rounding]) -> list[float]:
-    """KL of each candidate, in nats a token; `rotation` is left with the last one."""
+    """Return the KL of each rotation, in nats a token; `rotation` is left with the last one."""
     assert bench.tokens is not None, "the caller asks"
-    skeleton, candidates = rotation.skeleton, range(rotation.config.seeds)
+    skeleton, numbers = rotation.skeleton, range(rotation.config.seeds)
     tokens = bench.tokens[: rotation.config.search_samples]
-    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", len(candidates) + 1)
+    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", len(numbers) + 1)
     try:
         with edited_by(skeleton, None):
             bench.say("embedding samples to compare rotations on")
             calls = blockwise.record(skeleton, tokens, bench.batch, stream, bench.device)
-        for number in candidates:
+        for number in numbers:
             rotation.draw(number)
             for sample in range(stream.samples):
                 states = stream.read(sample, 1).to(bench.device)
@@ -136,8 +136,8 @@ def search(rotation: SearchedRotation, bench: Workbench, layers: Mapping[str, Ro
             prefix = skeleton.block_prefix(index)
             inside = {name: layer for name, layer in layers.items() if name.startswith(prefix)}
             _block(index, None, {}, rotation, bench, calls, stream)
-            for number in candidates:
-                bench.say(f"trying rotation {number + 1} of {len(candidates)}, block {index + 1}")
+            for number in numbers:
+                bench.say(f"trying rotation {number + 1} of {len(numbers)}, block {index + 1}")
                 _block(index, number, inside, rotation, bench, calls, stream)
         bench.say("comparing rotations")
         return _compare(rotation, bench.device, stream)
@@ -154,7 +154,7 @@ def _block(
     calls: blockwise.Calls,
     stream: blockwise.Stream,
 ) -> None:
-    """Take one side of the stream, that of a candidate or (None) of the original, through one block."""
+    """Take one side of the stream, that of a rotation or (None) of the original, through one block."""
     skeleton, side = rotation.skeleton, 0 if number is None else number + 1
     if number is not None:
         rotation.draw(number)
@@ -172,7 +172,7 @@ def _block(
 
 @torch.no_grad()
 def _compare(rotation: SearchedRotation, device: torch.device, stream: blockwise.Stream) -> list[float]:
-    """Mean KL of every side of the stream but the first against the first, behind the last block."""
+    """Return the mean KL of every side of the stream but the first to the first, behind the last block."""
     totals = [0.0] * rotation.config.seeds
     positions = 0
     with logits_of(rotation.skeleton, device) as logits:
@@ -186,6 +186,6 @@ def _compare(rotation: SearchedRotation, device: torch.device, stream: blockwise
                 original = logits(sides[0][:, part])
                 positions += original.shape[0]
                 for number in range(len(totals)):
-                    found = divergence(original, logits(sides[number + 1][:, part]))
-                    totals[number] += found.sum(dtype=torch.float64).item()
+                    kl = divergence(original, logits(sides[number + 1][:, part]))
+                    totals[number] += kl.sum(dtype=torch.float64).item()
     return [total / positions for total in totals]

@@ -1,4 +1,4 @@
-"""What the block transforms search with: statistics of vectors, calls that can be repeated, fake quantization.
+"""Watch vectors, repeat calls of modules and round as if quantized, for the searches of the block transforms.
 
 A block is run on its calibration batches while `observe` watches: a `Range` streams the per-channel statistics of a
 site's vector over all tokens, a `Trial` keeps the first calls of a module, at most `tokens` tokens of each of the
@@ -23,19 +23,21 @@ from torch.utils.hooks import RemovableHandle
 from compress.model.blockwise import Batches, run_block
 from compress.model.graph import Site
 from compress.quant import grid
-from compress.runtime import activation_quant as quantizing
+from compress.runtime import activation_quant
 from compress.types import Activations, Scheme
 
 CLEARLY = 1 - 1e-4  # of an error, below which another is better: ties do not hang on the rounding of sums
 
 
 class Watcher(Protocol):
+    """What collects something from the runs of a block."""
+
     full: bool  # nothing more is wanted
 
     def attach(self) -> RemovableHandle: ...
 
     def begin(self, batch: int) -> None:
-        """`batch` sequences come next."""
+        """Note that `batch` sequences come next."""
 
 
 @torch.no_grad()
@@ -87,24 +89,26 @@ class Range:
 
     @property
     def usable(self) -> bool:
-        """Whether tokens have come, all of them finite."""
+        """Return whether tokens have come, all of them finite."""
         return self.count > 0 and bool(torch.isfinite(self.total).all())
 
     @property
     def largest(self) -> Tensor:
-        """max |x| [channels]."""
+        """Return max |x| [channels]."""
         return torch.maximum(self.high, -self.low)
 
     @property
     def mean(self) -> Tensor:
-        """mean |x| [channels], float64."""
+        """Return mean |x| [channels], float64."""
         return self.total / self.count
 
 
 class _Kept(NamedTuple):
+    """One call of a module."""
+
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    share: tuple[int, int]  # of the output's first dimension, those that count: (wanted, all) sequences
+    share: tuple[int, int]  # of the output's first dimension, those that count: (counting, all) sequences
 
 
 class Trial:
@@ -113,7 +117,7 @@ class Trial:
     def __init__(self, module: nn.Module, tokens: int, sequences: int) -> None:
         self.module, self.tokens, self.sequences = module, tokens, sequences
         self.kept: list[_Kept] = []
-        self.wanted = sequences  # still to come
+        self.missing = sequences  # still to come
         self.rows = tokens * sequences  # still wanted of calls that show no sequences
         self.batch = self.keep = 0  # sequences of this batch, those of them that are wanted
         self.full = False
@@ -122,8 +126,8 @@ class Trial:
         return self.module.register_forward_pre_hook(self._take, with_kwargs=True)
 
     def begin(self, batch: int) -> None:
-        self.batch, self.keep = batch, min(batch, self.wanted)
-        self.wanted -= self.keep
+        self.batch, self.keep = batch, min(batch, self.missing)
+        self.missing -= self.keep
 
     def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
@@ -131,7 +135,7 @@ class Trial:
         if len(tensors) != 1 or not isinstance(x, Tensor):
             if self.keep:
                 self.kept.append(_Kept(*_copied(args, kwargs), (self.keep, self.batch)))
-            self.full = self.wanted == 0
+            self.full = self.missing == 0
             return
         if x.dim() == 2:  # tokens of several sequences, or those routed to an expert
             part = x[: self.rows]
@@ -139,38 +143,38 @@ class Trial:
             self.full = self.rows == 0
         else:
             part = x[: self.keep, : self.tokens]
-            self.full = self.wanted == 0
+            self.full = self.missing == 0
         if part.numel():
             self.kept.append(_Kept(*_copied(*_swapped(args, kwargs, x, part)), (1, 1)))
 
     def rows_of_input(self) -> Tensor:
-        """The kept inputs [tokens, channels] of a linear, float32; there may be none."""
+        """Return the kept inputs [tokens, channels] of a linear, float32; there may be none."""
         parts = [kept.args[0].flatten(0, -2).float() for kept in self.kept]
         return torch.cat(parts) if parts else torch.empty(0, 0)
 
     @torch.no_grad()
     def outputs(self) -> list[Tensor]:
-        """What the module gives on its kept calls, float32: at most `tokens` of each wanted sequence."""
-        found = []
+        """Return what the module gives on its kept calls, float32: at most `tokens` of each sequence that counts."""
+        outputs = []
         for kept in self.kept:
             args, kwargs = _copied(kept.args, kept.kwargs)
             out = self.module(*args, **kwargs)
             out = out[0] if isinstance(out, tuple) else out
-            wanted, all_sequences = kept.share
-            out = out[: out.shape[0] * wanted // all_sequences]
-            found.append((out[:, : self.tokens] if out.dim() == 3 else out).float())
-        return found
+            counting, all_sequences = kept.share
+            out = out[: out.shape[0] * counting // all_sequences]
+            outputs.append((out[:, : self.tokens] if out.dim() == 3 else out).float())
+        return outputs
 
     def loss(self, reference: Sequence[Tensor]) -> float:
-        """Squared error of the module's outputs, summed; not finite where they are not."""
+        """Return the squared error of the module's outputs, summed; not finite where they are not."""
         pairs = zip(self.outputs(), reference, strict=True)
-        return sum((out - wanted).square_().sum(dtype=torch.float64).item() for out, wanted in pairs)
+        return sum((out - exact).square_().sum(dtype=torch.float64).item() for out, exact in pairs)
 
 
 def trials(
     block: nn.Module, sites: Sequence[Site], batches: Batches, tokens: int, sequences: int
 ) -> Iterator[tuple[Site, Range, Trial]]:
-    """Each site with the statistics of its vector and a trial; the block may be edited between two of them.
+    """Yield each site with the statistics of its vector and a trial; the block may be edited between two of them.
 
     Sites with one reader come last: the inputs of a reader change only with its own site, so that these are kept all
     at once. The others are watched when their turn comes, for the change of one site may change what another module
@@ -191,7 +195,7 @@ def trials(
 
 
 class Substitute(NamedTuple):
-    """What a reader has for the time of a trial."""
+    """Weight, bias and change of inputs that a reader has for the time of a trial."""
 
     weight: Tensor
     bias: Tensor | None = None  # None: its own
@@ -200,7 +204,7 @@ class Substitute(NamedTuple):
 
 @contextmanager
 def substituted(block: nn.Module, substitutes: Mapping[str, Substitute]) -> Iterator[None]:
-    """While active, the linears at these paths have other weights; afterwards they are as before."""
+    """Give the linears at these paths other weights while active; afterwards they are as before."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     handles = []
     try:
@@ -222,7 +226,7 @@ def substituted(block: nn.Module, substitutes: Mapping[str, Substitute]) -> Iter
 
 
 def scalar_grid(scheme: Scheme | None) -> grid.GridConfig | None:
-    """The integer grid that a linear's weights go to; None if they go to no such grid, or in another basis."""
+    """Return the integer grid of a linear's weights; None if they go to no such grid, or in another basis."""
     if scheme is None or scheme.incoherence or not isinstance(scheme.config, grid.GridConfig):
         return None
     return scheme.config
@@ -235,13 +239,13 @@ def fake_weight(weight: Tensor, config: grid.GridConfig) -> Tensor:
 
 
 def fake_activations(inputs: Tensor, activations: Activations, bound: float) -> Tensor:
-    """inputs [..., channels] rounded as at run time; bound: max |x| of the calibration, for a scale of the tensor."""
-    scale = max(activations.clip * bound / quantizing.largest(activations), quantizing.TINY)
-    return quantizing.fake_quantize(inputs, activations, torch.tensor([scale], device=inputs.device))
+    """Round inputs [..., channels] as at run time; bound: max |x| of the calibration, for a scale of the tensor."""
+    scale = max(activations.clip * bound / activation_quant.largest(activations), activation_quant.TINY)
+    return activation_quant.fake_quantize(inputs, activations, torch.tensor([scale], device=inputs.device))
 
 
 def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same with copies of the tensors of numbers, which a module may write over."""
+    """Copy the arguments' tensors of numbers, which a module may write over."""
 
     def copy(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -252,5 +256,5 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 def _swapped(
     args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same with `new` in the place of `old`."""
+    """Put `new` in the place of `old` among arguments."""
     return tuple(new if v is old else v for v in args), {k: new if v is old else v for k, v in kwargs.items()}

@@ -1,4 +1,4 @@
-"""SmoothQuant: outlier channels of the activations are moved into the weights (arXiv 2211.10438).
+"""SmoothQuant: move outlier channels of the activations into the weights (arXiv 2211.10438).
 
 Channel j of a vector is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the columns j of the linears that
 read it are multiplied by it; w_j are those columns, in all readers that are quantized. alpha shares the difficulty
@@ -49,25 +49,25 @@ def apply(
     block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Smooth the sites of a loaded block in place; returns notes for the report."""
-    wanted = [site for site in sites if site.is_norm or config.sites == "all"]
-    wanted = [site for site in wanted if any(reader in schemes for reader in site.readers)]
-    ranges = [Range(block, site) for site in wanted]
+    smoothed = [site for site in sites if site.is_norm or config.sites == "all"]
+    smoothed = [site for site in smoothed if any(reader in schemes for reader in site.readers)]
+    ranges = [Range(block, site) for site in smoothed]
     observe(block, batches, ranges)
     largest, failed = 0.0, 0
-    for site, seen in zip(wanted, ranges, strict=True):
+    for site, seen in zip(smoothed, ranges, strict=True):
         scale = scales(block, site, seen.largest, config.alpha, schemes) if seen.usable else None
         if scale is not None and fold(block, site, scale):
             largest = max(largest, scale.max().item())
         else:
             failed += 1
-    notes = [f"{len(wanted) - failed} of {len(sites)} sites are smoothed; the largest scale is {largest:.3g}"]
+    notes = [f"{len(smoothed) - failed} of {len(sites)} sites are smoothed; the largest scale is {largest:.3g}"]
     if failed:
         notes.append(f"{failed} sites stay as they are: no token came, or the numbers would not be finite")
     return tuple(notes)
 
 
 def scales(block: nn.Module, site: Site, largest: Tensor, alpha: float, schemes: Mapping[str, Scheme]) -> Tensor:
-    """Scales of the producer's channels, float64; largest: max |x| of the readers' channels."""
+    """Return the scales of the producer's channels, float64; largest: max |x| of the readers' channels."""
     readers = [block.get_submodule(r).get_parameter("weight").detach() for r in site.readers if r in schemes]
     weights = torch.stack([weight.abs().amax(0).double() for weight in readers]).amax(0)
     inputs, weights = by_producer(site, largest.double()).amax(0), by_producer(site, weights).amax(0)

@@ -1,4 +1,4 @@
-"""Learned rotations: R1 and every R2 by gradient descent on the orthogonal matrices (SpinQuant, arXiv 2405.16406).
+"""SpinQuant: learn R1 and every R2 by gradient descent on the orthogonal matrices (arXiv 2405.16406).
 
 What a rotation changes in a model that computes in full precision, but for rounded inputs, is only these inputs: a
 reader of a rotated vector x sees Q^T round(Q x) in place of x. So weights, embeddings and norms stay as they are (the
@@ -56,7 +56,7 @@ ACTIVATION_NBYTES = 24  # for each input and output of a linear, what its gradie
 
 
 def learn(rotation: SearchedRotation, bench: Workbench) -> tuple[dict[str, Tensor], str]:
-    """Matrices by name ("residual", and the block's number for its values), float64, and what the report should say.
+    """Learn matrices by name ("residual", a block's number for its values), float64; return them and the report's note.
 
     They are {} where nothing clearly better than the rotation's present bases was found. Raises RecipeError if no
     input is rounded, BudgetError if the model does not fit into the memory.
@@ -97,7 +97,7 @@ def learn(rotation: SearchedRotation, bench: Workbench) -> tuple[dict[str, Tenso
 
 
 def is_better(before: Tensor, after: Tensor) -> bool:
-    """Whether the KL of each sample has fallen by more than chance: any change of basis moves it by some percent."""
+    """Return whether the samples' KL has fallen by more than chance: any change of basis moves it by some percent."""
     gain = before - after
     error = gain.std() / len(gain) ** 0.5 if len(gain) > 1 else 0.0
     return bool(gain.mean() > ERRORS * error)
@@ -112,7 +112,7 @@ def samples_per_step(seq_len: int) -> int:
 
 
 def _divided(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Samples that the result is judged by, and those that are learned from: the same where there are too few."""
+    """Split samples into those the result is judged by and those learned from: the same where there are too few."""
     held, rest = tokens[:held_out], tokens[held_out:]
     return held, (rest if rest.shape[0] else held)[: steps * samples_per_step(tokens.shape[1])]
 
@@ -134,7 +134,7 @@ def _check_memory(rotation: SearchedRotation, bench: Workbench) -> None:
 
 
 def need_nbytes(rotation: SearchedRotation, tokens: int) -> int:
-    """Bytes that learning takes with samples of so many tokens, about."""
+    """Return about the bytes that learning takes with samples of so many tokens."""
     skeleton, blocks = rotation.skeleton, rotation.graph.blocks
     item = skeleton.dtype.itemsize
     heads = max((b.attention.heads for b in blocks if b.attention is not None), default=0)
@@ -151,15 +151,15 @@ def need_nbytes(rotation: SearchedRotation, tokens: int) -> int:
 
 
 def _parameters(rotation: SearchedRotation, device: torch.device) -> dict[str, nn.Parameter]:
-    """The matrices to be learned, float32, from the present bases."""
-    found = {}
+    """Return the matrices to be learned, float32, from the present bases."""
+    matrices = {}
     if rotation.basis is not None:
-        found["residual"] = rotation.basis.dense(rotation.width)
+        matrices["residual"] = rotation.basis.dense(rotation.width)
     for index, basis in rotation.values.items():
         attention = rotation.graph.blocks[index].attention
         assert attention is not None
-        found[str(index)] = basis.dense(attention.head_dim)
-    return {name: nn.Parameter(matrix.to(device, torch.float32).contiguous()) for name, matrix in found.items()}
+        matrices[str(index)] = basis.dense(attention.head_dim)
+    return {name: nn.Parameter(matrix.to(device, torch.float32).contiguous()) for name, matrix in matrices.items()}
 
 
 class _Model:
@@ -208,12 +208,12 @@ class _Model:
         return loss
 
     def _loss(self, sample: int, hidden: Tensor, share: float | None) -> float:
-        """Mean divergence over the sample's tokens; `share` of its gradient goes to `hidden`, None: no gradient."""
+        """Return the sample's mean divergence; `share` of its gradient goes to `hidden`, None: no gradient."""
         original, count, total = self.stream.read(sample, 1, blockwise.FULL).to(self.device), hidden.shape[1], 0.0
-        for part in lm_head.token_slices(self.skeleton, count):
+        for tokens in lm_head.token_slices(self.skeleton, count):
             with torch.no_grad():
-                wanted = self.logits(original[:, part])
-            loss = lm_head.divergence(wanted, self.logits(hidden[:, part])).sum() / count
+                exact = self.logits(original[:, tokens])
+            loss = lm_head.divergence(exact, self.logits(hidden[:, tokens])).sum() / count
             if share is not None:
                 (loss * share).backward()
             total += loss.item()
@@ -221,14 +221,14 @@ class _Model:
 
     @torch.no_grad()
     def divergence(self, samples: range) -> Tensor:
-        """KL of each of these samples, in nats a token, float64."""
+        """Return the KL of each of these samples, in nats a token, float64."""
         losses = [self._loss(sample, self._through(sample), None) for sample in samples]
         return torch.tensor(losses, dtype=torch.float64)
 
 
 @contextmanager
 def _loaded(rotation: SearchedRotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
-    """The model in memory, every norm's weight moved into its readers, with all samples on both sides of it."""
+    """Load the model, every norm's weight moved into its readers, with all samples on both sides of it."""
     skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
     stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", 2)
     bench.say("loading the model to learn rotations")
@@ -263,7 +263,7 @@ class _Turn(NamedTuple):
         return nn.functional.linear(self._inputs(x), weight, self.linear.bias)
 
     def _inputs(self, x: Tensor) -> Tensor:
-        """x -> Q^T round(Q x), once for all that read x."""
+        """Return Q^T round(Q x), computed once for all that read x."""
         settings, around = self.rounding.activations, self.rounding.ops.input
         if settings is None:
             return x
@@ -274,7 +274,7 @@ class _Turn(NamedTuple):
         return self.shared[key][1]
 
     def _weight(self) -> Tensor:
-        """P^T round(P W Q^T) Q."""
+        """Return P^T round(P W Q^T) Q."""
         weight = self.linear.weight
         turned = self._columns(self._across(weight.float()), False)
         assert self.rounding.config is not None
@@ -282,7 +282,7 @@ class _Turn(NamedTuple):
         return self._back(self._columns(turned + (rounded - turned.detach()), True)).to(weight.dtype)
 
     def _across(self, rows: Tensor) -> Tensor:
-        """Rows [..., in] -> Q rows, with the operations of run time behind the learned matrix."""
+        """Return Q rows for rows [..., in], with the operations of run time behind the learned matrix."""
         rows = rows if self.into is None else _each(rows, self.into.T)
         for name in self.rounding.ops.input:
             rows = transforms.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, False)
@@ -294,7 +294,7 @@ class _Turn(NamedTuple):
         return rows if self.into is None else _each(rows, self.into)
 
     def _columns(self, matrix: Tensor, back: bool) -> Tensor:
-        """matrix [out, in] -> P matrix, or P^T matrix; P: the learned one, then the operations undone."""
+        """Return P matrix or P^T matrix for matrix [out, in]; P: the learned one, then the operations undone."""
         columns, names = matrix.T, self.rounding.ops.output
         if back:
             for name in names:
@@ -310,7 +310,7 @@ class _Turn(NamedTuple):
 
 
 def _each(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [..., m n] -> every n of it times matrix [n, n]."""
+    """Multiply every n of x [..., m n] by matrix [n, n]."""
     return (x.unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2)
 
 
@@ -318,7 +318,7 @@ def _each(x: Tensor, matrix: Tensor) -> Tensor:
 def _turned(
     rotation: SearchedRotation, parameters: dict[str, nn.Parameter], layers: dict[str, Rounding], model: _Model
 ) -> Iterator[None]:
-    """While active, these linears of the loaded model round in the bases of the parameters."""
+    """Let these linears of the loaded model round in the bases of the parameters while active."""
     skeleton = rotation.skeleton
     residual = parameters.get("residual")
     changed: list[nn.Linear] = []
@@ -328,9 +328,9 @@ def _turned(
             into = {prefix + name: residual for names in graph.norms.values() for name in names}
             out = dict.fromkeys((prefix + name for name in graph.writers), residual)
             rows: dict[str, Tensor] = {}
-            if attention is not None and (own := parameters.get(str(index))) is not None:
-                into[prefix + attention.output] = out[prefix + attention.values] = own
-                rows[prefix + attention.values] = value_rows(attention).flatten().to(own.device)
+            if attention is not None and (matrix := parameters.get(str(index))) is not None:
+                into[prefix + attention.output] = out[prefix + attention.values] = matrix
+                rows[prefix + attention.values] = value_rows(attention).flatten().to(matrix.device)
             for name in [name for name in layers if name.startswith(prefix)]:
                 linear = skeleton.linear(block, name)
                 turn = _Turn(linear, layers[name], into.get(name), out.get(name), rows.get(name), model.shared)
@@ -362,7 +362,7 @@ def cayley_step(matrix: nn.Parameter, rate: float, keep_mean: bool = False) -> N
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The orthogonal matrix [n, n] nearest to one that nearly is, float64, on the CPU."""
+    """Return the orthogonal matrix [n, n] nearest to one that nearly is, float64, on the CPU."""
     wide = matrix.double().cpu()
     for _ in range(4):  # the error is squared each time
         wide = _nearer(wide)
@@ -370,5 +370,5 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _nearer(matrix: Tensor) -> Tensor:
-    """One step of Newton and Schulz towards the nearest orthogonal matrix."""
+    """Take one step of Newton and Schulz towards the nearest orthogonal matrix."""
     return 1.5 * matrix - 0.5 * matrix @ (matrix.T @ matrix)
