@@ -1,26 +1,25 @@
-"""Low-rank parts as adapters in PEFT's format, so that they can be trained further on a packed, frozen base.
+"""Write low-rank parts as LoRA adapters in PEFT's format, and train them on a packed, frozen base (arXiv 2106.09685).
 
-An adapter of a packed linear is y = base(x) + B (A x), A [rank, in] and B [out, rank], as LoRA (arXiv 2106.09685) has
-it, with scaling 1. On disk it is a directory as PEFT writes it:
+An adapter of a packed linear is y = base(x) + B (A x), A [rank, in] and B [out, rank], with scaling 1. On disk it is a
+directory as PEFT writes it:
 
     adapter_config.json          LoRA settings; ranks that differ are in rank_pattern
     adapter_model.safetensors    base_model.model.<linear>.lora_A.weight, .lora_B.weight; a fingerprint of the base
 
-`export` takes the low-rank parts out of a packed checkpoint: what is left, still packed, and the adapter together are
-the same function. PEFT trains it on the base that `from_pretrained` loads, if it is told how to wrap a packed linear:
+`export` takes the low-rank parts out of a packed checkpoint; the rest, still packed, and the adapter together are the
+same function. PEFT trains it on the base that `from_pretrained` loads, if it is told how to wrap a packed linear:
 
     config = PeftConfig.from_pretrained(adapter)
     config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
     model = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)
 
-(new adapters likewise: the same call on a LoraConfig, then get_peft_model; PEFT 0.21 warns of a layer type that it does
-not know, which does no harm). It cannot merge an adapter into a packed linear, which holds no plain weight.
-Without PEFT `load`, `parameters` and `save` do what is needed for a training loop of one's own. Where operations lie
-around the stored matrix (compress/formats/transforms.py) the factors are turned out of their basis, and so are larger
-by nothing.
+New adapters likewise: the same call on a LoraConfig, then get_peft_model. PEFT 0.21 warns of a layer type that it does
+not know, which does no harm; it cannot merge an adapter into a packed linear, which holds no plain weight. Without
+PEFT, `load`, `parameters` and `save` do what a training loop needs. Where operations lie around the stored matrix
+(compress/formats/transforms.py) the factors are turned out of their basis, and stay as small.
 
 The fingerprint is over the packed linears (names, how they are stored, samples of the bytes). PEFT does not keep it
-when it saves; what then is checked is whether names and shapes fit.
+when it saves; then only names and shapes are compared.
 
 Not done: adapters with DoRA, biases or dropout; training of the base.
 """

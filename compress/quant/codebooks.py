@@ -1,9 +1,9 @@
 """Learn codebooks, search nearest entries and round to storage types, for the methods that write `codebook`.
 
 - `learn`: weighted k-means (EM). Vectors come in blocks that share a metric M_b [d, d]: the loss of a vector x with
-  entry c is (x - c) M_b (x - c)^T. Diagonal and scalar weights are special cases. Both steps are exact: the E-step is
-  a Euclidean search after the factor of M_b, the M-step solves c = (sum M_b)^-1 sum M_b x over the members. Empty
-  entries restart at the vectors with the largest loss.
+  entry c is (x - c) M_b (x - c)^T. Diagonal and scalar weights are special cases. Both steps are exact: the E-step is a
+  Euclidean search after the factor of M_b, the M-step solves c = (sum M_b)^-1 sum M_b x over the members. Empty entries
+  restart at the vectors with the largest loss.
 - `rounded`: entries rounded to what is stored, int8 with one float16 scale for each codebook, or float16.
 - `factored`: all codebooks of a matrix as the product of two factors that are rounded to what is stored.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.quant.feedback import check_settings
+from compress.quant.settings import check, check_damp
 
 SCORES = 1 << 19  # distances computed at a time on a CPU: the table stays in its cache
 DEVICE_SCORES = 1 << 24  # and elsewhere
@@ -41,15 +41,9 @@ class SearchConfig:
     damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
 
     def __post_init__(self) -> None:
-        check_choice(self, "codebook_dtype", ("int8", "float16"))
-        check_choice(self, "seeding", tuple(SEEDINGS))
-        check_settings(self, "iterations", "rounds", "sweeps", "refit_steps")
-
-
-def check_choice(config: object, key: str, choices: tuple[str | int, ...]) -> None:
-    """Raise ValueError if a setting is not one of the choices."""
-    if getattr(config, key) not in choices:
-        raise ValueError(f"{key} {getattr(config, key)!r} is not one of {', '.join(str(c) for c in choices)}")
+        check(self, "iterations", "rounds", "sweeps", "refit_steps")
+        check(self, codebook_dtype=("int8", "float16"), seeding=tuple(SEEDINGS))
+        check_damp(self.damp)
 
 
 def nearest(points: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:

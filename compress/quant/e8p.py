@@ -1,12 +1,11 @@
 """E8P: round eight columns at a time to a point of the E8 lattice (QuIP#, arXiv 2402.04396).
 
 The column loop of compress/quant/feedback.py hands blocks of eight columns to an exact nearest-point search in the
-65536 points of compress/formats/e8p.py. At 3 and 4 bits what is left goes through a second, finer code. The points suit
-N(0, 1) entries, so the weight should have been rotated (recipe key `incoherence`). One scale for the tensor, found by
-running the loop on some of the rows, then in closed form between sweeps of coordinate descent.
-
-Search: signs are folded away as in the paper, but in two classes by the parity of the signs, each with its own list of
-866 and 661 points that can be nearest; brute force over all 65536 points gives the same result.
+65536 points of compress/formats/e8p.py. At 3 and 4 bits the remainder goes through a second, finer code. The points
+suit N(0, 1) entries, so the weight should have been rotated (recipe key `incoherence`). There is one scale for the
+tensor, found by running the loop on some of the rows, then in closed form between sweeps of coordinate descent. The
+search folds signs away as in the paper, but in two classes by the parity of the signs, each with its own list of 866
+and 661 points that can be nearest; brute force over all 65536 points gives the same result.
 
 Differences from the paper and its code, and why (relative layer loss over eight layers of a trained 8M model, 2 bits
 unless said otherwise):
@@ -36,6 +35,7 @@ from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, ro
 from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "e8p"
@@ -62,9 +62,8 @@ class Config:
 
     def __post_init__(self) -> None:
         e8p_format.Params(self.bits, self.row_scales)
-        feedback.check_settings(self, "sweeps")
-        if not 1 <= self.candidates <= 64:
-            raise ValueError(f"candidates {self.candidates} is not in 1..64")
+        check(self, "sweeps", candidates=range(1, 65))
+        check_damp(self.damp)
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> e8p_format.Params:

@@ -2,14 +2,14 @@
 
 The column loop minimizes tr(R H R^T), R = W - Q, over codes, one block of columns after the other, each block with the
 best target given the errors already made. With H = C C^T, C upper triangular, the loss is ||R C||^2; column block B of
-R C is R_B C_BB + P_B, where P_B = sum over earlier columns of R_j C_jB is fixed, so the target of block B is
-W_B + P_B C_BB^-1 and its exact contribution to the loss ||(target - Q_B) C_BB||^2. The sum of the contributions equals
-tr(R H R^T). This is GPTQ (arXiv 2210.17323) and LDLQ in one left-looking form: W stays intact, nothing is inverted.
+R C is R_B C_BB + P_B, where P_B = sum over earlier columns of R_j C_jB is fixed, so the target of block B is W_B + P_B
+C_BB^-1 and its exact contribution to the loss ||(target - Q_B) C_BB||^2. The sum of the contributions equals tr(R H
+R^T). This is GPTQ (arXiv 2210.17323) and LDLQ in one left-looking form: W stays intact, nothing is inverted.
 
-Matrices are transposed ([in_features, out_features]) so that a column of the weight is contiguous. The range of
-columns is halved recursively, at group boundaries as long as there are several groups: errors of the left half reach
-the right half in one matrix product, and when a node is entered all errors from its left are in place, so that a
-group's scales can be fitted on exact targets whatever the group size.
+Matrices are transposed ([in_features, out_features]) so that a column of the weight is contiguous. The range of columns
+is halved recursively, at group boundaries as long as there are several groups: errors of the left half reach the right
+half in one matrix product, and when a node is entered all errors from its left are in place, so that a group's scales
+can be fitted on exact targets whatever the group size.
 """
 
 from __future__ import annotations
@@ -124,16 +124,6 @@ def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 
     blocks = (within + torch.arange(len(sizes), device=within.device)[:, None] * sizes.shape[1])[first].flatten()
     order = (blocks[:, None] * width + torch.arange(width, device=blocks.device)).flatten()
     return factored(target, hessian, damp, notes, order)
-
-
-def check_settings(config: object, *counts: str) -> None:
-    """Raise ValueError unless `damp` of a method's `Config` is in [0, 1) and its settings `counts` are not negative."""
-    damp = getattr(config, "damp")  # noqa: B009 (not every Config has it)
-    if not 0 <= damp < 1:
-        raise ValueError(f"damp {damp} is not in [0, 1)")
-    for key in counts:
-        if getattr(config, key) < 0:
-            raise ValueError(f"{key} {getattr(config, key)} is negative")
 
 
 class Result(NamedTuple):

@@ -2,28 +2,27 @@
 
 A group of 128 columns has a generation matrix G; d columns of a row become G z, z small integers
 (compress/formats/lattice.py). The column loop of compress/quant/feedback.py learns G when it reaches the group, on
-targets that carry the errors so far, and rounds each block to it by nearest plane in the block's metric C_BB: with
-C_BB^T G = Q R, coordinates follow from the last to the first, clamped to the group's bits. Bits move from unimportant
-to important groups. After the loop, lattices are refitted to the codes on the layer's whole Hessian and codes
-revisited, in turn.
+targets that carry the errors so far. It rounds each block by nearest plane in the block's metric C_BB: with C_BB^T G =
+Q R, coordinates follow from the last to the first, clamped to the group's bits. Bits move from unimportant to important
+groups. After the loop, lattices are refitted to the codes on the layer's whole Hessian and codes revisited, in turn.
 
 Differences from the paper (its code is not published), and why (relative layer loss over four layers of a trained 8M
 model, 2 bits unless said otherwise):
 - Rounding is nearest plane with error feedback; the paper rounds off and leaves the rest to gradient steps. `beam`
   keeps the best beginnings: 2 of them -2.4 %, 4 another -0.4 %.
-- G is found in closed form (least squares with codes fixed, one Gauss-Newton step with a curve) instead of gradient
-  steps, and starts turned so that nearest plane takes equal steps in all coordinates: -4 % against a plain Cholesky
-  factor. Learning beyond this start brings 1 %.
+- G is found in closed form (least squares with codes fixed, one Gauss-Newton step with a curve), not by gradient steps.
+  It starts turned so that nearest plane takes equal steps in all coordinates: -4 % against a plain Cholesky factor.
+  Learning beyond this start brings 1 %.
 - Integers are moved by half a step, so that one and two bits are symmetric.
 - Companding is off. mu in the paper's range, 10 to 255, is +38 % at 2 bits and +25 % at 4; smaller mu, which is tried
   too, is no gain at 2 bits and -3 % at 4, at seven times the time. Curves are tried, not trained.
 - `row_scales`: 16 more bits for each row, -7 %: lattices know columns, not rows.
 - Which groups get more and fewer bits follows from their share of the loss, all at once, not from a search with the
-  layer's outputs. Inputs of equal size leave nothing to move, which is the rule after a rotation.
+  layer's outputs. Inputs of equal size, the rule after a rotation, leave nothing to move.
 - No rotation by default: rotated +1.3 %.
-What it does not give: on N(0, 1) a learned lattice with clamped integers has distortion .1181 at 2 bits, where uniform
-levels have .1189 and E8P .0914. The published perplexities (4 bits better than the unquantized model) are not
-reproduced; compress/quant/e8p.py is better at the same size on the models measured.
+On N(0, 1) a learned lattice with clamped integers has distortion .1181 at 2 bits, where uniform levels have .1189 and
+E8P .0914. The published perplexities (4 bits better than the unquantized model) are not reproduced;
+compress/quant/e8p.py is better at the same size on the models measured.
 
 Not done: training on layer outputs beyond the Hessian; fractional mean bits.
 """
@@ -40,6 +39,7 @@ from compress.numerics.linalg import squares
 from compress.quant import feedback, lattices, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.lattices import Effort, Lattice
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "lattice"
@@ -69,9 +69,8 @@ class Config:
 
     def __post_init__(self) -> None:
         lattice_format.Params(self.bits, self.dim, self.group_size, self.compand, self.row_scales)
-        feedback.check_settings(self, "iterations", "sweeps")
-        if not 1 <= self.beam <= 64:
-            raise ValueError(f"beam {self.beam} is not in 1..64")
+        check(self, "iterations", "sweeps", beam=range(1, 65))
+        check_damp(self.damp)
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> lattice_format.Params:

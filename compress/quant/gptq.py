@@ -2,15 +2,15 @@
 
 Columns are rounded one after the other; the error of each, seen through the Hessian H = sum x x^T of the layer's
 inputs, is folded into the targets of the rest (compress/quant/feedback.py). Afterwards coordinate-descent sweeps
-revisit every column with all others known (weights stay on the grid, each step lowers tr(R H R^T)) and refit the
-scales in closed form.
+revisit every column with all others known (weights stay on the grid, each step lowers tr(R H R^T)) and refit the scales
+in closed form.
 
 Differences from the paper and its code, and why:
 - Grid scales are searched with the weight that the loop gives each column (the squared diagonal of the Hessian's
   factor), not by plain min-max or unweighted error, and rounded to their storage type before any code is chosen.
 - `act_order` sorts columns by diag(H), descending, but scale groups stay contiguous in the original order, so that
-  kernels need no gather: static groups are fitted before the loop; dynamic groups keep each group together and sort
-  the groups by their mean diagonal and the columns within.
+  kernels need no gather: static groups are fitted before the loop; dynamic groups keep each group together and sort the
+  groups by their mean diagonal and the columns within.
 - Dynamic groups are fitted on exact targets at any group size (the released code uses stale weights for groups smaller
   than its block).
 - A dead input (diag(H) = 0) keeps its weights, rounded to nearest; the released code sets them to zero.
@@ -30,6 +30,7 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.numerics.linalg import squares, upper_factor
 from compress.quant import descent, feedback, grid
+from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
 
 FORMAT = "int"
@@ -48,7 +49,8 @@ class Config(grid.GridConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        feedback.check_settings(self, "sweeps")
+        check(self, "sweeps")
+        check_damp(self.damp)
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:

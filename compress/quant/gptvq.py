@@ -10,8 +10,8 @@ better one.
 Differences from the paper and its code, and why:
 - EM and rounding use the exact metric; the released code weights EM and search differently, and with unsquared entries
   of the factor (measured on a correlated layer, d = 4: 0.0421 there, 0.0344 here).
-- Entries are refitted by conjugate gradients on the exact quadratic (compress/quant/refit.py) instead of 25 steps
-  of Adam, and alternate with the codes.
+- Entries are refitted by conjugate gradients on the exact quadratic (compress/quant/refit.py) instead of 25 steps of
+  Adam, and alternate with the codes.
 - `permute` stores an order of columns: sorted by what they matter, cut into d equal runs, and position p of every
   vector takes its columns from run p. The codebook then spends its levels on the positions that matter (a gain of
   transform coding: large where few inputs carry much, as in front of attention output projections). It costs 16 bits
@@ -37,6 +37,7 @@ from compress.numerics.linalg import squares, upper_factor
 from compress.quant import codebooks, feedback
 from compress.quant.feedback import Layer, Objective
 from compress.quant.refit import Layout, alternate, refit, refit_factors, settle
+from compress.quant.settings import check
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "codebook"
@@ -59,18 +60,14 @@ class Config(codebooks.SearchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bits <= 12:
-            raise ValueError(f"bits {self.bits} is not one of 1..12")
-        if self.vector_dim not in (1, 2, 4):
-            raise ValueError(f"vector_dim {self.vector_dim} is not one of 1, 2, 4")
+        check(self, bits=range(1, 13), vector_dim=(1, 2, 4))
         if self.group_weights != -1 and self.group_weights < 1:
             raise ValueError(f"group_weights {self.group_weights} is neither positive nor -1 (the whole matrix)")
         if self.scale_columns < 0 or self.scale_columns % self.vector_dim:
             raise ValueError(
                 f"scale_columns {self.scale_columns} is not 0 or a multiple of vector_dim {self.vector_dim}"
             )
-        if not 0 <= self.svd_rank <= 2**self.bits:
-            raise ValueError(f"svd_rank {self.svd_rank} is not in 0..{2**self.bits}, the entries of a codebook")
+        check(self, svd_rank=range(2**self.bits + 1))
         if self.svd_rank and (self.vector_dim != 1 or self.codebook_dtype != "int8"):
             raise ValueError(f"svd_rank {self.svd_rank} needs vector_dim 1 and codebook_dtype int8")
 

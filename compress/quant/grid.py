@@ -1,11 +1,11 @@
 """Fit scales and zero points of the `int` format, for the methods that write it, and round to them.
 
 A group of weights t is stored as s * (code - z), code in 0 .. 2^bits - 1. Asymmetric grids have an integer zero point
-z; symmetric ones use the full range: z = 2^(bits-1) and a signed scale, so that the level without a mirror image
-falls on the side of the largest weight (reference: SignRound, arXiv 2309.05516). The clip search shrinks the min-max
-range, tries both signs or the neighbouring zero points, and keeps the grid with the least weighted squared error; it
-never returns a grid that is worse than min-max. Scales are rounded to their storage type before they are judged, so
-that codes always belong to the stored scales.
+z; symmetric ones use the full range: z = 2^(bits-1) and a signed scale, so that the level without a mirror image falls
+on the side of the largest weight (reference: SignRound, arXiv 2309.05516). The clip search shrinks the min-max range,
+tries both signs or the neighbouring zero points, and keeps the grid with the least weighted squared error; it never
+returns a grid that is worse than min-max. Scales are rounded to their storage type before they are judged, so that
+codes always belong to the stored scales.
 
 Arrays are transposed, [columns of the group, rows], as in the column loop.
 """

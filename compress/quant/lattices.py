@@ -1,8 +1,8 @@
 """Learn the lattice of a group of columns and round to it: the maths of compress/quant/glvq.py.
 
-A group's targets t [blocks, d, rows] become expand(G z), z odd multiples of 1/2 of limited size, measured by
-||C^T (t - value)||^2 with a factor C [blocks, d, d] for each block. expand is the identity or a mu-law curve; with a
-curve everything is linearized where the value is expected, with `slope` = d expand / dy.
+A group's targets t [blocks, d, rows] become expand(G z), z odd multiples of 1/2 of limited size, measured by ||C^T (t -
+value)||^2 with a factor C [blocks, d, d] for each block. expand is the identity or a mu-law curve; with a curve
+everything is linearized where the value is expected, with `slope` = d expand / dy.
 """
 
 from __future__ import annotations

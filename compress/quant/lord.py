@@ -10,9 +10,9 @@ Settings for comparison: `metric: sizes` scales inputs by the `alpha`-th power o
 Differences from the paper, and why: the second moments are not centred, and no bias makes up for the mean of the
 outputs. A tenth of the squared inputs of tests/models/books-8m is their mean, but that takes one direction of the k:
 with centred moments and a bias, errors of linears on held-out text are 0.4% smaller, and the KL is no better, 0.0319
-against 0.0316 at `ratio: 0.8` and 0.256 against 0.249 at 0.5 (64 samples of 512 tokens, 8176 tokens scored).
-Most linears have no bias that could hold it, either. Linears of one shape have one rank; others come from rules.
-Factors can be stored in 8 or 4 bits.
+against 0.0316 at `ratio: 0.8` and 0.256 against 0.249 at 0.5 (64 samples of 512 tokens, 8176 tokens scored). Most
+linears have no bias that could hold it, either. Linears of one shape have one rank; others come from rules. Factors can
+be stored in 8 or 4 bits.
 
 Not done: tuning after truncation (SVD-LLM's two rounds of LoRA).
 """

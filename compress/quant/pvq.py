@@ -28,6 +28,7 @@ from compress.formats import pvq as pvq_format
 from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "pvq"
@@ -56,13 +57,10 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 < self.bpw <= 8:
             raise ValueError(f"bpw {self.bpw} is not in (0, 8]")
-        if self.pulses is not None and not 1 <= self.pulses <= pvq_format.MAX_PULSES:
-            raise ValueError(f"pulses {self.pulses} is not in 1..{pvq_format.MAX_PULSES}")
-        if self.vector_dim not in pvq_format.VECTOR_DIMS:
-            raise ValueError(f"vector_dim {self.vector_dim} is not one of {pvq_format.VECTOR_DIMS}")
-        if not 2 <= self.gain_bits <= pvq_format.MAX_GAIN_BITS:
-            raise ValueError(f"gain_bits {self.gain_bits} is not in 2..{pvq_format.MAX_GAIN_BITS}")
-        feedback.check_settings(self, "sweeps")
+        if self.pulses is not None:
+            check(self, pulses=range(1, pvq_format.MAX_PULSES + 1))
+        check(self, "sweeps", vector_dim=pvq_format.VECTOR_DIMS, gain_bits=range(2, pvq_format.MAX_GAIN_BITS + 1))
+        check_damp(self.damp)
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> pvq_format.Params:

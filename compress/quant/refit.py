@@ -1,9 +1,9 @@
 """Refit codebooks to the codes that were chosen, and alternate this with choosing codes.
 
-With the codes fixed, the weight is linear in the codebook entries (`Layout`), and the entries that minimize
-tr(R H R^T) solve a linear system over all codebooks of the matrix at once. `refit` solves it by conjugate gradients: a
-step costs one product with the Hessian, whatever the number of entries and stages, the loss falls with every step, and
-there is no learning rate (the references build the normal matrix, or run Adam and restore on failure).
+With the codes fixed, the weight is linear in the codebook entries (`Layout`), and the entries that minimize tr(R H R^T)
+solve a linear system over all codebooks of the matrix at once. `refit` solves it by conjugate gradients: a step costs
+one product with the Hessian, whatever the number of entries and stages, the loss falls with every step, and there is no
+learning rate (the references build the normal matrix, or run Adam and restore on failure).
 
 Arrays are transposed, [in, out], as in the column loop.
 """
@@ -68,29 +68,19 @@ class Spanned:
     basis: Tensor  # [r, length]
 
     def values(self, coefficients: Tensor) -> Tensor:
+        """Return the values [in, out] of coefficients [lists, r]."""
         return self.layout.values((coefficients @ self.basis).view(-1, 1))
 
     def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
+        """Return the transpose of `values`, shaped as `like`."""
         return self.layout.adjoint(matrix, self._entries(like)).view(len(like), -1) @ self.basis.T
 
     def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
+        """Return the preconditioner: sums of weights [in, out], of squared values, for each coefficient."""
         return self.layout.curvature(weights, self._entries(like)).view(len(like), -1) @ self.basis.T.square()
 
     def _entries(self, like: Tensor) -> Tensor:
         return like.new_empty(len(like) * self.basis.shape[1], 1)
-
-
-class Linear(Protocol):
-    """A linear map from unknowns to a matrix [in, out]. `like` has the shape of the unknowns."""
-
-    def values(self, unknowns: Tensor, /) -> Tensor:
-        """Return the values [in, out] of the unknowns."""
-
-    def adjoint(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """Return the transpose of `values`."""
-
-    def curvature(self, weights: Tensor, like: Tensor) -> Tensor:
-        """Return the preconditioner: sums of weights [in, out], of squared values, for each unknown."""
 
 
 def _columns(vectors: Tensor) -> Tensor:
@@ -98,7 +88,7 @@ def _columns(vectors: Tensor) -> Tensor:
     return vectors.transpose(1, 2).reshape(blocks * d, units)
 
 
-def refit(layer: Objective, layout: Linear, entries: Tensor, steps: int) -> Tensor:
+def refit(layer: Objective, layout: Layout | Spanned, entries: Tensor, steps: int) -> Tensor:
     """Return unknowns of `layout`, such as entries [total, d], that lower the layer's loss, codes fixed.
 
     Preconditioned conjugate gradients from `entries`; ends after `steps` or at TOLERANCE. Entries without members stay.

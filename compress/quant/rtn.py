@@ -1,8 +1,8 @@
 """RTN, round to nearest: each weight becomes the nearest point of its group's grid, without calibration data.
 
 The baseline of every comparison, and at 8 bits all that is needed. The grid is found by the clip search of
-compress/quant/grid.py (plain squared error); `clip_search: false` gives the classical min-max grid. Symmetric grids
-use the full signed range, where most tools leave one level unused.
+compress/quant/grid.py (plain squared error); `clip_search: false` gives the classical min-max grid. Symmetric grids use
+the full signed range, where most tools leave one level unused.
 
 Not done: any use of activations; the error of one column is not compensated by the others (that is gptq).
 """

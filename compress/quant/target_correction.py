@@ -1,9 +1,9 @@
 """Correct a layer's target for its inputs' quantization (GPTAQ, arXiv 2504.02692; Qronos, arXiv 2505.11695).
 
 Behind a quantized prefix a linear reads x where it reads y in the full-precision model, and should still give W y. The
-loss of a quantized weight Q is then sum over tokens of |W y - Q x|^2 = tr[(V - Q) H (V - Q)^T] + const, with
-H = sum x x^T and the least-squares target V = W (sum y x^T) H^-1. So a method is given the target V in place of W, and
-needs no change. The papers call this asymmetric calibration.
+loss of a quantized weight Q is then sum over tokens of |W y - Q x|^2 = tr[(V - Q) H (V - Q)^T] + const, with H = sum x
+x^T and the least-squares target V = W (sum y x^T) H^-1. So a method is given the target V in place of W, and needs no
+change. The papers call this asymmetric calibration.
 
 Differences from the papers: the whole correction V - W is applied (GPTAQ keeps a strictly triangular part of it), for
 every method and before any change of basis; H is damped by DAMP of its mean diagonal, and the sum of y x^T by the same

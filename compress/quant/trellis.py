@@ -1,9 +1,9 @@
 """QTIP: quantize each column as a path through a trellis, at a whole number of bits a weight (arXiv 2406.11235).
 
-As in EXL3, too, a weight is a fixed function of the last `state_bits` bits of a bit stream that grows
-by `bits` for each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the
-rate-distortion bound, at the decoding cost of a scalar. The best path, up to integer costs, is searched
-(compress/quant/viterbi.py) for the target that the column loop gives (compress/quant/feedback.py).
+As in EXL3, too, a weight is a fixed function of the last `state_bits` bits of a bit stream that grows by `bits` for
+each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the rate-distortion bound,
+at the decoding cost of a scalar. The best path, up to integer costs, is searched (compress/quant/viterbi.py) for the
+target that the column loop gives (compress/quant/feedback.py).
 
 Differences, and why:
 - A path runs down a column instead of through a tile of 16 x 16. All its weights then share one entry of the Hessian,
@@ -14,9 +14,9 @@ Differences, and why:
   closed form for these codes (-0.5% at 2 bits).
 - Coordinate-descent sweeps (`sweeps`) choose whole paths anew, tile by tile, only where that lowers the loss.
 
-`hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at
-256 x 256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, output-side Hessians
-(YAQA), several scales over the columns.
+`hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at 256 x
+256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, output-side Hessians (YAQA),
+several scales over the columns.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, P
 from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps, viterbi_compiled
 from compress.quant.feedback import Objective
+from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search
 from compress.types import PackedWeight, Quantized, Stats
 
@@ -64,7 +65,8 @@ class Config:
 
     def __post_init__(self) -> None:
         Params(self.bits, self.state_bits, self.tile_rows, self.code)  # the format's own checks
-        feedback.check_settings(self, "block_columns", "sweeps")
+        check(self, "block_columns", "sweeps")
+        check_damp(self.damp)
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> Params:

@@ -1,11 +1,10 @@
 """Find the best path through a bitshift trellis, for many short sequences at once (Viterbi's algorithm).
 
 A state has `state_bits` bits; each step shifts a symbol of `symbol_bits` new bits in from the right and emits the
-state's table entry, so that 2^symbol_bits states can precede a state and as many can follow. A sequence is
-tail-biting: the state before its first step equals the state after its last, so that it takes exactly
-steps * symbol_bits bits. The common node is found by a first search over a window around the seam of the sequence
-rolled by half (QTIP, arXiv 2406.11235; there the first search covers the whole sequence), the second search is
-constrained to it.
+state's table entry, so that 2^symbol_bits states can precede a state and as many can follow. A sequence is tail-biting:
+the state before its first step equals the state after its last, so that it takes exactly steps * symbol_bits bits. The
+common node is found by a first search over a window around the seam of the sequence rolled by half (QTIP, arXiv
+2406.11235; there the first search covers the whole sequence), the second search is constrained to it.
 
 Costs are integers: squared distances in units of 1 / `unit`, with the decision that led to a cost in its low bits. One
 minimum then gives both, nothing depends on how sequences are batched, and every device finds the same path. On a CPU

@@ -31,9 +31,9 @@ from torch import Tensor
 from compress.formats import codebook
 from compress.numerics.linalg import squares
 from compress.quant import codebooks, feedback
-from compress.quant.codebooks import check_choice
 from compress.quant.feedback import Objective
 from compress.quant.refit import Layout, alternate, refit
+from compress.quant.settings import check
 from compress.types import PackedWeight, Quantized, Stats
 
 FORMAT = "codebook"
@@ -57,16 +57,10 @@ class Config(codebooks.SearchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bits <= 16:
-            raise ValueError(f"bits {self.bits} is not one of 1..16")
-        if not 0 <= self.residual_bits <= 16:
-            raise ValueError(f"residual_bits {self.residual_bits} is not one of 0..16")
-        if not 1 <= self.vector_dim <= 32:
-            raise ValueError(f"vector_dim {self.vector_dim} is not one of 1..32")
+        check(self, bits=range(1, 17), residual_bits=range(17), vector_dim=range(1, 33))
+        check(self, norm=("none", "columns"), outlier_bits=(4, 8))
         if self.group_columns != -1 and self.group_columns < 1:
             raise ValueError(f"group_columns {self.group_columns} is neither positive nor -1 (all columns)")
-        check_choice(self, "norm", ("none", "columns"))
-        check_choice(self, "outlier_bits", (4, 8))
         if self.bias and self.norm == "none":
             raise ValueError("bias needs norm: columns")
         if not 0 <= self.outliers < 1:

@@ -1,24 +1,24 @@
 """AWQ: scale channels with large activations up, by a searched factor, then clip weights (arXiv 2306.00978).
 
-The columns of the weights are multiplied by s = mean|x|^rho, the vector that they read is divided by it. Of `ratios`
-exponents rho from 0 (no change) the one is kept with which the output of the module that reads the vector changes
-least when its weights are rounded to nearest on their grid. The scale is folded into what makes the vector
-(compress/transform/folding.py). Afterwards the weights of every group are clamped where that lowers the group's share
-of the output error, to at least half of their largest; only this step changes the function of the block.
+The columns of the weights are multiplied by s = mean|x|^rho, and the vector that they read is divided by it. Of
+`ratios` exponents rho from 0 (no change) the search keeps the one with which the output of the module that reads the
+vector changes least when its weights are rounded to nearest on their grid. The scale is folded into what makes the
+vector (compress/transform/folding.py). Afterwards the weights of every group are clamped, to at least half of their
+largest, where that lowers the group's share of the output error; only this step changes the function of the block.
 
 Differences from the released code, and why:
 - mean|x| is floored at 1e-4 of its average over channels, not at 1e-4, so that the unit of the activations does not
   matter; a channel that is always zero keeps its scale of one.
-- Under grouped-query attention v -> o is not left out: heads that share a head of v share its scale.
+- v -> o is scaled under grouped-query attention, too: heads that share a head of v share its scale.
 - Rounding in the search is that of the method's grid, its clip search included. On tests/models/books-8m (3 bits,
   groups of 128, round to nearest) the KL goes from 0.0204 to 0.0198, standard error 0.0003; searched and clipped for
   plain min-max grids, as released, to 0.0210.
 - The error of a clamped group is measured on all kept tokens at once, through a triangular factor of their products.
-- Queries and keys are not clipped, as in the release; they are told by the site of the values, so that a layer that
-  makes queries, keys and values at once is clipped.
+- Queries and keys are not clipped, as in the release. They are recognized by the site of the values, so that a linear
+  that makes queries, keys and values at once is clipped.
 
-Not done: anything for linears without an integer grid of their own (vector and trellis codes, incoherent rotations),
-whose rounding the search does not know; quantized activations play no part (that is outlier_suppression).
+Not done: linears without an integer grid of their own (vector and trellis codes, incoherent rotations), whose rounding
+the search does not know; quantized activations (see outlier_suppression).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from compress.formats import int as int_format
 from compress.model.blockwise import Batches
 from compress.model.graph import Site
 from compress.quant import grid
+from compress.quant.settings import check
 from compress.transform.folding import by_producer, fold, to_readers
 from compress.transform.search import (
     CLEARLY,
@@ -64,9 +65,7 @@ class Config:
     sequences: int = 4  # that the search uses
 
     def __post_init__(self) -> None:
-        for name in ("ratios", "tokens", "sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not positive")
+        check(self, "ratios", "tokens", "sequences", least=1)
 
 
 def apply(

@@ -1,40 +1,37 @@
 """CLOVER: decompose the products inside attention, head by head, and cut their least channels (arXiv 2411.17426).
 
-What a head adds to the residual stream is O V x, mixed over tokens: V [head_dim, hidden] and O [hidden, head_dim] only
-count as their product, and O V = U S W^T gives V' = S^1/2 W^T and O' = U S^1/2, channels of a head in the order of what
-they matter. Heads of the output that share a head of values (grouped-query attention) are put on top
-of each other: one decomposition of the whole group, exact as well, where the paper has only a QR decomposition. A bias
-is one more column. Nothing changes but the basis; all is computed in float64 and rounded once.
+A head adds O V x to the residual stream, mixed over tokens. V [head_dim, hidden] and O [hidden, head_dim] only count as
+their product, and O V = U S W^T gives V' = S^1/2 W^T and O' = U S^1/2: the head's channels in the order of what they
+matter. Heads of the output that share a head of values (grouped-query attention) are decomposed together, which is
+exact, where the paper has only a QR decomposition. A bias is one more column. All is computed in float64 and rounded
+once.
 
 With `prune_keys` (which may be 0) the same is done to queries and keys, whose product Q^T K makes the scores. Channels
-that no rotary position touches (all, in a model without; most of some others) are decomposed as above. Two channels
-that are turned together are one complex number, which may be multiplied by one of our choice (transform/qk_pairs.py):
-the pair of the keys is turned until its two rows are orthogonal, the larger first, and both sides get the same norm.
-The paper only makes the queries orthogonal there.
+that no rotary position touches are decomposed as above. Two channels that are turned together are one complex number
+that may be multiplied by another (transform/qk_pairs.py): the pair of the keys is turned until its two rows are
+orthogonal, the larger first, and both sides get the same norm. The paper only makes the queries orthogonal there.
 
-With `prune` the share of the block's value channels with the smallest S (the joint norm of a row of V' and a column of
-O') becomes zero in both, and with `prune_keys` that of its query-key channels, turned ones in pairs. The size of a pair
-is the product of the norms of its two sides, as in the paper, with `measure: weights`: half of the square of it is what
-the pair adds to squared scores, averaged over all angles. With `measure: inputs` the root mean squares of what both
-sides give on the calibration text take the place of the norms. The paper takes one quantile for the whole model: the
-exact bytes of a plan would then depend on the weights. The layout of the model stays, because no configuration knows
-heads of different sizes: the method `cut` (compress/quant/cut.py) stores what is not zero, and `cut` with the same
-share is what makes a model smaller.
+With `prune`, the share of the block's value channels with the smallest S (the joint norm of a row of V' and a column of
+O') becomes zero in both; with `prune_keys`, that of its query-key channels, turned ones in pairs. A pair's size is the
+product of its sides' norms, as in the paper, with `measure: weights`: half its square is what the pair adds to squared
+scores, averaged over all angles. With `measure: inputs` root mean squares on the calibration text replace the norms.
+The paper takes one quantile for the whole model, with which the exact bytes of a plan would depend on the weights. The
+model's layout stays, because no configuration knows heads of different sizes: the method `cut` (compress/quant/cut.py)
+with the same share stores what is not zero, and makes the model smaller.
+
+With `train`, a factor for each channel that is left (one for a pair) is trained so that the block gives what it gave
+before it was cut, on its calibration inputs, and multiplied into the rows of values and keys: the paper's training of
+the singular values, without its loss over the whole model. It takes `train` forward and backward passes of each block
+on a batch, three passes over all batches, and a copy of the attention's weights.
 
 On tests/models/books-8m (8176 tokens of held-out text; calibrated on 32 samples of 512 tokens) a quarter of the
 query-key channels costs a KL of 0.0123, 0.0278 with `measure: weights`, and half of them 0.069 and 0.132. Half of the
 value channels cost 0.0013: behind rotary positions nothing concentrates. With both, a quarter and half, 0.0138, and
 0.0100 after `train: 50`, in 194 s on one core in place of 10.
 
-With `train`, a factor for each channel that is left (one for a pair) is trained so that the block gives what it gave
-before it was cut, on the inputs that it gets in calibration, and multiplied into the rows of values and keys: the
-paper's training, of the singular values alone, without its loss over the whole model. It costs `train` forward and
-backward passes of each block on a batch, three passes over all batches, and a copy of the attention's weights.
-
-Rotations (transform `rotate`) spread what this concentrates: not to be used together.
-
 Not done: queries and keys with a norm between them and the scores (a row cut there changes all others); training of
-anything but S; a measure of the inputs for values; blocks whose attention cannot be followed.
+anything but S; a measure of the inputs for values; blocks whose attention cannot be followed. Not to be used together
+with the transform `rotate`, which spreads what this concentrates.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ What makes the vector gives x' instead of x, and all that read it undo the chang
 Where heads of the reader share a head of the producer (v -> o under grouped-query attention) they share its scale.
 
 Everything is computed in float64 and rounded once to the stored type. A norm's few numbers are rounded first, and the
-readers are given the scale and shift that they then stand for, so that the rounding of the norm costs nothing: near
--1 the weight of an offset norm in bfloat16 would be wrong by several percent of 1 + weight.
+readers are given the scale and shift that they then stand for, so that the rounding of the norm costs nothing: near -1
+the weight of an offset norm in bfloat16 would be wrong by several percent of 1 + weight.
 
 Not done: a shift where producer or readers have no bias (biases are not created); a producer or reader whose channels
 are stored in another order.

@@ -1,9 +1,9 @@
 """Outlier Suppression+: shift channels to their middle and scale outliers down, by a search (arXiv 2304.09145).
 
-A channel becomes x' = (x - z) / s with z = (max x + min x) / 2 and s = max(1, max|x - z| / t): only channels that
-reach beyond the threshold t are scaled. The threshold is the one with which the output of the module that reads the
-vector changes least when its inputs and weights are rounded as they will be. Shift and scale are folded into what
-makes the vector and what reads it (compress/transform/folding.py).
+A channel becomes x' = (x - z) / s with z = (max x + min x) / 2 and s = max(1, max|x - z| / t): only channels that reach
+beyond the threshold t are scaled. The threshold is the one with which the output of the module that reads the vector
+changes least when its inputs and weights are rounded as they will be. Shift and scale are folded into what makes the
+vector and what reads it (compress/transform/folding.py).
 
 Differences from the paper and its code, and why:
 - Thresholds fall geometrically from the largest magnitude to that of the median channel, `thresholds` of them. The
@@ -13,8 +13,8 @@ Differences from the paper and its code, and why:
   pass unchanged. The norm and all of its readers must have biases; elsewhere only the scale is searched.
 - What linears make (v -> o, up -> down) is scaled with the others; heads that share a head of v share its scale.
 
-Not done: biases are not created (norms without one, as most recent models have, are only scaled); linears whose
-weights do not go to an integer grid as they are count as not rounded in the search.
+Not done: biases are not created (norms without one, as most recent models have, are only scaled); linears whose weights
+do not go to an integer grid as they are count as not rounded in the search.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from compress.model.blockwise import Batches
 from compress.model.graph import Site
+from compress.quant.settings import check
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
 from compress.transform.search import (
     CLEARLY,
@@ -56,9 +57,7 @@ class Config:
     sequences: int = 4  # that the search uses
 
     def __post_init__(self) -> None:
-        for name in ("thresholds", "tokens", "sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not positive")
+        check(self, "thresholds", "tokens", "sequences", least=1)
 
 
 class Change(NamedTuple):

@@ -1,11 +1,11 @@
 """Find how a block's queries and keys come from its linears, and what may be changed between them, by running it.
 
 The outputs of the linears are replaced by known numbers while the block runs up to its attention, where the queries and
-keys that arrive are looked at. Which row of which linear is a channel of a head is read off where there is no
-rotation, at the first token. A channel that is the same at all tokens is free: any basis of the free channels of a head
-gives the same scores. Two channels that rotary positions turn into each other are a pair: seen as one complex number,
-what they add to a score is Re(conj(q) k e^(i angle)), so that q may be multiplied by a complex c, and k by 1 / conj(c),
-and nothing else.
+keys that arrive are looked at. Which row of which linear is a channel of a head is read off where there is no rotation,
+at the first token. A channel that is the same at all tokens is free: any basis of the free channels of a head gives the
+same scores. Two channels that rotary positions turn into each other are a pair: seen as one complex number, what they
+add to a score is Re(conj(q) k e^(i angle)), so that q may be multiplied by a complex c, and k by 1 / conj(c), and
+nothing else.
 
 Not found, None: where something else than scales and rotations lies in between (norms of queries and keys), or where
 channels come from more than one linear (latent attention).

@@ -10,9 +10,9 @@ have.
 Differences from the released code, and why:
 - What reads a norm and what writes to the stream is traced (compress/model/graph.py), and every block is checked while
   it is rotated: on probe states its output must be the rotated output of before. No family is listed by name.
-- For models with LayerNorm Q leaves the vector of ones in its place (a reflection after the transform): taking the
-  mean away then commutes with it, the norm stays the module it is, and nothing has to be centred. The released code
-  centres embeddings and swaps norms; on models with RMSNorm its centring changes the function.
+- For models with LayerNorm Q leaves the vector of ones in its place (a reflection after the transform): taking the mean
+  away then commutes with it, the norm stays the module it is, and nothing has to be centred. The released code centres
+  embeddings and swaps norms; on models with RMSNorm its centring changes the function.
 - A norm's bias b goes into its readers' biases where all have one, else it stays, as Q (b / weight).
 - Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
 - Sizes that are no power of two have Hadamard matrices of their own (compress/numerics/hadamard.py), never padding.

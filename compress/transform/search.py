@@ -1,8 +1,8 @@
 """Watch vectors, repeat calls of modules and round as if quantized, for the searches of the block transforms.
 
 A block is run on its calibration batches while `observe` watches: a `Range` streams the per-channel statistics of a
-site's vector over all tokens, a `Trial` keeps the first calls of a module, at most `tokens` tokens of each of the
-first `sequences` sequences, and repeats them with other weights. Neither depends on how the tokens are batched.
+site's vector over all tokens, a `Trial` keeps the first calls of a module, at most `tokens` tokens of each of the first
+`sequences` sequences, and repeats them with other weights. Neither depends on how the tokens are batched.
 
 A trial repeats the module that holds all readers of the site, or the reader itself where there is only one, which is
 what that module gives up to what follows. A module that is called with nothing but hidden states is given the first

@@ -1,13 +1,13 @@
 """SmoothQuant: move outlier channels of the activations into the weights (arXiv 2211.10438).
 
 Channel j of a vector is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the columns j of the linears that
-read it are multiplied by it; w_j are those columns, in all readers that are quantized. alpha shares the difficulty
-out: 0.5 is the paper's, families with strong outliers want up to 0.9. The scale is folded into what makes the vector
+read it are multiplied by it; w_j are those columns, in all readers that are quantized. alpha shares the difficulty out:
+0.5 is the paper's, families with strong outliers want up to 0.9. The scale is folded into what makes the vector
 (compress/transform/folding.py), so that nothing is left to do at run time.
 
 Differences from the released code: what is read by the product of a linear (v -> o, up -> down) is smoothed as well,
-unless `sites: norms`; heads that share a head of v share its scale, from the largest of their maxima. A channel that
-is never anything but zero, or that only zero weights read, keeps its scale of one.
+unless `sites: norms`; heads that share a head of v share its scale, from the largest of their maxima. A channel that is
+never anything but zero, or that only zero weights read, keeps its scale of one.
 
 Not done: a search (that is awq and outlier_suppression); a shift; anything for linears that are not quantized.
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from compress.model.blockwise import Batches
 from compress.model.graph import Site
+from compress.quant.settings import check
 from compress.transform.folding import by_producer, fold
 from compress.transform.search import Range, observe
 from compress.types import Scheme
@@ -41,8 +42,7 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha {self.alpha} is not between 0 and 1")
-        if self.sites not in ("all", "norms"):
-            raise ValueError(f"sites {self.sites!r} is neither all nor norms")
+        check(self, sites=("all", "norms"))
 
 
 def apply(

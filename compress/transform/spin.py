@@ -1,27 +1,27 @@
 """SpinQuant: learn R1 and every R2 by gradient descent on the orthogonal matrices (arXiv 2405.16406).
 
-What a rotation changes in a model that computes in full precision, but for rounded inputs, is only these inputs: a
-reader of a rotated vector x sees Q^T round(Q x) in place of x. So weights, embeddings and norms stay as they are (the
-norms' weights moved into their readers), nothing is rotated but what is rounded, and what is learned is merged
-afterwards like a random rotation. Weights are rounded, too, W -> P^T round(P W Q^T) Q, only where the recipe's method
-is to round them without data: a rotation that is fitted to rounding to nearest is not the best for a method that
-corrects its errors. Gradients pass straight through all rounding.
-
-The loss is KL(original || rounded) of the predicted tokens, where SpinQuant takes the cross-entropy of the text: it
-needs no labels, so that any text will do, its least value is that of the original model instead of one that fits the
-text better, and every token says something of the whole vocabulary, which calms the gradients of small batches.
+A rotation changes only the rounding: a reader of a rotated vector x sees Q^T round(Q x) in place of x. So weights,
+embeddings and norms stay as they are (the norms' weights moved into their readers), only what is rounded is rotated,
+and the learned matrices are merged afterwards like random ones. Weights are rounded, W -> P^T round(P W Q^T) Q, only
+where the recipe's method rounds them without data: a rotation fitted to rounding to nearest is not the best for a
+method that corrects its errors. Gradients pass straight through all rounding.
 
 A step is Cayley SGD (arXiv 2002.01113): G the gradient at X, A = U - U^T the tangent with U = V X - X^T (X V X) / 2 and
-V = -G^T, then Y = X^T + a A (X^T + Y) / 2 by fixed-point iteration, a = min(rate, 1 / |A|_1), and X <- Y^T. Differences
-from the released code: no momentum (it is off there, too), the iteration starts at X^T, so that a tangent in which the
-vector of ones is left alone (for LayerNorm) stays one, and every step ends with one of Newton's towards the nearest
-orthogonal matrix, in place of a rare QR. The result is made orthogonal in float64.
+V = -G^T, then Y = X^T + a A (X^T + Y) / 2 by fixed-point iteration, a = min(rate, 1 / |A|_1), and X <- Y^T.
 
-Cost: the whole model in memory in its own type, the hidden states between blocks of one sample and the inside of one
-block (the rest is computed again), and about twelve float32 matrices [hidden, hidden]. A step takes about ten times a
-forward pass of its STEP_TOKENS tokens, on any device; the samples that are learned from go through the model once more
-before. On 8M parameters, with one core: 40 steps in 180 s, 680 MiB at most where a run without
-takes 640. There, without outliers, it gains nothing that can be measured: KL 0.0163 for 0.0162 in w4a4kv4.
+Differences from the paper and its code, and why:
+- The loss is KL(original || rounded) of the predicted tokens, not the cross-entropy of the text: it needs no labels,
+  its least value is that of the original model, and every token says something of the whole vocabulary, which calms the
+  gradients of small batches.
+- No momentum (it is off there, too). The iteration starts at X^T, so that a tangent that leaves the vector of ones
+  alone (for LayerNorm) stays one. Every step ends with one of Newton's towards the nearest orthogonal matrix, in place
+  of a rare QR; the result is made orthogonal in float64.
+
+Cost: the whole model in its own type, the hidden states between blocks of one sample, the inside of one block (the rest
+is computed again), and about twelve float32 matrices [hidden, hidden]. A step takes about ten times a forward pass of
+its STEP_TOKENS tokens; the samples that are learned from go through the model once more before. On 8M parameters, with
+one core: 40 steps in 180 s, 680 MiB at most where a run without takes 640. There, without outliers, it gains nothing
+that can be measured: KL 0.0163 for 0.0162 in w4a4kv4.
 """
 
 from __future__ import annotations
