@@ -43,6 +43,7 @@ from compress.model import blockwise, lm_head
 from compress.model.blockwise import Call
 from compress.model.edits import Workbench
 from compress.model.graph import Attention
+from compress.numerics import kl
 from compress.transform import rotation_search
 from compress.transform.rotation_search import Rounding
 from compress.transform.search import fake_weight
@@ -154,7 +155,7 @@ def need_nbytes(rotation: Rotation, tokens: int) -> int:
     return (
         sum(weights.values()) * item
         + tokens * (len(blocks) * rotation.width * item + inside * ACTIVATION_NBYTES + heads * tokens * 4)
-        + 6 * lm_head.LOGITS_NBYTES
+        + 6 * kl.LOGITS_NBYTES
         + MATRICES * 4 * rotation.width**2
     )
 
@@ -215,10 +216,10 @@ class _Model:
     def _loss(self, sample: int, hidden: Tensor, share: float | None) -> float:
         """Mean divergence over the sample's tokens; `share` of its gradient goes to `hidden`, None: no gradient."""
         original, count, total = self.stream.read(sample, 1, blockwise.FULL).to(self.device), hidden.shape[1], 0.0
-        for part in lm_head.token_slices(self.skeleton, count):
+        for part in kl.slices(count, self.skeleton.vocab_size):
             with torch.no_grad():
                 wanted = self.logits(original[:, part])
-            loss = lm_head.divergence(wanted, self.logits(hidden[:, part])).sum() / count
+            loss = kl.from_logits(wanted, self.logits(hidden[:, part])).sum() / count
             if share is not None:
                 (loss * share).backward()
             total += loss.item()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from compress.errors import NumericalError
 from compress.formats import lowrank
 from compress.model import load
+from compress.numerics import kl
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.types import Correction, PackedWeight
@@ -41,7 +42,6 @@ BATCH_TOKENS = 1024  # of a step
 LOGITS = 8  # float32 numbers for each logit that are alive at a time: both models' own, logarithms, gradients
 MASTERS = 16  # bytes of a trained parameter: itself, its gradient, two moments
 STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
-LOGITS_NBYTES = 64 << 20  # of the float32 logits of one model at a time
 HELD_OUT = 10  # one sample in this many is not trained on
 LAST = 0.05  # of the rate, at the end
 WARM_UP = 10  # steps
@@ -250,14 +250,10 @@ def _divergence(teacher: nn.Module, student: nn.Module, tokens: Tensor) -> float
 
 
 def _kl(original: Tensor, other: Tensor) -> Tensor:
-    """Logits [batch, tokens, vocabulary] -> [batch * tokens] in nats; some tokens at a time."""
-    rows = max(1, LOGITS_NBYTES // (4 * original.shape[-1]))
+    """Return KL(original || other) [batch * tokens] in nats of logits [batch, tokens, vocabulary]."""
+    rows = kl.rows_at_a_time(original.shape[-1])
     pairs = zip(original.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    parts = [
-        nn.functional.kl_div(q.float().log_softmax(-1), p.float().log_softmax(-1), reduction="none", log_target=True)
-        for p, q in pairs
-    ]
-    return torch.cat([part.sum(-1) for part in parts])
+    return torch.cat([kl.from_logits(p.float(), q.float()) for p, q in pairs])
 
 
 @torch.no_grad()
