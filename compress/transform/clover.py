@@ -88,7 +88,7 @@ class Cut(NamedTuple):
 
     zeroed: int
     lost: float  # share of the squared norm of all products
-    groups: list[channel_scales.Group]  # rows of a linear that one factor may be trained for
+    groups: list[channel_scales.ScaledRows]  # rows of a linear that one factor may be trained for
 
 
 def apply(
@@ -141,7 +141,9 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Cut
         _put(values, rows[head], pair.values * mask[:, None])
         _group(columns, head, repeats, size).copy_(pair.outputs * mask)
     return Cut(
-        count, _share(sizes.square(), kept), [channel_scales.Group(attention.values, rows[kept.cpu() > 0][:, None])]
+        count,
+        _share(sizes.square(), kept),
+        [channel_scales.ScaledRows(attention.values, rows[kept.cpu() > 0][:, None])],
     )
 
 
@@ -172,7 +174,7 @@ def decompose_keys(block: nn.Module, found: Scores, prune: float = 0.0, batches:
             _put(queries, reading.flatten(), torch.zeros_like(_taken(queries, reading.flatten())))
     left = [own for (own, _), keep in zip(units, kept.tolist(), strict=True) if keep]
     alike = [[own for own in left if len(own) == count] for count in (1, 2)]
-    groups = [channel_scales.Group(found.keys.name, torch.stack(rows)) for rows in alike if rows]
+    groups = [channel_scales.ScaledRows(found.keys.name, torch.stack(rows)) for rows in alike if rows]
     return Cut(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 
