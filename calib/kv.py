@@ -29,14 +29,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from compress import plugins
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
 from compress.kv.settings import KINDS, Coding, Settings
-from compress.model import blockwise, lm_head
+from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
 
 NAME = "compress_kv_samples"
@@ -228,18 +227,11 @@ class _Tap:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """While the model runs with it."""
-        before = self.model.config._attn_implementation
-        AttentionInterface.register(NAME, self._attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         modules = [m for m in self.model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
         hooks = [module.register_forward_pre_hook(self._rotation, with_kwargs=True) for module in modules]
-        self.model.set_attn_implementation(NAME)
-        try:
+        with graph.watched(self.model.config, self._attention, NAME), blockwise.attached(hooks):
             yield
-        finally:
-            self.model.set_attn_implementation(before)
-            for hook in hooks:
-                hook.remove()
 
     def watch(self, layer: int, names: frozenset[str]) -> None:
         self.layer, self.names, self.found = layer, names, {}

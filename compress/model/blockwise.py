@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.skeleton import Skeleton
@@ -206,6 +207,16 @@ class StandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         states = self.gives(*args, **kwargs)
         return (states,) if self.as_tuple else states
+
+
+@contextmanager
+def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks of modules at the end."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def states_of(output: Any) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import Batches, run_block, states_of
+from compress.model.blockwise import Batches, attached, run_block, states_of
 from compress.model.skeleton import PROBE_TOKENS, Skeleton, SkippedExperts
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 
@@ -149,18 +149,18 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
 
 
 @contextmanager
-def watched(config: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """While active, models of this configuration call `function` for attention."""
+def watched(config: Any, function: Callable[..., Any], name: str = WATCHED) -> Iterator[None]:
+    """While active, models of this configuration call `function` for attention, registered under `name`."""
     parts = {id(c): c for c in (config, config.get_text_config())}.values()
     before = [part._attn_implementation for part in parts]
-    ALL_ATTENTION_FUNCTIONS.register(WATCHED, function)
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
     for part in parts:
-        part._attn_implementation = WATCHED
+        part._attn_implementation = name
     try:
         yield
     finally:
-        for part, name in zip(parts, before, strict=True):
-            part._attn_implementation = name
+        for part, former in zip(parts, before, strict=True):
+            part._attn_implementation = former
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -244,18 +244,15 @@ def _is_whole(attention: Attention, block: nn.Module) -> bool:
 def _doubles(block: nn.Module, producer: str, reader: str, run: Callable[[], Tensor]) -> bool:
     """Whether what `reader` is given is twice as large where `producer` gives twice as much, to the bit."""
     given: list[Tensor] = []
-    watch = block.get_submodule(reader).register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].clone()))
-    try:
+    source, hooks = block.get_submodule(producer), []
+    hooks.append(block.get_submodule(reader).register_forward_pre_hook(lambda _, x: given.append(x[0].clone())))
+    with attached(hooks):
         run()
-        twice = block.get_submodule(producer).register_forward_hook(lambda _, inputs, output: 2 * output)
+        hooks.append(source.register_forward_hook(lambda _, inputs, output: 2 * output))
         try:
             run()
         except NumericalError:  # twice as much leaves the type
             return False
-        finally:
-            twice.remove()
-    finally:
-        watch.remove()
     return len(given) == 2 and torch.equal(given[1], 2 * given[0])
 
 
@@ -267,12 +264,10 @@ def _reach_all(block: nn.Module, norm: str, readers: tuple[str, ...], run: Calla
         reader = block.get_submodule(name)
         hooks.append(reader.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2, *inputs[1:])))
     try:
-        after = run()
+        with attached(hooks):
+            after = run()
     except NumericalError:
         return False
-    finally:
-        for hook in hooks:
-            hook.remove()
     # equal to the bit where sums are always taken in the same order
     return bool((after.float() - before.float()).norm() <= 1e-3 * before.float().norm())
 
