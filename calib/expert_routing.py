@@ -29,7 +29,7 @@ of experts in compress/runtime/experts.py only, and thresholds are those of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, run_block
+from compress.model.blockwise import Batches, attached, run_block
 from compress.runtime.experts import PROJECTIONS, Experts, magnitude, prune
 from compress.types import ExpertPruning, Pruning
 
@@ -311,9 +311,8 @@ def _experts(block: nn.Module, where: str) -> dict[str, Experts]:
     return {f"{where}.{name}": m for name, m in block.named_modules() if isinstance(m, Experts)}
 
 
-@contextmanager
-def _watched(actions: Mapping[Experts, Routed]) -> Iterator[None]:
-    """While active, an action gets what its module of experts is called with."""
+def _watched(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
+    """While active, an action gets the arguments that its module of experts is called with."""
 
     def hook(action: Routed) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -321,32 +320,23 @@ def _watched(actions: Mapping[Experts, Routed]) -> Iterator[None]:
 
         return call
 
-    handles = [m.register_forward_pre_hook(hook(action), with_kwargs=True) for m, action in actions.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return attached([m.register_forward_pre_hook(hook(act), with_kwargs=True) for m, act in actions.items()])
 
 
 @contextmanager
 def _outputs(block: nn.Module, widths: set[int]) -> Iterator[list[Tensor]]:
     """While active, the list takes what the block's modules give that is as wide as there are experts."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def note(_: nn.Module, args: Any, output: Any) -> None:
         parts = output if isinstance(output, tuple) else (output,)
-        found.extend(
+        outputs.extend(
             p for p in parts if isinstance(p, Tensor) and p.is_floating_point() and p.dim() and p.shape[-1] in widths
         )
 
     within = {part for module in block.modules() if isinstance(module, Experts) for part in module.modules()}
-    handles = [module.register_forward_hook(note) for module in block.modules() if module not in within]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    with attached([module.register_forward_hook(note) for module in block.modules() if module not in within]):
+        yield outputs
 
 
 def _quantile(values: Tensor, q: float) -> float:

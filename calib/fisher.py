@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from compress.errors import NumericalError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.types import Fisher
 
 SMALLEST = 1e-3  # weight of a row or column against the heaviest one
@@ -71,7 +72,9 @@ def gradients(
         names[spec.block].append(spec.name)
     stream = blockwise.Stream(tokens.shape[0], file, count + 1)  # a side in front of each block; the last goes backward
     try:
-        calls = _forward(skeleton, tokens, stream, device)
+        calls = blockwise.record(skeleton, tokens, 1, stream, device)
+        for index in range(count):
+            blockwise.propagate(skeleton, index, calls, stream, 1, device, (index, index + 1))
         lm_head.load(skeleton, device)
         for sample in range(stream.samples):
             behind = stream.read(sample, 1, count).to(device)
@@ -87,31 +90,18 @@ def gradients(
         stream.close()
 
 
-def _forward(skeleton: Skeleton, tokens: Tensor, stream: blockwise.Stream, device: torch.device) -> blockwise.Calls:
-    """Fill the sides of the stream: what reaches each block, and what leaves the last."""
-    calls = blockwise.record(skeleton, tokens, 1, stream, device)
-    for index in range(len(skeleton.blocks)):
-        block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
-        for sample in range(stream.samples):
-            hidden = stream.read(sample, 1, index).to(device)
-            stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
-        skeleton.free()
-    return calls
-
-
 @torch.enable_grad()
 def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
     """The loss's scaled gradient behind the last block; hidden [1, tokens, hidden], tokens [tokens]."""
     hidden = hidden.clone().requires_grad_()
     predicted = tokens.shape[0] - 1
-    for part in lm_head.token_slices(skeleton, predicted):
-        logits = lm_head.logits(skeleton, hidden[:, part])
+    for part in kl.slices(predicted, skeleton.vocab_size):
+        logits = lm_head.logits(skeleton, hidden[:, part])[0]
         loss = nn.functional.cross_entropy(logits, tokens[1:][part], reduction="sum")
         (loss * (LOSS_SCALE / predicted)).backward()
     return cast(Tensor, hidden.grad)
 
 
-@torch.enable_grad()
 def _backward(
     skeleton: Skeleton, index: int, names: list[str], loaded: tuple[nn.Module, blockwise.Call], stream: blockwise.Stream
 ) -> dict[str, Gradient]:
@@ -121,12 +111,9 @@ def _backward(
     found = [Gradient(*(torch.zeros_like(w, dtype=torch.float32) for _ in range(2))) for w in weights]
     side = len(skeleton.blocks)
     for sample in range(stream.samples):
-        hidden = stream.read(sample, 1, index).clone().to(weights[0].device).requires_grad_()
-        behind = stream.read(sample, 1, side).to(hidden.device)
-        out = block(hidden, *call.args, **call.kwargs)
-        states = out[0] if isinstance(out, tuple) else out
-        front, *mine = torch.autograd.grad(states, (hidden, *weights), behind, allow_unused=True)
-        stream.write(sample, front, side)
+        hidden, behind = (stream.read(sample, 1, at).to(weights[0].device) for at in (index, side))
+        front, *mine = blockwise.pull_back(block, call, hidden, behind, weights)
+        stream.write(sample, cast(Tensor, front), side)
         for sums, gradient in zip(found, mine, strict=True):
             if gradient is not None:  # else an expert that no token went to
                 gradient = gradient.float() / LOSS_SCALE

@@ -29,14 +29,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from compress import plugins
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
 from compress.kv.settings import KINDS, Coding, Settings
-from compress.model import blockwise
+from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
 
 NAME = "compress_kv_samples"
@@ -161,7 +160,8 @@ class _Pass:
                 calls = blockwise.record(self.skeleton, self.tokens, self.batch, stream, self.device)
                 for index in range(blocks if is_backward else needed[-1] + 1):
                     self.tap.watch(index, frozenset() if is_backward else wanted[index])
-                    self._forward(index, calls, stream, (index, index + 1) if is_backward else (0, 0))
+                    sides = (index, index + 1) if is_backward else (0, 0)
+                    blockwise.propagate(self.skeleton, index, calls, stream, self.batch, self.device, sides)
                     if wanted[index] and not is_backward:
                         yield index, self.tap.samples(), self.tap.heads
                 if is_backward:
@@ -178,14 +178,6 @@ class _Pass:
         for start in range(0, self.tokens.shape[0], self.batch):
             yield slice(start, min(start + self.batch, self.tokens.shape[0]))
 
-    def _forward(self, index: int, calls: blockwise.Calls, stream: blockwise.Stream, sides: tuple[int, int]) -> None:
-        block, name = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index).rstrip(".")
-        for where in self._slices():
-            hidden = stream.read(where.start, where.stop - where.start, sides[0]).to(self.device)
-            out = blockwise.run_block(block, calls[index][len(hidden)], hidden, name)
-            stream.write(where.start, out, sides[1])
-        self.skeleton.free()
-
     def _loss(self, stream: blockwise.Stream, side: int) -> blockwise.Stream:
         """Gradients [samples, tokens, hidden] of the loss by what leaves the last block."""
         slopes = blockwise.Stream(self.tokens.shape[0], None)
@@ -201,54 +193,25 @@ class _Pass:
         block, name = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index).rstrip(".")
         for where in self._slices():
             count = where.stop - where.start
-            hidden = stream.read(where.start, count, index).to(self.device).detach().clone().requires_grad_()
-            call = calls[index][count]
-            with torch.enable_grad():
-                out = block(hidden, *call.args, **call.kwargs)
-                out = out[0] if isinstance(out, tuple) else out
-            (slope,) = torch.autograd.grad(out, hidden, slopes.read(where.start, count).to(self.device))
-            if not torch.isfinite(slope).all():
+            hidden = stream.read(where.start, count, index).to(self.device)
+            behind = slopes.read(where.start, count).to(self.device)
+            (slope,) = blockwise.pull_back(block, calls[index][count], hidden, behind)
+            if slope is None or not torch.isfinite(slope).all():
                 raise NumericalError(f"the gradient of the loss by the input of {name} is not finite")
             slopes.write(where.start, slope)
         self.skeleton.free()
 
 
+@torch.enable_grad()
 def _slope(skeleton: models.Skeleton, tokens: Tensor, hidden: Tensor) -> Tensor:
-    """Gradient of the summed loss of tokens [batch, seq_len] by hidden [batch, seq_len, hidden], of the last block."""
+    """Return the gradient of the summed loss of tokens [batch, seq_len] by hidden [batch, seq_len, hidden].
+
+    The hidden states are those behind the last block.
+    """
     hidden = hidden.detach().clone().requires_grad_()
-    real = list(skeleton.blocks)
-    for as_tuple in (False, True):  # what a block returns is not written anywhere: try a tensor, then a tuple
-        for i, block in enumerate(real):
-            skeleton.blocks[i] = _Stand(block, hidden, as_tuple)
-        try:
-            with torch.enable_grad():
-                logits = skeleton.model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-            return torch.autograd.grad(loss, hidden)[0]
-        except (TypeError, AttributeError, IndexError, RuntimeError):
-            if as_tuple:
-                raise
-        finally:
-            for i, block in enumerate(real):
-                skeleton.blocks[i] = block
-    raise AssertionError
-
-
-class _Stand(nn.Module):
-    """Takes a block's place: returns the states that leave the last one."""
-
-    def __init__(self, real: nn.Module, hidden: Tensor, as_tuple: bool) -> None:
-        super().__init__()
-        self.__dict__.update(real=real, hidden=hidden, as_tuple=as_tuple)  # not registered as a child
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["real"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.hidden,) if self.as_tuple else self.hidden
+    logits = lm_head.logits(skeleton, hidden)[:, :-1]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return torch.autograd.grad(loss, hidden)[0]
 
 
 class _Tap:
@@ -264,18 +227,11 @@ class _Tap:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """While the model runs with it."""
-        before = self.model.config._attn_implementation
-        AttentionInterface.register(NAME, self._attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         modules = [m for m in self.model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
         hooks = [module.register_forward_pre_hook(self._rotation, with_kwargs=True) for module in modules]
-        self.model.set_attn_implementation(NAME)
-        try:
+        with graph.watched(self.model.config, self._attention, NAME), blockwise.attached(hooks):
             yield
-        finally:
-            self.model.set_attn_implementation(before)
-            for hook in hooks:
-                hook.remove()
 
     def watch(self, layer: int, names: frozenset[str]) -> None:
         self.layer, self.names, self.found = layer, names, {}

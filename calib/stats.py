@@ -14,14 +14,15 @@ A token of weight r (calib/token_importance.py) goes into the sums as r tokens w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
+from compress.model.blockwise import attached
 from compress.types import Stats
 
 PANELS = 8  # column panels: the lower triangle of panels, 7/16 of the work, is left out
@@ -160,18 +161,8 @@ def _routed(weights: Tensor, route: Tensor, number: int) -> Tensor:
     return weights.flatten()[torch.where(route == number)[0]]
 
 
-@contextmanager
-def hooked(actions: Sequence[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+def hooked(actions: Iterable[tuple[nn.Module, Callable[..., None]]]) -> AbstractContextManager[None]:
     """While active, an action gets the arguments of each forward pass of its module."""
-
-    def hook(action: Callable[..., None]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: action(*inputs)
-
-    handles = []
-    try:
-        for module, action in actions:
-            handles.append(module.register_forward_pre_hook(hook(action)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return attached(
+        [module.register_forward_pre_hook(lambda _, inputs, act=action: act(*inputs)) for module, action in actions]
+    )

@@ -223,6 +223,17 @@ def test_measurements_of_something_else_are_refused(
         pass
 
 
+def test_measurements_of_the_former_layout_are_taken_over(opened: session.Session, model: Path, tmp_path: Path) -> None:
+    """The identity alone was in run.json, the arrangement beside it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(opened.database.folder, copy, ignore=shutil.ignore_patterns("candidates-*"))
+    content = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(content["identity"]))
+    (copy / "arrangement.json").write_text(json.dumps(content["arrangement"]))
+    with session.session(dataclasses.replace(asked(model, tmp_path), measurements=copy, measures=False), silent):
+        assert json.loads((copy / "run.json").read_text()) == content
+
+
 def test_two_runs_do_not_share_a_folder(opened: session.Session, model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path)
     with (

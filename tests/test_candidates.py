@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from compress.allocate import joint_kl, prefix_tree, reference_logprobs
 from compress.allocate.joint_kl import Candidates, Means, Room
 from compress.errors import BudgetError, NumericalError
-from compress.model import lm_head
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
@@ -343,4 +342,3 @@ def test_what_cannot_be_asked(pico_dir: Callable[..., Path], tmp_path: Path) -> 
         assert mine.divergence([{}], [0])[0] < 1e-12, "all is as before"
     with pytest.raises(ValueError, match="processes 0 is less than 1"):
         Means(processes=0)
-    assert lm_head.LOGITS_NBYTES > 0

@@ -317,7 +317,7 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
 def test_training_that_does_not_help_is_left_out() -> None:
     block, hidden, call = called(PICO["llama"](), "llama")
     before = {"self_attn.v_proj.weight": block.get_parameter("self_attn.v_proj.weight").detach().clone()}
-    group = channel_scales.Group("self_attn.v_proj", torch.arange(32)[:, None])
+    group = channel_scales.ScaledRows("self_attn.v_proj", torch.arange(32)[:, None])
     note = channel_scales.train(
         block, before, [group], lambda: [(hidden, call)], 2, 1.0
     )  # nothing is wrong that could be mended

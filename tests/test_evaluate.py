@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.evaluate import Comparison, Execution, Scores, evaluate, generate, scores
 from compress.model import load
+from compress.numerics import kl
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 HERE = Path(__file__).parent
@@ -157,7 +158,7 @@ def test_batch_and_blocking_do_not_matter(base: Path, other: Path, text: Path, m
     figures = [list(asdict(compare(other, base, text)).values())[1:]]
     for batch in (1, 3, 100):
         figures.append(list(asdict(compare(other, base, text, execution=Execution(batch=batch))).values())[1:])
-    monkeypatch.setattr(scores, "ROWS_NBYTES", 4 * VOCAB_SIZE * 5)
+    monkeypatch.setattr(kl, "LOGITS_NBYTES", 4 * VOCAB_SIZE * 5)
     figures.append(list(asdict(compare(other, base, text)).values())[1:])
     for row in figures[1:]:
         assert row == pytest.approx(figures[0], rel=2e-5)
@@ -171,12 +172,12 @@ def test_logits_of_a_batch_are_bounded(base: Path, text: Path, monkeypatch: pyte
         assert total == WINDOWS
 
     window_nbytes = 4 * VOCAB_SIZE * SEQ_LEN
-    monkeypatch.setattr(scores, "LOGITS_NBYTES", 4 * window_nbytes + 1)
+    monkeypatch.setattr(scores, "BATCH_NBYTES", 4 * window_nbytes + 1)
     evaluate(base, text, seq_len=SEQ_LEN, progress=progress)
     compare(base, base, text, progress=progress)
-    monkeypatch.setattr(scores, "LOGITS_NBYTES", 1)
+    monkeypatch.setattr(scores, "BATCH_NBYTES", 1)
     evaluate(base, text, seq_len=SEQ_LEN, max_tokens=2 * SEQ_LEN, progress=lambda done, total: seen.append(done))
-    monkeypatch.setattr(scores, "LOGITS_NBYTES", 256 << 20)
+    monkeypatch.setattr(scores, "BATCH_NBYTES", 256 << 20)
     monkeypatch.setattr(scores, "BATCH_TOKENS", 6 * SEQ_LEN)
     evaluate(base, text, seq_len=SEQ_LEN, progress=progress)
     assert seen == [4, 7, 2, 4, 6, 7, 1, 2, 6, 7]

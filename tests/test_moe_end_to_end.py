@@ -144,9 +144,7 @@ def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path:
     "where",
     [
         interrupt("compress.quant.gptq", "quantize", 3 * OPEN + FIXED + 5),  # in block 1
-        interrupt(
-            "compress.allocate.variants", "write_text", 4
-        ),  # run.json, the arrangement, block 0, and before block 1 is in the record
+        interrupt("compress.storage.workdir", "write_text", 3),  # run.json, block 0, and before block 1 is recorded
     ],
     ids=["in a block", "before the last record"],
 )

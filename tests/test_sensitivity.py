@@ -18,8 +18,8 @@ from compress.allocate.block_scores import Noise, Slope, slope, slopes
 from compress.allocate.joint_kl import Candidates, Means
 from compress.calib import fisher
 from compress.errors import NumericalError
-from compress.model import lm_head
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
 
@@ -53,7 +53,7 @@ def grad(model: Any, name: str) -> Tensor:
 def test_gradients_of_the_whole_model(
     name: str, spill: bool, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm_head, "LOGITS_NBYTES", 4 * 264 * 5)
+    monkeypatch.setattr(kl, "LOGITS_NBYTES", 4 * 264 * 5)
     directory = pico_dir(name)
     skeleton = skeleton_of(directory)
     names = [spec.name for spec in skeleton.linears()[0]]

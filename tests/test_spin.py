@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
-from compress.model import blockwise, edits, lm_head
+from compress.model import blockwise, edits
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.quant import gptq
 from compress.run import pipeline, plan
 from compress.storage.checkpoint import open_checkpoint
@@ -164,7 +165,7 @@ def test_gradients_through_checkpoints_and_parts(
     found: list[dict[str, Tensor]] = []
     with spin._loaded(rotation, TOKENS, given) as model, spin._turned(rotation, parameters, layers, model):
         for size, shares in ((1 << 20, (1.0,)), (4 * 264 * 5, (1.0,)), (1 << 20, (0.25, 0.75))):
-            monkeypatch.setattr(lm_head, "LOGITS_NBYTES", size)
+            monkeypatch.setattr(kl, "LOGITS_NBYTES", size)
             for share in shares:
                 model.descend(2, share)
             found.append({name: p.grad for name, p in parameters.items() if p.grad is not None})

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress.allocate import reference_logprobs
-from compress.model import lm_head
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.storage.checkpoint import open_checkpoint
 
 TOKENS = torch.randint(0, 256, (3, 10), generator=torch.Generator().manual_seed(1))
@@ -25,7 +25,7 @@ def test_predictions_of_whole_models(
     name: str, top_k: int, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few positions at a time, each from the model's own logits."""
-    monkeypatch.setattr(lm_head, "LOGITS_NBYTES", 4 * 264 * 3)
+    monkeypatch.setattr(kl, "LOGITS_NBYTES", 4 * 264 * 3)
     skeleton = Skeleton(open_checkpoint(pico_dir(name)))
     kept = reference_logprobs.load(skeleton, TOKENS, tmp_path, top_k)
     assert all(p.is_meta for p in skeleton.model.parameters())

@@ -13,11 +13,12 @@ import compress
 from compress import process_memory
 from compress.errors import NumericalError, RecipeError
 from compress.model import load as lm
+from compress.model.blockwise import Call
 from compress.model.skeleton import Skeleton
 from compress.recipe import load
 from compress.run import memory_plan, pipeline, plan, verify
 from compress.storage.checkpoint import open_checkpoint
-from compress.tune import low_rank
+from compress.tune import descend, low_rank
 from compress.types import Correction
 from pico import save_pico
 from runs import GPTQ, contents, job, report_of, stored_tensors
@@ -46,13 +47,13 @@ def copied(directory: Path, out: Path) -> Path:
     return out
 
 
-def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Asked, *more: Any) -> low_rank.Result:
+def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Request, *more: Any) -> low_rank.Result:
     """Train a checkpoint, and write what is better into its shards."""
     before = contents(directory)
-    result, factors = low_rank.whole(directory, model, tokens, asked, *more)
+    result, factors = low_rank.train_model(directory, model, tokens, asked, *more)
     assert contents(directory) == before and bool(factors) == result.improved
     for path in sorted(directory.glob("*.safetensors")):
-        low_rank.write(path, factors)
+        low_rank.write_factors(path, factors)
     return result
 
 
@@ -66,7 +67,7 @@ def test_the_whole_model_comes_nearer_to_the_original(made: tuple[Path, Path], t
     model, packed = made
     out = copied(packed, tmp_path / "out")
     said: list[str] = []
-    asked = low_rank.Asked(40, 3e-3, names(packed))
+    asked = low_rank.Request(40, 3e-3, names(packed))
     result = trained(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
     assert (
         result.improved
@@ -87,19 +88,19 @@ def test_only_the_asked_parts_and_only_if_it_is_better(made: tuple[Path, Path], 
     model, packed = made
     one = frozenset({"model.layers.1.mlp.down_proj"})
     out = copied(packed, tmp_path / "out")
-    assert trained(out, model, TOKENS.repeat(2, 1), low_rank.Asked(20, 3e-3, one), "cpu", lambda _: None).improved
+    assert trained(out, model, TOKENS.repeat(2, 1), low_rank.Request(20, 3e-3, one), "cpu", lambda _: None).improved
     before, after = stored_tensors(packed), stored_tensors(out)
     changed = {name.rsplit(".", 1)[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == one
     worse = copied(packed, tmp_path / "worse")
-    result = trained(worse, model, TOKENS, low_rank.Asked(8, 3.0, names(packed)), "cpu", lambda _: None)
+    result = trained(worse, model, TOKENS, low_rank.Request(8, 3.0, names(packed)), "cpu", lambda _: None)
     assert not result.improved and "no better, so the parts stay as they were" in result.note
     assert contents(worse) == contents(packed)
 
 
 def test_the_same_again(made: tuple[Path, Path], tmp_path: Path) -> None:
     model, packed = made
-    asked = low_rank.Asked(5, 1e-3, names(packed))
+    asked = low_rank.Request(5, 1e-3, names(packed))
     outs = [copied(packed, tmp_path / name) for name in "ab"]
     for out in outs:
         trained(out, model, TOKENS, asked, "cpu", lambda _: None)
@@ -123,10 +124,10 @@ def test_a_run_trains_and_says_so(made: tuple[Path, Path], tmp_path: Path) -> No
 def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     model, packed = made
     original, other = (lm.load_model(path, "float32") for path in (model, packed))
-    caught: list[low_rank.Batch] = []
+    caught: list[tuple[Tensor, Call]] = []
 
     def catch(_: object, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
-        caught.append((args[0].detach(), args[1:], kwargs))
+        caught.append((args[0].detach(), Call(args[1:], kwargs)))
 
     hook = original.model.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
     original(input_ids=TOKENS, use_cache=False)
@@ -135,7 +136,7 @@ def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     kept = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     layers = {name: m.packed() for name, m in student.named_modules() if hasattr(m, "packed")}
     settings = dict.fromkeys(layers, Correction(4, train_blocks=60, train_rate=3e-3))
-    trained, note = low_rank.blocks(block, layers, settings, lambda: caught)
+    trained, note = low_rank.train_block(block, layers, settings, lambda: caught)
     assert note is not None and "no better" not in note
     before, after = (float(word) for word in note.split("block ")[1].split(" -> "))
     assert after < 0.8 * before
@@ -143,14 +144,14 @@ def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     for name, weight in trained.items():
         changed = {key for key, tensor in weight.tensors.items() if not torch.equal(tensor, layers[name].tensors[key])}
         assert changed == {"lowrank_a", "lowrank_b"}
-    same, nothing = low_rank.blocks(block, layers, dict.fromkeys(layers, Correction(4)), lambda: caught)
+    same, nothing = low_rank.train_block(block, layers, dict.fromkeys(layers, Correction(4)), lambda: caught)
     assert nothing is None and same == layers
 
 
 def test_settings() -> None:
-    assert low_rank.asked({"a": None, "b": Correction(4)}) is None
+    assert low_rank.requested({"a": None, "b": Correction(4)}) is None
     settings = {"a": Correction(4, train=3), "b": Correction(4), "c": Correction(4, train=7, train_rate=0.1)}
-    assert low_rank.asked(settings) == low_rank.Asked(7, 0.1, frozenset("ac"))
+    assert low_rank.requested(settings) == low_rank.Request(7, 0.1, frozenset("ac"))
     with pytest.raises(RecipeError, match="bits 8 of a low-rank factor cannot be trained; set bits: 16"):
         load("int4", ["lowrank={rank: 4, bits: 8, train: 10}"])
     with pytest.raises(RecipeError, match="train -1"):
@@ -158,8 +159,8 @@ def test_settings() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
-    with pytest.raises(NumericalError, match=r"is nan at step 1; lower lowrank.train_rate"):
-        low_rank.descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
+    with pytest.raises(NumericalError, match=r"is nan at step 1; lower train_rate"):
+        descend.descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
 
 
 def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +179,7 @@ def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatc
     parameters = linears + sum(nbytes for name, nbytes in planned.kept_nbytes.items()) // 4
     trained = 4 * sum(sum(layer.spec.shape) for layer in planned.layers)
     states = sum(sum(layer.spec.shape) for layer in planned.layers) + 2 * 12 * 64
-    sizes = low_rank.Sizes(parameters, linears, planned.quantized_nbytes, trained, 264, states)
+    sizes = low_rank.TrainingSizes(parameters, linears, planned.quantized_nbytes, trained, 264, states)
     assert sizes.trained == sum(t.numel() for name, t in stored_tensors(made[1]).items() if "lowrank_" in name)
     assert whole == memory_plan.SLACK + int(
         memory_plan.MARGIN * (memory_plan.KEPT + low_rank.whole_workspace(sizes, 32))

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path as File
 from typing import Protocol, cast
 
@@ -31,6 +30,7 @@ from compress.allocate import reference_logprobs
 from compress.errors import BudgetError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 
 Level = Hashable  # what a linear is at; None: as it is
 Part = tuple[tuple[str, Level], ...]  # full name of a linear of one block, and its level
@@ -306,7 +306,7 @@ class Evaluator:
         """Number of the path -> the mean divergence of each sample behind the last block."""
         found: dict[int, list[float]] = {leaf.members[0]: [] for leaf in leaves}
         length = self.tokens.shape[1]
-        parts = lm_head.token_slices(self.skeleton, length)
+        parts = kl.slices(length, self.skeleton.vocab_size)
         with self._head() as logits:
             for position, sample in enumerate(sample for batch in batches for sample in batch):
                 row = reference.row(sample, self.device)
@@ -356,7 +356,7 @@ class Evaluator:
             if not self.has_head:
                 lm_head.load(self.skeleton, self.device)
                 self.has_head = self.room.keeps
-            yield partial(lm_head.logits, self.skeleton)
+            yield lambda hidden: lm_head.logits(self.skeleton, hidden)[0]
 
 
 @contextmanager

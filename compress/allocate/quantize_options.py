@@ -42,7 +42,7 @@ def levels(opened: prepare_options.Options, database: Database, calibration: Cal
     if not opened.asked.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
     threads = torch.get_num_threads()
-    first = database.first({**dataclasses.asdict(prepared.arrangement), "threads": threads})
+    first = dict(database.arrangement)
     torch.set_num_threads(first.pop("threads"))  # the first run's, so that sums are taken in the same order
     prepared = dataclasses.replace(prepared, arrangement=memory_plan.Arrangement(**first))
     memory_plan.check_prediction(prepared.arrangement, opened.asked.max_memory)

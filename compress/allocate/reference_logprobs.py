@@ -26,6 +26,7 @@ from torch import Tensor
 from compress.errors import CheckpointError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.run import prepare
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 
@@ -147,7 +148,7 @@ def _make(skeleton: Skeleton, tokens: Tensor, file: Path, identity: dict[str, An
         with lm_head.logits_of(skeleton, device) as logits:
             for sample in range(samples):
                 hidden = stream.read(sample, 1).to(device)
-                parts = lm_head.token_slices(skeleton, hidden.shape[1])
+                parts = kl.slices(hidden.shape[1], skeleton.vocab_size)
                 rows = [predictions(logits(hidden[:, part]), identity["top_k"]) for part in parts]
                 raw["log_probs"].write(sample, torch.cat([row.log_probs for row in rows])[None])
                 raw["ids"].write(sample, torch.cat([row.ids.int() for row in rows])[None])

@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compress import plugins, process_memory
 from compress.allocate import joint_kl, kv_session, prepare_options, quantize_options, sensitivity
 from compress.allocate import kv_budget as budget
 from compress.allocate.problem import Allocated, Choice, Problem
 from compress.allocate.table import Table
-from compress.allocate.variants import FIXED, RUN, Database
+from compress.allocate.variants import FIXED, Database
 from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.progress import Progress
 from compress.recipe import fingerprint
@@ -96,14 +98,15 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     """Open, or make, the measurements of a recipe. Levels are complete when it is entered."""
     opened = prepare_options.options(asked)
     database = Database(asked.measurements or prepare_options.folder_of(asked))
-    if not asked.measures and not (database.folder / RUN).is_file():
+    if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):
         calibration = prepare.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
-    with database.opened(prepare_options.identity(opened, calibration)):
+    arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
+    with database.opened(prepare_options.identity(opened, calibration), arrangement):
         quantize_options.levels(opened, database, calibration, progress)
         measured = sensitivity.Measured(opened, database, calibration, progress)
         try:

@@ -13,7 +13,6 @@ A level is the number of an option, or "fixed": what a rule of the recipe decide
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -27,91 +26,62 @@ from compress import formats
 from compress.errors import CheckpointError, OutputError
 from compress.formats import transforms
 from compress.storage.checkpoint import StoredTensor, read_header, read_json, write_shard, write_text
-from compress.storage.workdir import writing
+from compress.storage.workdir import WorkDirectory, writing
 from compress.types import Activations, LowRank, PackedWeight
 
 FIXED = "fixed"
-RUN, TABLE = "run.json", "sensitivity.json"
+TABLE = "sensitivity.json"
 VERSION = 1
 
 
-class Database:
-    """The levels in a folder. Reading needs nothing but the folder."""
+class Database(WorkDirectory):
+    """The options in a folder. Reading needs nothing but the folder."""
+
+    option = "--measurements"
+    holds = "was measured with"
+    keep = "another folder for the measurements"
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.levels = folder, folder / "levels"
-        self._records: dict[int, dict[str, Any]] = {}
+        super().__init__(folder, "levels")
+        self.start_over = f"remove {folder} to measure anew"
+        self.arrangement: dict[str, Any] = {}  # of the first run into this folder, once it is open
+        self._contents: dict[int, dict[str, Any]] = {}
         self._tensors: dict[int, dict[str, StoredTensor]] = {}
 
     @contextmanager
-    def opened(self, identity: Mapping[str, Any]) -> Iterator[Database]:
+    def opened(self, identity: Mapping[str, Any], arrangement: Mapping[str, Any]) -> Iterator[Database]:
         """Create it, or go on with one of this identity; held by one process at a time. Raises OutputError."""
-        with writing(self.folder, "--measurements"):
-            self.levels.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "lock").open("a") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise OutputError(f"{self.folder} is in use by another run; wait, or give another folder") from None
-                self._check(identity)
-                for part in self.levels.glob("*.part"):
-                    part.unlink()
-                for left in [*self.folder.glob("candidates-*"), *self.folder.glob("text/candidates-*")]:
-                    shutil.rmtree(left, ignore_errors=True)  # of a killed run
-                yield self
+        busy = f"{self.folder} is in use by another run; wait, or give another folder"
+        with writing(self.folder, self.option), self._take_lock(busy):
+            self.records.mkdir(exist_ok=True)
+            if not self.is_begun and any(self.records.iterdir()):
+                raise OutputError(f"{self.folder} has levels but no run.json; give another folder, or remove it")
+            self._upgrade()
+            self.arrangement = self.begin({"version": VERSION, **identity}, dict(arrangement))
+            self._remove_parts(self.records)
+            for left in [*self.folder.glob("candidates-*"), *self.folder.glob("text/candidates-*")]:
+                shutil.rmtree(left, ignore_errors=True)  # of a killed run
+            yield self
 
-    def _check(self, identity: Mapping[str, Any]) -> None:
-        wanted = {"version": VERSION, **identity}
-        path = self.folder / RUN
-        if not path.exists():
-            if any(self.levels.iterdir()):
-                raise OutputError(f"{self.folder} has levels but no {RUN}; give another folder, or remove it")
-            write_text(path, json.dumps(wanted, indent=1) + "\n")
-            return
-        try:
-            known = read_json(path)
-        except CheckpointError as error:
-            raise OutputError(f"{path} is damaged; remove {self.folder} to measure anew") from error
-        changed = sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key))
-        if changed:
-            raise OutputError(
-                f"{self.folder} was measured with another {', '.join(changed)}; give another folder for the "
-                "measurements, or remove this one"
-            )
-
-    def first(self, arrangement: Mapping[str, Any]) -> dict[str, Any]:
-        """How the first run into this folder was arranged."""
-        path = self.folder / "arrangement.json"
-        if not path.is_file():
-            write_text(path, json.dumps(dict(arrangement)))
-        try:
-            found = read_json(path)
-        except CheckpointError as error:
-            raise OutputError(f"{path} is damaged; remove {self.folder} to measure anew") from error
-        if found.keys() != dict(arrangement).keys():
-            raise OutputError(f"{path} is not of this version; remove {self.folder} to measure anew")
-        return found
-
-    def finished(self) -> int:
-        """Blocks that are done, from the first on."""
-        count = 0
-        while (self.levels / f"{count:05d}.json").is_file():
-            count += 1
-        return count
+    def _upgrade(self) -> None:
+        """Bring `run.json` of before 2026-12, which lay beside its arrangement, into its present form."""
+        arrangement = self.folder / "arrangement.json"
+        if arrangement.is_file() and "identity" not in (identity := self._read(self.run)):
+            write_text(self.run, json.dumps({"identity": identity, "arrangement": self._read(arrangement)}, indent=1))
 
     def add(self, block: int, packed: Mapping[str, PackedWeight], measured: Mapping[str, Any]) -> None:
-        """Store a block's levels, "<linear>@<level>" -> weight, and what was measured."""
+        """Store a block's options, "<linear>@<option>" -> weight, and what was measured."""
         tensors = {f"{key}.{part}": tensor for key, weight in packed.items() for part, tensor in weight.tensors.items()}
-        write_shard(self.levels / f"{block:05d}.safetensors", tensors)
+        write_shard(self.records / f"{block:05d}.safetensors", tensors)
         stored = {key: _plain(weight) for key, weight in packed.items()}
-        write_text(self.levels / f"{block:05d}.json", json.dumps({"stored": stored, "measured": measured}))
+        self.finish_block(block, {"stored": stored, "measured": measured})
 
     def add_state(self, block: int, state: Mapping[str, Tensor]) -> None:
-        write_shard(self.levels / f"{block:05d}.state.safetensors", state)
+        write_shard(self.records / f"{block:05d}.state.safetensors", state)
 
     def restore_state(self, block: int, module: nn.Module) -> None:
         """Make a loaded block what the transforms have made of it; nothing where there are none."""
-        path = self.levels / f"{block:05d}.state.safetensors"
+        path = self.records / f"{block:05d}.state.safetensors"
         if path.is_file():
             parameters = dict(module.named_parameters())
             for name, stored in read_header(path).items():
@@ -127,7 +97,7 @@ class Database:
         try:
             form = self._record(block)["stored"][key]
             if block not in self._tensors:
-                self._tensors[block] = read_header(self.levels / f"{block:05d}.safetensors")
+                self._tensors[block] = read_header(self.records / f"{block:05d}.safetensors")
             tensors = {part: self._tensors[block][f"{key}.{part}"].read() for part in form["tensors"]}
         except KeyError as error:
             raise CheckpointError(f"{self.folder} has no level {level!r} of {name}; measure again") from error
@@ -141,12 +111,12 @@ class Database:
     @property
     def nbytes(self) -> int:
         """Of all levels on disk."""
-        return sum(path.stat().st_size for path in self.levels.glob("*.safetensors"))
+        return sum(path.stat().st_size for path in self.records.glob("*.safetensors"))
 
     def _record(self, block: int) -> dict[str, Any]:
-        if block not in self._records:
-            self._records[block] = read_json(self.levels / f"{block:05d}.json")
-        return self._records[block]
+        if block not in self._contents:
+            self._contents[block] = read_json(self._block(block))
+        return self._contents[block]
 
 
 def _plain(weight: PackedWeight) -> dict[str, Any]:

@@ -274,12 +274,12 @@ def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | Non
 
 
 def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
-    """Windows at a time, so that the logits of a chunk through all caches fit in LOGITS_NBYTES."""
+    """Windows at a time, so that the logits of a chunk through all caches fit in BATCH_NBYTES."""
     chunks = spans([candidate.cache(model.config).settings for candidate in found], length)
     longest = max(stop - start for start, stop in chunks)
     vocabulary = model.config.get_text_config().vocab_size
     window = longest * vocabulary * model.dtype.itemsize * (1 + len(found))
-    return max(1, min(BATCH_TOKENS // length, scores.LOGITS_NBYTES // window))
+    return max(1, min(BATCH_TOKENS // length, scores.BATCH_NBYTES // window))
 
 
 def counter(progress: Progress, text: str, total: int) -> Any:

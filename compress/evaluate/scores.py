@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from compress.calib.data import source_name, token_windows
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.model import load
+from compress.numerics import kl
 
-LOGITS_NBYTES = 256 << 20  # of all logits of a batch, about
+BATCH_NBYTES = 256 << 20  # of all logits of a batch, about
 BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activations small
-ROWS_NBYTES = 16 << 20  # of the float32 log-probabilities of one model at a time
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Execution:
 
     dtype: str = "float32"  # float32, float16, bfloat16, or auto: as stored
     device: str = "cpu"
-    batch: int | None = None  # windows; None: as many as LOGITS_NBYTES and BATCH_TOKENS allow
+    batch: int | None = None  # windows; None: as many as BATCH_NBYTES and BATCH_TOKENS allow
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch < 1:
@@ -125,21 +125,16 @@ def _windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens
 def _batch(models: list[PreTrainedModel], seq_len: int) -> int:
     vocab_size = models[0].config.get_text_config().vocab_size
     window_nbytes = sum(seq_len * vocab_size * model.dtype.itemsize for model in models)
-    return max(1, min(LOGITS_NBYTES // window_nbytes, BATCH_TOKENS // seq_len))
+    return max(1, min(BATCH_NBYTES // window_nbytes, BATCH_TOKENS // seq_len))
 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
     """Logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-    if not all(torch.isfinite(part).all() for part in logits.split(_rows(logits))):
+    if not all(torch.isfinite(part).all() for part in logits.split(kl.rows_at_a_time(logits.shape[1]))):
         raise NumericalError(f"{name} gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow")
     return logits
-
-
-def _rows(logits: Tensor) -> int:
-    """Positions worked on at a time."""
-    return max(1, ROWS_NBYTES // (4 * logits.shape[1]))
 
 
 def _score(logits: list[Tensor], targets: Tensor) -> Tensor:
@@ -147,14 +142,15 @@ def _score(logits: list[Tensor], targets: Tensor) -> Tensor:
 
     float64 on the CPU: [1, positions] nll, or [4, positions] nll, base nll, KL(base || model), same likeliest token.
     """
-    parts = [part.split(_rows(part)) for part in logits]
+    step = kl.rows_at_a_time(logits[0].shape[1])
+    parts = [part.split(step) for part in logits]
     figures: list[Tensor] = []
-    for i, target in enumerate(targets.split(_rows(logits[0]))):
+    for i, target in enumerate(targets.split(step)):
         log_probs = [torch.log_softmax(part[i].float(), -1) for part in parts]
         rows = [-log_prob.gather(-1, target[:, None])[:, 0].double() for log_prob in log_probs]
         if len(logits) == 2:
             log_q, log_p = log_probs
-            rows.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64))
+            rows.append(kl.from_log_probs(log_p, log_q, torch.float64))
             rows.append((parts[0][i].argmax(-1) == parts[1][i].argmax(-1)).double())
         figures.append(torch.stack(rows).cpu())
     return torch.cat(figures, 1)

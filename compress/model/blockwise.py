@@ -11,13 +11,14 @@ quantized prefix produces, and what the full-precision model does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.skeleton import Skeleton
@@ -151,35 +152,117 @@ def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, devic
 
 
 def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[Call]]:
-    """The hidden states that reach the first block, and what every block is called with."""
-    real = list(skeleton.blocks)
-    for as_tuple in (False, True):  # what a block returns is not written anywhere: try a tensor, then a tuple
-        seen: list[tuple[Any, Call]] = []
-        for i, block in enumerate(real):
-            skeleton.blocks[i] = _Recorder(block, seen, len(real), as_tuple)
+    """Return the hidden states that reach the first block, and what every block is called with."""
+    for as_tuple in (False, True):
+        seen: list[tuple[Tensor, Call]] = []
+
+        def note(hidden_states: Any, *args: Any, seen: list[tuple[Tensor, Call]] = seen, **kwargs: Any) -> Tensor:
+            if not isinstance(hidden_states, Tensor) or (seen and hidden_states.shape != seen[0][0].shape):
+                raise _WrongKindError
+            seen.append((hidden_states, Call(args, kwargs)))
+            if len(seen) == len(skeleton.blocks):
+                raise _AllSeenError
+            return hidden_states
+
         try:
-            skeleton.model.base_model(input_ids=tokens, use_cache=False)
+            with standing_in(skeleton.blocks, note, as_tuple):
+                skeleton.model.base_model(input_ids=tokens, use_cache=False)
         except _AllSeenError:
             return seen[0][0], [call for _, call in seen]
         except _WrongKindError:
             continue
-        finally:
-            for i, block in enumerate(real):
-                skeleton.blocks[i] = block
         break
     raise UnsupportedModelError("some decoder blocks are not called with hidden states in a plain forward pass")
 
 
+@contextmanager
+def standing_in(blocks: nn.ModuleList, gives: Callable[..., Tensor], as_tuple: bool) -> Iterator[None]:
+    """While active, `gives` is called in the place of every block.
+
+    The models of transformers do not say whether they take a tensor from a block, or a tuple: callers try both.
+    """
+    real = list(blocks)
+    for i, block in enumerate(real):
+        blocks[i] = StandIn(block, gives, as_tuple)
+    try:
+        yield
+    finally:
+        for i, block in enumerate(real):
+            blocks[i] = block
+
+
+class StandIn(nn.Module):
+    """A block's place in a forward pass: has the block's attributes and returns what `gives` does."""
+
+    def __init__(self, real: nn.Module, gives: Callable[..., Tensor], as_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__.update(real=real, gives=gives, as_tuple=as_tuple)  # not registered as a child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        states = self.gives(*args, **kwargs)
+        return (states,) if self.as_tuple else states
+
+
+@contextmanager
+def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks of modules at the end."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def states_of(output: Any) -> Tensor:
+    """Return the hidden states in what a block returns: a tensor, or a tuple with the states first."""
+    return cast(Tensor, output[0] if isinstance(output, tuple) else output)
+
+
 @torch.no_grad()
 def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor:
-    """One block on hidden states [batch, tokens, hidden]; raises NumericalError if its output is not finite."""
-    out = block(hidden, *call.args, **call.kwargs)
-    states = cast(Tensor, out[0] if isinstance(out, tuple) else out)
+    """Run a block on hidden states [batch, tokens, hidden]; raise NumericalError if its output is not finite."""
+    states = states_of(block(hidden, *call.args, **call.kwargs))
     if not torch.isfinite(states).all():
         raise NumericalError(
             f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"
         )
     return states
+
+
+def propagate(
+    skeleton: Skeleton,
+    index: int,
+    calls: Calls,
+    stream: Stream,
+    batch: int,
+    device: torch.device,
+    sides: tuple[int, int],
+) -> None:
+    """Load a block, run it on one side of the stream, write what comes out to the other, and free the block."""
+    block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
+    for start in range(0, stream.samples, batch):
+        hidden = stream.read(start, min(batch, stream.samples - start), sides[0]).to(device)
+        stream.write(start, run_block(block, calls[index][len(hidden)], hidden, name), sides[1])
+    skeleton.free()
+
+
+@torch.enable_grad()
+def pull_back(
+    block: nn.Module, call: Call, hidden: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
+) -> tuple[Tensor | None, ...]:
+    """Return gradients by hidden [batch, tokens, hidden] and by weights, of a loss with `gradient` by the output.
+
+    None for a weight that has no part in the output.
+    """
+    hidden = hidden.detach().clone().requires_grad_()
+    states = states_of(block(hidden, *call.args, **call.kwargs))
+    return torch.autograd.grad(states, (hidden, *weights), gradient, allow_unused=True)
 
 
 class _AllSeenError(Exception):
@@ -188,29 +271,6 @@ class _AllSeenError(Exception):
 
 class _WrongKindError(Exception):
     """The model wants its blocks to return the other of tensor and tuple."""
-
-
-class _Recorder(nn.Module):
-    """Takes a block's place: notes what it is called with and passes the hidden states on."""
-
-    def __init__(self, real: nn.Module, seen: list[tuple[Any, Call]], blocks: int, as_tuple: bool) -> None:
-        super().__init__()
-        # not registered as a child
-        self.__dict__.update(real=real, seen=seen, blocks=blocks, as_tuple=as_tuple)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(hidden_states, Tensor) or (self.seen and hidden_states.shape != self.seen[0][0].shape):
-            raise _WrongKindError
-        self.seen.append((hidden_states, Call(args, kwargs)))
-        if len(self.seen) == self.blocks:
-            raise _AllSeenError
-        return (hidden_states,) if self.as_tuple else hidden_states
 
 
 def _equal(a: Any, b: Any) -> bool:

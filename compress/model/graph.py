@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import Batches, run_block
-from compress.model.skeleton import PROBE_TOKENS, Skeleton
-from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts, is_supported
+from compress.model.blockwise import Batches, attached, run_block, states_of
+from compress.model.skeleton import PROBE_TOKENS, Skeleton, SkippedExperts
+from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 
 WATCHED = "compress_watched"  # the name of our attention function while a forward pass is watched
 
@@ -85,18 +85,6 @@ class _Seen(NamedTuple):
     version: int  # of its output: counts changes in place
 
 
-class _Experts(nn.Module):
-    """Stands for an experts module, whose routing depends on data."""
-
-    def __init__(self, real: nn.Module) -> None:
-        super().__init__()
-        self.count = real.get_parameter("down_proj").shape[0]
-        self.supported = is_supported(real)
-
-    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
-        return torch.empty_like(hidden_states)
-
-
 class _Values(NamedTuple):
     value: Tensor  # [batch, key/value heads, tokens, head_dim]
     output: Tensor  # [batch, tokens, heads, head_dim]
@@ -131,7 +119,7 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
     alive: list[Any] = []  # memory that is freed would be used again
 
     def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        result = output[0] if isinstance(output, tuple) else output
+        result = states_of(output)
         if inputs and isinstance(inputs[0], Tensor) and isinstance(result, Tensor):
             alive.extend((inputs[0], result))
             seen.append(_Seen(name, module, memory_of(inputs[0]), memory_of(result), result._version))
@@ -143,9 +131,11 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
 
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
-            module = _Experts(module)
+            module = SkippedExperts(module)
             model.set_submodule(name, module)
-        if isinstance(module, _Experts) or any(p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False)):
+        if isinstance(module, SkippedExperts) or any(
+            p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False)
+        ):
             module.register_forward_hook(lambda found, inputs, output, name=name: record(name, found, inputs, output))
     try:
         with watched(model.config, attend):
@@ -159,18 +149,18 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
 
 
 @contextmanager
-def watched(config: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """While active, models of this configuration call `function` for attention."""
+def watched(config: Any, function: Callable[..., Any], name: str = WATCHED) -> Iterator[None]:
+    """While active, models of this configuration call `function` for attention, registered under `name`."""
     parts = {id(c): c for c in (config, config.get_text_config())}.values()
     before = [part._attn_implementation for part in parts]
-    ALL_ATTENTION_FUNCTIONS.register(WATCHED, function)
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
     for part in parts:
-        part._attn_implementation = WATCHED
+        part._attn_implementation = name
     try:
         yield
     finally:
-        for part, name in zip(parts, before, strict=True):
-            part._attn_implementation = name
+        for part, former in zip(parts, before, strict=True):
+            part._attn_implementation = former
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -254,18 +244,15 @@ def _is_whole(attention: Attention, block: nn.Module) -> bool:
 def _doubles(block: nn.Module, producer: str, reader: str, run: Callable[[], Tensor]) -> bool:
     """Whether what `reader` is given is twice as large where `producer` gives twice as much, to the bit."""
     given: list[Tensor] = []
-    watch = block.get_submodule(reader).register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].clone()))
-    try:
+    source, hooks = block.get_submodule(producer), []
+    hooks.append(block.get_submodule(reader).register_forward_pre_hook(lambda _, x: given.append(x[0].clone())))
+    with attached(hooks):
         run()
-        twice = block.get_submodule(producer).register_forward_hook(lambda _, inputs, output: 2 * output)
+        hooks.append(source.register_forward_hook(lambda _, inputs, output: 2 * output))
         try:
             run()
         except NumericalError:  # twice as much leaves the type
             return False
-        finally:
-            twice.remove()
-    finally:
-        watch.remove()
     return len(given) == 2 and torch.equal(given[1], 2 * given[0])
 
 
@@ -277,12 +264,10 @@ def _reach_all(block: nn.Module, norm: str, readers: tuple[str, ...], run: Calla
         reader = block.get_submodule(name)
         hooks.append(reader.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2, *inputs[1:])))
     try:
-        after = run()
+        with attached(hooks):
+            after = run()
     except NumericalError:
         return False
-    finally:
-        for hook in hooks:
-            hook.remove()
     # equal to the bit where sums are always taken in the same order
     return bool((after.float() - before.float()).norm() <= 1e-3 * before.float().norm())
 
@@ -299,7 +284,7 @@ def _is_norm(entry: _Seen, width: int | None = None) -> bool:
 
 def _is_reader(entry: _Seen) -> bool:
     weight = getattr(entry.module, "weight", None)
-    return isinstance(entry.module, _Experts) or (isinstance(weight, Tensor) and weight.dim() == 2)
+    return isinstance(entry.module, SkippedExperts) or (isinstance(weight, Tensor) and weight.dim() == 2)
 
 
 def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block:
@@ -307,7 +292,7 @@ def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block
     all_norms = {e.written: e for e in entries if _is_norm(e)}
     readers = [e for e in entries if _is_reader(e)]
     # of readers of a norm: queries, gates, latents
-    inner = {e.written for e in readers if e.read in all_norms and not isinstance(e.module, _Experts)}
+    inner = {e.written for e in readers if e.read in all_norms and not isinstance(e.module, SkippedExperts)}
     consumed = {e.read for e in readers}
     writers = [e for e in readers if _writes(e, width) and e.written not in inner | (consumed & _plain(entries))]
     norms: dict[str, tuple[str, ...]] = {}
@@ -330,14 +315,14 @@ def _plain(entries: list[_Seen]) -> set[int]:
 
 
 def _writes(entry: _Seen, width: int) -> bool:
-    if isinstance(entry.module, _Experts):
+    if isinstance(entry.module, SkippedExperts):
         return True
     return isinstance(entry.module, nn.Linear) and entry.module.out_features == width
 
 
 def _names(entry: _Seen, projections: tuple[str, ...]) -> list[str]:
     """The paths of a module as the loaded block has them: experts are linears there."""
-    if not isinstance(entry.module, _Experts):
+    if not isinstance(entry.module, SkippedExperts):
         return [entry.name]
     if not entry.module.supported:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""What lies behind the last block: hidden states -> logits, some positions at a time so that they stay small.
+"""Turn the hidden states behind the last block into logits.
 
 The model's own forward pass makes the logits, with every block replaced by one that gives the hidden states, so that
 whatever a family does to them (scaling, caps, a last projection) is done.
@@ -8,28 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from compress.errors import UnsupportedModelError
+from compress.model.blockwise import standing_in
 from compress.model.skeleton import Edits, Skeleton
 
-LOGITS_NBYTES = 32 << 20  # of the float32 logits of one model at a time
 HEAD_ROWS = 4096  # of the output head that are edited at a time
-
-
-def divergence(original: Tensor, other: Tensor) -> Tensor:
-    """Logits [tokens, vocabulary], both float32 -> KL(original || other) of each token, in nats."""
-    log_p, log_q = original.log_softmax(-1), other.log_softmax(-1)
-    return nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-
-def token_slices(skeleton: Skeleton, tokens: int) -> list[slice]:
-    """Positions 0 .. tokens, as many at a time as LOGITS_NBYTES allow."""
-    step = max(1, LOGITS_NBYTES // (4 * skeleton.config.get_text_config().vocab_size))
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
 @contextmanager
@@ -44,14 +32,14 @@ def edited_by(skeleton: Skeleton, edits: Edits | None) -> Iterator[None]:
 
 @contextmanager
 def logits_of(skeleton: Skeleton, device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
-    """All outside the blocks, as stored: hidden states [1, tokens, hidden] behind the last block -> float32 logits.
+    """Load all outside the blocks, as stored; hidden [1, tokens, hidden] -> float32 logits [tokens, vocabulary].
 
-    They are [tokens, vocabulary]. Frees all that is loaded at the end.
+    The hidden states are those behind the last block. Frees all that is loaded at the end.
     """
     try:
         with edited_by(skeleton, None):
             load(skeleton, device)
-        yield partial(logits, skeleton)
+        yield lambda hidden: logits(skeleton, hidden)[0]
     finally:
         skeleton.free()
 
@@ -68,36 +56,19 @@ def load(skeleton: Skeleton, device: torch.device) -> None:
 
 
 def logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
-    """hidden [1, tokens, hidden] behind the last block -> float32 logits [tokens, vocabulary], all loaded."""
-    real = list(skeleton.blocks)
-    tokens = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
-    for as_tuple in (False, True):  # what a block returns is not written anywhere
-        for i, block in enumerate(real):
-            skeleton.blocks[i] = _Stand(block, hidden, as_tuple)
+    """Return float32 logits [batch, tokens, vocabulary] of hidden [batch, tokens, hidden] behind the last block.
+
+    All outside the blocks must be loaded.
+    """
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    for as_tuple in (False, True):
         try:
-            found = skeleton.model(input_ids=tokens, use_cache=False).logits
+            with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, as_tuple):
+                found = skeleton.model(input_ids=tokens, use_cache=False).logits
         except IndexError:  # the first of a batch was taken for the first of a tuple
+            if as_tuple:
+                raise
             continue
-        finally:
-            for i, block in enumerate(real):
-                skeleton.blocks[i] = block
         if found.shape[:2] == hidden.shape[:2]:
-            break
-    return found[0].float()
-
-
-class _Stand(nn.Module):
-    """Takes a block's place and gives the same hidden states whatever it gets."""
-
-    def __init__(self, real: nn.Module, hidden: Tensor, as_tuple: bool) -> None:
-        super().__init__()
-        self.__dict__.update(real=real, result=(hidden,) if as_tuple else hidden)  # not registered as a child
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["result"]
+            return cast(Tensor, found.float())
+    raise UnsupportedModelError("the model gives no logits for the hidden states behind its last block")

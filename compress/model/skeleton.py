@@ -101,6 +101,11 @@ class Skeleton:
                     f"{shape}; they do not belong together"
                 )
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids that the model knows."""
+        return cast(int, self.config.get_text_config().vocab_size)
+
     def block_prefix(self, index: int) -> str:
         return f"{self.blocks_name}.{index}."
 
@@ -273,7 +278,7 @@ def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
 
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
-            model.set_submodule(name, _Pass())
+            model.set_submodule(name, SkippedExperts(module))
         elif isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
     try:
@@ -284,8 +289,13 @@ def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
     return keys
 
 
-class _Pass(nn.Module):
-    """Stands for an experts module, whose routing depends on data."""
+class SkippedExperts(nn.Module):
+    """The place of a fused experts module in a forward pass without data, on which its routing depends."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.count = real.get_parameter("down_proj").shape[0]
+        self.supported = is_supported(real)
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         return torch.empty_like(hidden_states)

@@ -180,7 +180,7 @@ class _Needs:
             return 0
         linears, parameters = sum(x.spec.numel for x in plan.layers), (self.rest + sum(self.weights)) // self.item
         vocabulary = skeleton.config.get_text_config().vocab_size
-        sizes = low_rank.Sizes(
+        sizes = low_rank.TrainingSizes(
             parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
         )
         return KEPT + low_rank.whole_workspace(sizes, self.seq_len)

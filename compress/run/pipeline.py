@@ -326,10 +326,7 @@ class _Run:
         settings = {layer.spec.name.removeprefix(prefix): layer.scheme.lowrank for layer in layers}
         inner = {name.removeprefix(prefix): weight for name, weight in packed.items()}
 
-        def batches() -> Iterator[low_rank.Batch]:
-            return ((hidden, call.args, dict(call.kwargs)) for hidden, call in self.flow.batches(index))
-
         self.meter.say("training low-rank parts")
-        trained, note = low_rank.blocks(block, inner, settings, batches)
+        trained, note = low_rank.train_block(block, inner, settings, partial(self.flow.batches, index))
         notes += [note] if note else []
         return {prefix + name: weight for name, weight in trained.items()}

@@ -53,7 +53,7 @@ def kept(output: Output) -> Kept | None:
 def put_in(output: Output, kept: Kept) -> None:
     """Give the shards the trained factors."""
     for path in sorted(output.model.glob("model-*.safetensors")):
-        low_rank.write(path, kept.factors)
+        low_rank.write_factors(path, kept.factors)
 
 
 def is_intact(output: Output, record: dict[str, Any]) -> bool:
@@ -67,7 +67,7 @@ def is_intact(output: Output, record: dict[str, Any]) -> bool:
     if stage is None or not _has_file(output, stage):
         return False
     try:
-        low_rank.write(path, _factors(output, stage, BEFORE))
+        low_rank.write_factors(path, _factors(output, stage, BEFORE))
     except CheckpointError:  # its header is damaged
         return False
     return sha256(path) == record["sha256"]

@@ -201,7 +201,7 @@ def _train(output: Output, facts: job.Facts, probes: list[str], progress: Progre
     probes: hashes of the blocks' outputs. Training starts from what gives these; returns those with trained parts.
     """
     prepared, directory, blocks = facts.prepared, output.model, len(facts.prepared.skeleton.blocks)
-    wanted = low_rank.asked({layer.spec.name: layer.scheme.lowrank for layer in prepared.plan.layers})
+    wanted = low_rank.requested({layer.spec.name: layer.scheme.lowrank for layer in prepared.plan.layers})
     if wanted is None or facts.calibration is None:
         return probes
     device = torch.device(facts.job.device)
@@ -213,7 +213,7 @@ def _train(output: Output, facts: job.Facts, probes: list[str], progress: Progre
         def say(text: str) -> None:
             progress(text, blocks, blocks)
 
-        result, factors = low_rank.whole(directory, source, tokens, wanted, facts.job.device, say)
+        result, factors = low_rank.train_model(directory, source, tokens, wanted, facts.job.device, say)
         kept = trained_factors.keep(output, result.note, factors)
     facts.notes["low-rank parts"] = [kept.note]
     if not kept.factors:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -55,8 +56,14 @@ class StoredTensor(NamedTuple):
     offset: int  # bytes from the start of the file
     nbytes: int
 
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the tensor's bytes, uint8 [at most CHUNK]."""
+        for start in range(0, self.nbytes, CHUNK):
+            count = min(CHUNK, self.nbytes - start)
+            yield self._replace(dtype=torch.uint8, shape=(count,), offset=self.offset + start, nbytes=count).read()
+
     def read(self) -> Tensor:
-        """The tensor in memory of its own."""
+        """Return the tensor in memory of its own."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if self.nbytes:
             view = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
@@ -236,31 +243,17 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor | Edited
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     digest = hashlib.sha256()
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as stream:
+    with _replacing(path) as stream:
         for chunk in _chunks(raw, [value for _, value in entries]):
             digest.update(chunk)
             stream.write(chunk)
-        sync(stream)
-    os.replace(part, path)
-    sync_directory(path.parent)
     return digest.hexdigest()
 
 
 def _chunks(header: bytes, values: Iterable[Tensor | StoredTensor | EditedTensor]) -> Iterable[bytes | memoryview]:
     yield len(header).to_bytes(8, "little") + header
     for value in values:
-        if isinstance(value, StoredTensor):
-            with value.file.open("rb") as source:
-                source.seek(value.offset)
-                left = value.nbytes
-                while left:
-                    chunk = source.read(min(CHUNK, left))
-                    if not chunk:
-                        raise CheckpointError(f"{value.file} ended within tensor {value.name!r}; copy the file again")
-                    left -= len(chunk)
-                    yield chunk
-        elif isinstance(value, EditedTensor):
+        if not isinstance(value, Tensor):
             yield from map(_bytes, value.parts())
         elif value.numel():
             yield _bytes(value)
@@ -272,9 +265,16 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
+    with _replacing(path) as stream:
+        stream.write(text.encode())
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file beside `path`, which takes its place at the end."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as stream:
-        stream.write(text.encode())
+        yield stream
         sync(stream)
     os.replace(part, path)
     sync_directory(path.parent)

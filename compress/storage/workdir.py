@@ -1,11 +1,14 @@
-"""The output directory: one run at a time, resumable, in place only when complete.
+"""Keep the work of a run on disk: one run at a time, resumable, and an output that is in place only when complete.
 
-A run into OUT works in the sibling OUT.partial:
+`WorkDirectory` is what every folder of unfinished work has:
 
-    OUT.partial/lock        held (flock) while a run lives; made first, removed last
-    OUT.partial/run.json    what the run is: model, recipe, calibration, versions; how it was arranged
-    OUT.partial/blocks/     one file for each finished block, written after its shard, and for each finished stage: what
-                            was done to all blocks together
+    DIR/lock          held (flock) while a run lives; made first
+    DIR/run.json      what the run is (model, recipe, calibration, versions) and how its first run was arranged
+    DIR/<records>/    00000.json, 00001.json ...: one file for each finished block, written after its tensors
+
+`Output` is that of a run into OUT, which works in the sibling OUT.partial:
+
+    OUT.partial/blocks/     the records; and one file for each finished stage: what was done to all blocks together
     OUT.partial/model/      the checkpoint in the making; renamed to OUT last
     OUT.partial/calibration text that the model wrote to be calibrated on; kept for the next run
     OUT.partial/rotation    the rotation that was searched or learned
@@ -26,9 +29,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
@@ -39,14 +43,98 @@ NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "cali
 NAMES |= {"rotation", "rotation.part", "gradients", "cache-states"}
 
 
-class Output:
+class WorkDirectory:
+    """A folder of unfinished work, filled by one run at a time; its records say which blocks are done."""
+
+    option: ClassVar[str]  # that gives another folder
+    holds: ClassVar[str]  # "<folder> <holds> another recipe"
+    start_over: str  # what to do to give up what is in the folder
+    keep: ClassVar[str]  # what to give to keep it
+
+    def __init__(self, folder: Path, records: str) -> None:
+        self.folder, self.records, self.run = folder, folder / records, folder / "run.json"
+
+    @property
+    def is_begun(self) -> bool:
+        """True once a run has begun here."""
+        return self.run.is_file()
+
+    def finished(self) -> int:
+        """Return the number of blocks that are done, from block 0 on without a gap."""
+        return next(index for index in count() if not self._block(index).is_file())
+
+    def begin(self, identity: dict[str, Any], arrangement: dict[str, Any]) -> dict[str, Any]:
+        """Start or resume: return the arrangement to use, which is the first run's.
+
+        identity: JSON values that must not change between a run and its resumption. Raises OutputError naming those
+        that did.
+        """
+        if not self.run.exists():
+            with writing(self.folder, self.option):
+                write_text(self.run, json.dumps({"identity": identity, "arrangement": arrangement}, indent=1))
+            return arrangement
+        stored = self._read(self.run)
+        known, first = stored.get("identity"), stored.get("arrangement")
+        if not isinstance(known, dict) or not isinstance(first, dict) or first.keys() != arrangement.keys():
+            raise OutputError(f"{self.run} is damaged, or of another version; {self.start_over}")
+        if changed := sorted(name for name in {*known, *identity} if known.get(name) != identity.get(name)):
+            raise OutputError(
+                f"{self.folder} {self.holds} another {', '.join(changed)}; {self.start_over}, or give {self.keep}"
+            )
+        return first
+
+    def finish_block(self, index: int, record: dict[str, Any]) -> None:
+        """Record that a block's tensors are complete on disk."""
+        with writing(self.folder, self.option):
+            write_text(self._block(index), json.dumps(record))
+
+    def _block(self, index: int) -> Path:
+        return self.records / f"{index:05d}.json"
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            return read_json(path)
+        except CheckpointError as error:
+            raise OutputError(f"{path} is damaged; {self.start_over}") from error
+
+    def _take_lock(self, busy: str) -> ExitStack:
+        """Return the lock, held until it is closed, or raise OutputError(busy)."""
+        for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError), ExitStack() as opened:
+                self._check_folder()
+                lock = opened.enter_context((self.folder / "lock").open("ab"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break
+                if os.path.samestat(os.fstat(lock.fileno()), (self.folder / "lock").stat()):
+                    return opened.pop_all()
+        raise OutputError(busy)
+
+    def _check_folder(self) -> None:
+        """Raise OutputError for a folder that is not ours, before anything is written into it."""
+
+    def _remove_parts(self, *folders: Path) -> None:
+        """Remove the files that a killed run was writing."""
+        for folder in folders:
+            for part in folder.glob("*.part"):
+                part.unlink()
+
+
+class Output(WorkDirectory):
     """The working directory of one run; use as a context manager, which holds the lock."""
 
+    option = "--out"
+    holds = "holds an unfinished run with"
+    start_over = "give --restart to start over"
+    keep = "the former settings to resume"
+
     def __init__(self, out: Path, overwrite: bool = False, restart: bool = False) -> None:
+        super().__init__(out.with_name(out.name + ".partial"), "blocks")
         self.out, self.overwrite, self.restart = out, overwrite, restart
-        self.work = out.with_name(out.name + ".partial")
-        self.model, self.blocks, self.old = self.work / "model", self.work / "blocks", self.work / "old"
-        self.run, self.calibration = self.work / "run.json", self.work / "calibration"
+        self.work, self.blocks = self.folder, self.records
+        self.model, self.old, self.calibration = (self.work / name for name in ("model", "old", "calibration"))
         self._lock: ExitStack | None = None  # closes it
 
     def __enter__(self) -> Output:
@@ -54,7 +142,7 @@ class Output:
         if self.out.name in ("", ".."):
             raise OutputError(f"{self.out} cannot be an output directory; give --out a new name")
         with writing(self.work):
-            self._take_lock()
+            self._lock = self._take_lock(f"another run is writing {self.out}; wait for it, or give another --out")
         try:
             with writing(self.work):
                 self._settle()
@@ -65,8 +153,7 @@ class Output:
                     self._forget()
                 self.blocks.mkdir(exist_ok=True)
                 self.model.mkdir(exist_ok=True)
-                for part in [*self.model.glob("*.part"), *self.blocks.glob("*.part")]:
-                    part.unlink()  # what a killed run was writing
+                self._remove_parts(self.model, self.blocks)
         except BaseException:
             self._leave()
             raise
@@ -77,53 +164,14 @@ class Output:
     ) -> None:
         self._leave()
 
-    def begin(self, identity: dict[str, Any], arrangement: dict[str, Any]) -> dict[str, Any]:
-        """Start or resume: returns the arrangement to use, which is the first run's.
-
-        identity: JSON values that must not change between a run and its resumption. Raises OutputError naming those
-        that did.
-        """
-        if not self.run.exists():
-            with writing(self.work):
-                write_text(self.run, json.dumps({"identity": identity, "arrangement": arrangement}, indent=1))
-            return arrangement
-        try:
-            stored = read_json(self.run)
-            known, first = dict(stored["identity"]), dict(stored["arrangement"])
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            raise OutputError(f"{self.run} is damaged; give --restart to start over") from error
-        changed = sorted(k for k in {*known, *identity} if known.get(k) != identity.get(k))
-        if changed:
-            raise OutputError(
-                f"{self.work} holds an unfinished run with another {', '.join(changed)}; give --restart to start over, "
-                "or the former settings to resume"
-            )
-        return first
-
     def finished_blocks(self) -> list[dict[str, Any]]:
-        """Records of the blocks that are done, from block 0 on without a gap."""
-        found: list[dict[str, Any]] = []
-        while (path := self._block(len(found))).is_file():
-            try:
-                found.append(read_json(path))
-            except CheckpointError as error:
-                raise OutputError(f"{path} is damaged; use --restart to start over") from error
-        return found
-
-    def finish_block(self, index: int, record: dict[str, Any]) -> None:
-        """Record that a block's shard is complete on disk."""
-        with writing(self.work):
-            write_text(self._block(index), json.dumps(record))
+        """Return the records of the blocks that are done, from block 0 on without a gap."""
+        return [self._read(self._block(index)) for index in range(self.finished())]
 
     def finished_stage(self, name: str) -> dict[str, Any] | None:
-        """The record of a stage, None where it is not done."""
+        """Return the record of a stage, None where it is not done."""
         path = self.blocks / f"{name}.json"
-        if not path.is_file():
-            return None
-        try:
-            return read_json(path)
-        except CheckpointError as error:
-            raise OutputError(f"{path} is damaged; use --restart to start over") from error
+        return self._read(path) if path.is_file() else None
 
     def finish_stage(self, name: str, record: dict[str, Any]) -> None:
         """Record that a stage is done; `name` is letters, so that `forget_from` takes it for later than any block."""
@@ -160,30 +208,12 @@ class Output:
             finally:
                 self._settle()
 
-    def _block(self, index: int) -> Path:
-        return self.blocks / f"{index:05d}.json"
-
     def _resumable(self) -> bool:
         """Whether there is work to go on with; a run that has published has no model left."""
         begun = self._block(0).is_file() or (self.work / "rotation").is_file()
-        return begun and self.run.is_file() and self.model.is_dir()
+        return begun and self.is_begun and self.model.is_dir()
 
-    def _take_lock(self) -> None:
-        for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
-            self.work.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError), ExitStack() as opened:
-                self._check_work()
-                lock = opened.enter_context((self.work / "lock").open("ab"))
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    break
-                if os.path.samestat(os.fstat(lock.fileno()), (self.work / "lock").stat()):
-                    self._lock = opened.pop_all()
-                    return
-        raise OutputError(f"another run is writing {self.out}; wait for it, or give another --out")
-
-    def _check_work(self) -> None:
+    def _check_folder(self) -> None:
         """Refuse a directory that has the name of ours by chance."""
         names = set(os.listdir(self.work))
         if names and self.run.name not in names and not ("lock" in names and names <= NAMES):

@@ -86,7 +86,7 @@ class Decomposition(NamedTuple):
 
     zeroed: int
     lost: float  # share of the squared norm of all products
-    groups: list[channel_scales.Group]  # rows of a linear that one factor may be trained for
+    groups: list[channel_scales.ScaledRows]  # rows of a linear that one factor may be trained for
 
 
 def apply(
@@ -141,7 +141,9 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Dec
         _put(values, rows[head], pair.values * mask[:, None])
         _group(columns, head, repeats, size).copy_(pair.outputs * mask)
     return Decomposition(
-        count, _share(sizes.square(), kept), [channel_scales.Group(attention.values, rows[kept.cpu() > 0][:, None])]
+        count,
+        _share(sizes.square(), kept),
+        [channel_scales.ScaledRows(attention.values, rows[kept.cpu() > 0][:, None])],
     )
 
 
@@ -180,7 +182,7 @@ def decompose_keys(
             _put(queries, query_rows.flatten(), torch.zeros_like(_taken(queries, query_rows.flatten())))
     left = [key_rows for (key_rows, _), keep in zip(units, kept.tolist(), strict=True) if keep]
     alike = [[key_rows for key_rows in left if len(key_rows) == count] for count in (1, 2)]
-    groups = [channel_scales.Group(channels.keys.name, torch.stack(rows)) for rows in alike if rows]
+    groups = [channel_scales.ScaledRows(channels.keys.name, torch.stack(rows)) for rows in alike if rows]
     return Decomposition(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 

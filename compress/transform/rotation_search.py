@@ -24,8 +24,9 @@ from compress.formats import transforms
 from compress.model import blockwise
 from compress.model.blockwise import run_block
 from compress.model.edits import Workbench
-from compress.model.lm_head import divergence, edited_by, logits_of, token_slices
+from compress.model.lm_head import edited_by, logits_of
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.quant import grid, incoherence
 from compress.runtime import activation_quant
 from compress.transform.bases import SearchedRotation
@@ -182,10 +183,10 @@ def _compare(rotation: SearchedRotation, device: torch.device, stream: blockwise
                 rotation.draw(number)
                 if rotation.basis is not None:
                     sides[number + 1] = rotation.basis.transpose(sides[number + 1].float()).to(sides[0].dtype)
-            for part in token_slices(rotation.skeleton, sides[0].shape[1]):
+            for part in kl.slices(sides[0].shape[1], rotation.skeleton.vocab_size):
                 original = logits(sides[0][:, part])
                 positions += original.shape[0]
                 for number in range(len(totals)):
-                    kl = divergence(original, logits(sides[number + 1][:, part]))
-                    totals[number] += kl.sum(dtype=torch.float64).item()
+                    divergence = kl.from_logits(original, logits(sides[number + 1][:, part]))
+                    totals[number] += divergence.sum(dtype=torch.float64).item()
     return [total / positions for total in totals]

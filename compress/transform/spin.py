@@ -42,6 +42,7 @@ from compress.formats import transforms
 from compress.model import blockwise, lm_head
 from compress.model.blockwise import Call
 from compress.model.edits import Workbench
+from compress.numerics import kl
 from compress.transform import rotation_search
 from compress.transform.bases import SearchedRotation, value_rows
 from compress.transform.rotation_search import Rounding
@@ -145,7 +146,7 @@ def need_nbytes(rotation: SearchedRotation, tokens: int) -> int:
     return (
         sum(weights.values()) * item
         + tokens * (len(blocks) * rotation.width * item + inside * ACTIVATION_NBYTES + heads * tokens * 4)
-        + 6 * lm_head.LOGITS_NBYTES
+        + 6 * kl.LOGITS_NBYTES
         + MATRICES * 4 * rotation.width**2
     )
 
@@ -210,10 +211,10 @@ class _Model:
     def _loss(self, sample: int, hidden: Tensor, share: float | None) -> float:
         """Return the sample's mean divergence; `share` of its gradient goes to `hidden`, None: no gradient."""
         original, count, total = self.stream.read(sample, 1, blockwise.FULL).to(self.device), hidden.shape[1], 0.0
-        for tokens in lm_head.token_slices(self.skeleton, count):
+        for tokens in kl.slices(count, self.skeleton.vocab_size):
             with torch.no_grad():
                 exact = self.logits(original[:, tokens])
-            loss = lm_head.divergence(exact, self.logits(hidden[:, tokens])).sum() / count
+            loss = kl.from_logits(exact, self.logits(hidden[:, tokens])).sum() / count
             if share is not None:
                 (loss * share).backward()
             total += loss.item()

@@ -1,0 +1,74 @@
+"""Train parameters by AdamW: against any loss, or so that a block gives what it gave before it was changed.
+
+The rate rises over WARM_UP steps and falls along a cosine to LAST of itself; gradients are cut at the norm MOST_NORM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import NumericalError
+from compress.model.blockwise import Batches, Call
+
+LAST = 0.05  # of the rate, at the end
+WARM_UP = 10  # steps
+MOST_NORM = 1.0  # of the gradient
+
+Output = Callable[[Tensor, Call], Tensor]  # hidden states and the block's other arguments -> what the block gives
+
+
+def descend(parameters: Sequence[nn.Parameter], steps: int, rate: float, loss: Callable[[int], float]) -> None:
+    """Take `steps` steps; loss(step) leaves gradients behind. Raise NumericalError where the loss is not finite."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    for step in range(steps):
+        warmth = min(1.0, (step + 1) / WARM_UP)
+        cosine = LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate * warmth * cosine
+        optimizer.zero_grad()
+        value = loss(step)
+        if not math.isfinite(value):
+            raise NumericalError(f"the loss in training is {value} at step {step + 1}; lower train_rate")
+        torch.nn.utils.clip_grad_norm_(parameters, MOST_NORM)
+        optimizer.step()
+
+
+def match(
+    parameters: Sequence[nn.Parameter], steps: int, rate: float, target: Output, output: Output, batches: Batches
+) -> None:
+    """Train the parameters of `output` so that it gives what `target` does: the relative mean squared error falls.
+
+    A step takes one batch, and the first follows the last.
+    """
+
+    def endless() -> Iterator[tuple[Tensor, Call]]:
+        while True:
+            yield from batches()
+
+    stream = endless()
+
+    def loss(step: int) -> float:
+        hidden, call = next(stream)
+        with torch.no_grad():
+            expected = target(hidden, call).float()
+        with torch.enable_grad():
+            error = (output(hidden, call).float() - expected).square().mean() / expected.square().mean()
+            error.backward()
+        return error.item()
+
+    descend(parameters, steps, rate, loss)
+
+
+@torch.no_grad()
+def relative_error(target: Output, output: Output, batches: Batches) -> float:
+    """Return the squared error of what `output` gives over the square of what `target` gives, of all batches."""
+    error = size = 0.0
+    for hidden, call in batches():
+        expected, found = target(hidden, call).float(), output(hidden, call).float()
+        error += (found - expected).square().sum(dtype=torch.float64).item()
+        size += expected.square().sum(dtype=torch.float64).item()
+    return error / size
