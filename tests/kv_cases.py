@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from compress import plugins
 from compress.kv.cache import KVCache, Path, make_cache
 from compress.kv.codec import Spec
-from compress.kv.settings import KINDS, resolve
+from compress.kv.settings import KINDS, cache_settings
 
 QUERIES, HEADS, WIDTH = 4, 2, 16
 POLICY = {"sink": 4, "residual_length": 32, "flush": 32}
@@ -70,7 +70,7 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
     samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(("queries", "queries_pre"))}
     found = {}
-    for index, layer in enumerate(resolve(recipe, layers).layers):
+    for index, layer in enumerate(cache_settings(recipe).by_layer(layers)):
         for kind in KINDS:
             plugin, config = plugins.load("kv", layer[kind].method), layer[kind].config
             if plugin.NEEDS:

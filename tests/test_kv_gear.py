@@ -13,7 +13,8 @@ from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
 from compress.kv.codecs import gear, kivi
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}

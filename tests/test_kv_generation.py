@@ -15,7 +15,7 @@ from compress import plugins
 from compress.calib.kv import calibrate
 from compress.kv import attention, hooks
 from compress.kv.cache import KVCache, Path, make_cache
-from compress.kv.settings import resolve
+from compress.kv.settings import cache_settings
 from pico import build
 
 POLICY = {"sink": 2, "residual_length": 8, "flush": 8, "other_layers": "exact"}
@@ -63,7 +63,7 @@ def model(name: str) -> PreTrainedModel:
 @once
 def static(method: str) -> dict[str, Tensor]:
     made = prepared("full", "materialise")
-    return calibrate(made, resolve({"method": method, **FINE[method]}, 2), prompt(8, 60, seed=2))[0]
+    return calibrate(made, cache_settings({"method": method, **FINE[method]}).by_layer(2), prompt(8, 60, seed=2))[0]
 
 
 @pytest.fixture(params=["materialise", "scores"])

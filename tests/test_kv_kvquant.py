@@ -15,8 +15,8 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate, unrotate
 from compress.kv.codecs import kvquant
-from compress.kv.settings import resolve
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy, cache_settings
+from compress.kv.token_store import Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -152,7 +152,7 @@ def prompt(batch: int, tokens: int) -> Tensor:
 def test_bytes_paths_and_chunks() -> None:
     """Through the cache: bytes are those of the formula, both paths read the same, chunks do not matter."""
     model, recipe = pico()
-    static, _ = calibrate(model, resolve(recipe, 2), prompt(4, 64))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), prompt(4, 64))
     hooks.attach(model)
     attention.register()
     ids, logits = prompt(2, 90), {}

@@ -16,7 +16,8 @@ from compress.kv.cache import KVCache, make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import lloyd
 from compress.kv.rope import Rope
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 from pico import build as pico
 
 GAUSSIAN = {1: 0.3634, 2: 0.1175, 3: 0.03455, 4: 0.0095}  # relative squared error of N(0, 1)

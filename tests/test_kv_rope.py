@@ -14,7 +14,7 @@ from compress.kernels.cpu import kv_affine
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.rope import Rope, sources
-from compress.kv.settings import resolve
+from compress.kv.settings import cache_settings
 from pico import build
 
 HALF = 6
@@ -111,7 +111,7 @@ def test_other_forms_are_refused() -> None:
     with pytest.raises(CompressError, match="not of the half-split form"):
         model(tokens, past_key_values=make_cache(model.config, {"method": "lloyd"}), use_cache=True)
     with pytest.raises(CompressError, match="not of the half-split form"):
-        calibrate(model, resolve({"method": "pca", "bits": 3}, 2), tokens)
+        calibrate(model, cache_settings({"method": "pca", "bits": 3}).by_layer(2), tokens)
     with pytest.raises(CompressError, match="and a model with a rotary embedding"):
         Rope().rows(0, 1)
 
@@ -134,7 +134,7 @@ def test_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask[1, :7] = 0
     places = (mask.cumsum(1) - 1).clamp(min=0)
     recipe = {"method": "pca", "bits": 3, "residual_length": 4, "flush": 4}
-    static, _ = calibrate(model, resolve(recipe, 2), ids.repeat(3, 1))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(3, 1))
     hooks.attach(model)
     attention.register()
     monkeypatch.setattr(kv_affine, "SMALL", 0)

@@ -14,8 +14,8 @@ from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec
 from compress.kv.codecs import kivi, squat
-from compress.kv.settings import resolve
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy, cache_settings
+from compress.kv.token_store import Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -127,7 +127,7 @@ def test_bytes_paths_and_operations(subspace: str) -> None:
     model = build("llama", FULL)
     own = {"method": "squat", "bits": 3, "subspace": subspace, "values": {"group_size": 16}}
     recipe = {**own, "sink": 2, "residual_length": 8, "flush": 1}
-    static, _ = calibrate(model, resolve(recipe, 2), prompt(4, 64))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), prompt(4, 64))
     attention.register()
     ids, logits = prompt(2, 134), {}
     for path in ("materialise", "scores")[subspace == "prompt" :]:

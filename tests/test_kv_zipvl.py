@@ -16,7 +16,8 @@ from compress.kv.cache import make_cache
 from compress.kv.codec import Spec, rotate
 from compress.kv.codecs import zipvl
 from compress.kv.rope import Rope
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 
 WIDTH = 64
 

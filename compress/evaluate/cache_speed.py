@@ -32,7 +32,7 @@ REPEATS = 3  # of each part of the codec
 
 
 @dataclass(frozen=True)
-class Size:
+class CacheBytes:
     """Bytes of one sequence."""
 
     bytes_per_token: float  # of everything but static, at the context's length
@@ -44,7 +44,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Speed:
+class CacheSpeed:
     """Of one sequence; None for a path that the codecs do not have."""
 
     encode_us: float  # a token, all layers
@@ -58,7 +58,7 @@ class Speed:
 
 
 @torch.no_grad()
-def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[Size]:
+def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheBytes]:
     """tokens int64 [1, seq_len], of even length."""
     half = tokens.shape[1] // 2
     parts = (tokens[:, :half].to(model.device), tokens[:, half : 2 * half].to(model.device))
@@ -72,13 +72,13 @@ def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say)
         slope, exact_slope = (after - before) / half, whole / (2 * half)
         bits = 8 * model.dtype.itemsize * slope / exact_slope
         numbers = {key: value for key, value in held._asdict().items() if value}
-        found.append(Size(after / (2 * half), slope, exact_slope, bits, numbers, held.static))
+        found.append(CacheBytes(after / (2 * half), slope, exact_slope, bits, numbers, held.static))
         say(1)
     return found
 
 
 @torch.no_grad()
-def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[Speed]:
+def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheSpeed]:
     """tokens int64 [1, seq_len]: the prompt."""
     tokens = tokens.to(model.device)
     found = []
@@ -96,7 +96,7 @@ def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say
         parts = _parts(model, coded, "materialise" in caches)
         rate = {name: 1 / seconds for name, seconds in steps.items()}
         found.append(
-            Speed(
+            CacheSpeed(
                 parts["encode"] * 1e6 / tokens.shape[1],
                 parts["read"] * 1e3 if "read" in parts else None,
                 parts["attend"] * 1e3 if "scores" in caches else None,

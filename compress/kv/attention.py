@@ -57,7 +57,7 @@ def attention(
     assert isinstance(key, Handle) and isinstance(value, Handle)
     layer, new = key.layer, (key.new, value.new)
     is_first = layer.seen == key.new.shape[2]
-    if not layer.cache.settings.exact_prefill:
+    if not layer.cache.exact_prefill:
         layer.commit(query)
         found = _attend(layer, query, None, attention_mask, (scaling, softcap))
     elif is_first and softcap is None:

@@ -29,7 +29,7 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
-from compress.kv.settings import KINDS, Coding, Settings, resolve
+from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
 from compress.kv.token_store import Bytes, Store
 
 Path = Literal["materialise", "scores"]
@@ -62,7 +62,7 @@ class CodedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.stores:
             for kind, states in zip(KINDS, (key_states, value_states), strict=True):
-                coding = self.cache.settings.layers[self.index][kind]
+                coding = self.cache.codings[self.index][kind]
                 codec = self.cache.codec(self.index, kind, states)
                 self.stores[kind] = Store(codec, coding.policy, self.cache.rope)
         self.is_initialized = True
@@ -81,7 +81,7 @@ class CodedLayer(CacheLayerMixin):
         if self.cache.path == "scores":
             self._pending = new
             return tuple(Handle(self, kind, x) for kind, x in zip(KINDS, new, strict=True))
-        if self.cache.settings.exact_prefill:
+        if self.cache.exact_prefill:
             found = tuple(self.stores[kind].read(x) for kind, x in zip(KINDS, new, strict=True))
             self._store(new)
             return found
@@ -163,8 +163,10 @@ class CodedLayer(CacheLayerMixin):
 class KVCache(Cache):
     """All layers of a model; `nbytes()` says what they take."""
 
-    def __init__(self, settings: Settings, queries: int, static: Mapping[str, Tensor], path: Path) -> None:
-        self.settings, self.path, self.static = settings, path, dict(static)
+    def __init__(
+        self, codings: Codings, exact_prefill: bool, queries: int, static: Mapping[str, Tensor], path: Path
+    ) -> None:
+        self.codings, self.exact_prefill, self.path, self.static = codings, exact_prefill, path, dict(static)
         self.queries = queries  # query heads of the model
         self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
         self.rope = Rope()
@@ -174,10 +176,10 @@ class KVCache(Cache):
     def codec(self, index: int, kind: str, states: Tensor) -> Codec:
         """The codec of a layer's keys or values, made from the first of them [B, h, n, width]."""
         heads, width = states.shape[1], states.shape[-1]
-        layers = len(self.settings.layers)
+        layers = len(self.codings)
         spec = Spec(kind, index, layers, heads, width, max(1, self.queries // heads), states.dtype)  # type: ignore[arg-type]
         if spec not in self.codecs:
-            self.codecs[spec] = build(self.settings.layers[index][kind], spec, self.static)
+            self.codecs[spec] = build(self.codings[index][kind], spec, self.static)
         check(self.codecs[spec], self.path)
         return self.codecs[spec]
 
@@ -245,20 +247,53 @@ def check(codec: Codec, path: Path) -> None:
         )
 
 
+def layer_types(config: Any) -> list[str]:
+    """Return the types of the decoder's layers, as caches count them."""
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+
+
+def coded_layers(config: Any, settings: CacheSettings) -> Codings:
+    """Return the codings of a model's layers, exact where a cache leaves them to transformers: those have no codec."""
+    types, plain = layer_types(config), dict.fromkeys(KINDS, exact())
+    codings = settings.by_layer(len(types))
+    return tuple(layer if kind == CODED else plain for kind, layer in zip(types, codings, strict=True))
+
+
+def head_shape(config: Any) -> tuple[int, int, int]:
+    """Return the number of query heads, of KV heads, and the width of a head, as a configuration states them."""
+    decoder = config.get_text_config(decoder=True)
+    queries = decoder.num_attention_heads
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
+    return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
+
+
+def check_codecs(config: Any, codings: Codings) -> None:
+    """Build the codecs that need no calibration for the heads of a configuration; RecipeError where they do not fit."""
+    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:  # caches of another shape
+        return
+    queries, heads, width = head_shape(config)
+    for index, layer in enumerate(codings):
+        for kind in KINDS:
+            if not plugins.load("kv", layer[kind].method).NEEDS:
+                spec = Spec(kind, index, len(codings), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
+                build(layer[kind], spec, {})
+
+
 def make_cache(
     config: Any,
-    recipe: Mapping[str, Any],
+    settings: CacheSettings | Mapping[str, Any],
     static: Mapping[str, Tensor] | None = None,
     path: Path = "materialise",
 ) -> KVCache:
     """A fresh cache for a model of this configuration (PreTrainedConfig).
 
-    recipe: the `kv_cache` table of a recipe (compress/kv/settings.py); static: its calibrated tensors, if it has any.
+    settings: a recipe's `kv_cache`, as data or as it was read; static: its calibrated tensors, if it has any.
     """
     decoder = config.get_text_config(decoder=True)
     kinds, arguments = get_layer_types_and_kwargs(decoder)
-    settings = resolve(recipe, len(kinds))
-    cache = KVCache(settings, decoder.num_attention_heads, static or {}, path)
+    settings = cache_settings(settings)
+    codings = settings.by_layer(len(kinds))
+    cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, path)
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
             cache.layers.append(CodedLayer(index, cache))

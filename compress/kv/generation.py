@@ -28,6 +28,7 @@ from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
 from compress.kv.cache import KVCache, Path, make_cache
 from compress.kv.codec import Codec, Spec
+from compress.kv.settings import CacheSettings, cache_settings
 
 _METHOD = "_prepare_cache_for_generation"
 _SWITCH = "_compress_kv_switch"
@@ -37,7 +38,7 @@ _SWITCH = "_compress_kv_switch"
 class Use:
     """What `generate` of a model does."""
 
-    recipe: Mapping[str, Any]  # the table of compress/kv/settings.py
+    settings: CacheSettings
     static: Mapping[str, Tensor]
     path: Path
     tried: bool = False  # whether path B was seen to work
@@ -45,19 +46,23 @@ class Use:
 
 
 def attach(
-    model: nn.Module, recipe: Mapping[str, Any], static: Mapping[str, Tensor] | None = None, path: Path | None = None
+    model: nn.Module,
+    settings: CacheSettings | Mapping[str, Any],
+    static: Mapping[str, Tensor] | None = None,
+    path: Path | None = None,
 ) -> None:
-    """Let `generate` use caches of this recipe; path None is B where the model allows it.
+    """Let `generate` use caches of these settings; path None is B where the model allows it.
 
-    RecipeError for a recipe that the model's layers cannot use.
+    RecipeError for settings that the model's layers cannot use.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise RecipeError("kv_cache: a model with an encoder has caches of another kind; remove kv_cache")
     if not hasattr(model, _METHOD):
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
-    make_cache(model.config, recipe, static)  # for its errors
+    settings = cache_settings(settings)
+    make_cache(model.config, settings, static)  # for its errors
     detach(model)
-    use = Use(recipe, dict(static or {}), path or ("scores" if can_read_scores(model) else "materialise"))
+    use = Use(settings, dict(static or {}), path or ("scores" if can_read_scores(model) else "materialise"))
     use.tried = path is not None
     switch(model)
     hooks.attach(model)
@@ -110,7 +115,7 @@ def fresh(model: Any) -> KVCache:
         use.tried = True
         if use.path == "scores" and not _works(model, use):
             use.path = "materialise"
-    cache = make_cache(model.config, use.recipe, use.static, use.path)
+    cache = make_cache(model.config, use.settings, use.static, use.path)
     cache.codecs = use.codecs
     return cache
 
@@ -142,7 +147,7 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
 @torch.no_grad()
 def _works(model: Any, use: Use) -> bool:
     """Whether a token goes through the model with what path B passes in place of keys and values."""
-    cache = make_cache(model.config, use.recipe, use.static, "scores")
+    cache = make_cache(model.config, use.settings, use.static, "scores")
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     except (AttributeError, TypeError):  # it looks into the keys, or multiplies them itself

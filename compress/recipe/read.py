@@ -28,7 +28,7 @@
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
       cache_estimator: swap    # how the cache's share is spent: swap, output_error, or rule (KV-AdaQuant)
-    kv_cache:                  # how generation stores keys and values (compress/recipe/kv.py); by default as they are
+    kv_cache:                  # how generation stores keys and values (compress/kv/settings.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
       prune: true
@@ -55,8 +55,7 @@ from yaml import Node, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.recipe import kv
-from compress.recipe.blocks import built, method, scheme
+from compress.recipe.blocks import built, cache, method, scheme
 from compress.recipe.overrides import overridden
 from compress.recipe.schema import (
     ALLOCATE_KEYS,
@@ -148,7 +147,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "ignore": list(recipe.ignore),
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
-        **({"kv_cache": kv.plain(recipe.kv_cache)} if recipe.kv_cache is not None else {}),
+        **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
     }
 
 
@@ -203,7 +202,7 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         transform=_steps(entries),
         allocate=_allocation(entries, quantize),
         experts=_experts(entries),
-        kv_cache=kv.read(*entries["kv_cache"]) if "kv_cache" in entries else None,
+        kv_cache=cache(*entries["kv_cache"]) if "kv_cache" in entries else None,
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from compress.recipe.kv import CacheRecipe
+    from compress.kv.settings import CacheSettings
     from compress.types import ExpertPruning, Scheme
 
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
@@ -173,7 +173,7 @@ class Recipe:
     transform: tuple[Step, ...] = ()
     allocate: Allocation | None = None
     experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
-    kv_cache: CacheRecipe | None = None  # None: generation stores keys and values as they are
+    kv_cache: CacheSettings | None = None  # None: generation stores keys and values as they are
 
     @property
     def packs(self) -> bool:
