@@ -39,7 +39,7 @@ def model() -> PreTrainedModel:
     return made
 
 
-def candidate_of(name: str, recipe: dict[str, Any], path: Any = "materialise", extra: int = 0) -> Candidate:
+def candidate_of(name: str, recipe: dict[str, Any], path: Any = "decode", extra: int = 0) -> Candidate:
     return Candidate(name, cache_settings(recipe), {}, path, extra)
 
 
@@ -51,7 +51,7 @@ def silent(done: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("path", ["materialise", "scores"])
+@pytest.mark.parametrize("path", ["decode", "fused"])
 def test_chunks_read_what_single_tokens_would(model: PreTrainedModel, path: Any) -> None:
     candidate = candidate_of("", KIVI, path)
     chunks = cache_scores.spans([candidate.codings(model.config)], 100)
@@ -93,7 +93,7 @@ def test_an_exact_cache_changes_nothing(model: PreTrainedModel) -> None:
         for k in ("keys", "values")
     ]
     assert all(part[0].mean.max() < errors[1].mean.sum() and part[0].mean.min() > 1e-5 for part in parts)
-    scored = cache_error.output_errors(model, windows(), [lambda: candidate_of("", KIVI, "scores").cache(model.config)])
+    scored = cache_error.output_errors(model, windows(), [lambda: candidate_of("", KIVI, "fused").cache(model.config)])
     torch.testing.assert_close(scored[0].mean, errors[1].mean, rtol=1e-3, atol=0)
 
 
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_formula(model: PreTrainedModel) -> None:
     found, longer = cache_speed.sizes(
         model,
         tokens,
-        [candidate_of("", KIVI), candidate_of("", KIVI, "scores", 48)],
+        [candidate_of("", KIVI), candidate_of("", KIVI, "fused", 48)],
         silent,
     )
     exact, coded = 2 * 2 * 32 * 4, 2 * 2 * 32 * (2 + 2) / 8  # bytes a token: 2 layers, 2 kinds, 2 heads of 16

@@ -152,7 +152,7 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     (candidate,) = kv_options.offered(model, cache_settings(recipe), OFFERED[:1], tokens[:, :120])
     (size,) = kv_options.sized(model, tokens[:1, :100], [candidate], 198)
     monkeypatch.setattr(kv_affine, "SMALL", 0)
-    cache = replace(candidate, path="scores").cache(model.config)
+    cache = replace(candidate, path="fused").cache(model.config)
     for start in range(0, 198, 16):
         model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)
     held = cache.nbytes()

@@ -72,7 +72,7 @@ def test_generate_uses_the_cache_without_being_asked(written: dict[str, Path], n
     own = model.config._attn_implementation
     found = generated(model)
     cache = found.past_key_values
-    assert isinstance(cache, KVCache) and cache.path == model.kv_cache.path == "scores"
+    assert isinstance(cache, KVCache) and cache.path == model.kv_cache.path == "fused"
     assert model.config._attn_implementation == own != attention.NAME
     bits = [(layer["keys"].config.bits, layer["values"].config.bits) for layer in cache.codings]
     assert bits == [(8, 4), (4, 4)]
@@ -232,7 +232,7 @@ def test_models_that_look_into_their_keys_read_path_a() -> None:
     generation.attach(model, {"method": "kivi", "bits": 8, "group_size": 16, "residual_length": 32})
     ids = torch.arange(60)[None]
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, return_dict_in_generate=True)
-    assert isinstance(found.past_key_values, KVCache) and model.kv_cache.path == "materialise"
+    assert isinstance(found.past_key_values, KVCache) and model.kv_cache.path == "decode"
     assert model.config._attn_implementation != attention.NAME
 
 

@@ -156,8 +156,8 @@ def test_bytes_paths_and_chunks() -> None:
     hooks.attach(model)
     attention.register()
     ids, logits = prompt(2, 90), {}
-    for path, chunks in (("materialise", [82, 8]), ("scores", [82, 8]), ("scores", [10] + [8] * 10)):
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    for path, chunks in (("decode", [82, 8]), ("fused", [82, 8]), ("fused", [10] + [8] * 10)):
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         cache = make_cache(model.config, recipe, static, path)
         with torch.no_grad():
             logits[path, len(chunks)] = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)][-1]

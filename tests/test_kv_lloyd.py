@@ -203,7 +203,7 @@ def test_both_paths_agree(heads: tuple[int, int], rope: str) -> None:
     )
     data = [[normal(2, h, n, 64, seed=n + h) for h in (queries, kv, kv)] for n in (90, 1, 3)]
     for pads in (None, torch.tensor([0, 9])):
-        made = [make_cache(config, recipe, path=path) for path in ("materialise", "scores")]
+        made = [make_cache(config, recipe, path=path) for path in ("decode", "fused")]
         for one in made:
             one.pads = pads
             one.rope.append(*turns(94))

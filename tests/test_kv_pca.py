@@ -177,8 +177,8 @@ def test_calibrated_on_a_model(bits: float) -> None:
     hooks.attach(model)
     attention.register()
     found = []
-    for path in ("materialise", "scores", None):
-        model.set_attn_implementation("sdpa" if path != "scores" else attention.NAME)
+    for path in ("decode", "fused", None):
+        model.set_attn_implementation("sdpa" if path != "fused" else attention.NAME)
         cache = DynamicCache(config=model.config) if path is None else make_cache(model.config, recipe, static, path)
         with torch.no_grad():
             model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)

@@ -150,7 +150,7 @@ def test_layers_of_another_type(tmp_path: Path) -> None:
     assert "no layer of this model has the full attention" in line
 
 
-@pytest.mark.parametrize("path", ["materialise", "scores"])
+@pytest.mark.parametrize("path", ["decode", "fused"])
 def test_layers_without_keys(path: Any) -> None:
     config = CONFIG_MAPPING["lfm2"](
         vocab_size=VOCAB_SIZE,

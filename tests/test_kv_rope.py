@@ -139,8 +139,8 @@ def test_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention.register()
     monkeypatch.setattr(kv_affine, "SMALL", 0)
     found = []
-    for path, announces in (("materialise", True), ("materialise", False), ("scores", True)):
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    for path, announces in (("decode", True), ("decode", False), ("fused", True)):
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         cache = make_cache(model.config, recipe, static, path)
         if not announces:
             monkeypatch.setattr(cache.rope, "announce", lambda *_: None)
@@ -149,7 +149,7 @@ def test_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 given = {"attention_mask": mask[:, : part.stop], "position_ids": places[:, part]}
                 logits = model(ids[:, part], past_key_values=cache, **given).logits
             found.append(logits)
-        if path == "materialise":
+        if path == "decode":
             assert (cache.rope.nbytes == 2 * 91 * 4) == announces
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[2], found[0], atol=1e-4, rtol=1e-4)

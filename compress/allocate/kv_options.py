@@ -95,9 +95,9 @@ def sized(model: Any, tokens: Tensor, candidates: Sequence[Candidate], context: 
 
     CalibrationError where they are too few to tell.
     """
-    if generation.can_read_scores(model):
+    if generation.can_read_codes(model):
         generation.switch(model)
-        candidates = [replace(candidate, path="scores") for candidate in candidates]
+        candidates = [replace(candidate, path="fused") for candidate in candidates]
     return [_sized(model, tokens.to(model.device), candidate, context) for candidate in candidates]
 
 
@@ -121,7 +121,7 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
             chunk = tokens[:, start : min(start + period, stop)]
             model(input_ids=chunk, past_key_values=cache, use_cache=True)
         at = max(at, stop)
-        if cache.path == "scores" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
+        if cache.path == "fused" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
             cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these
         held = cache.nbytes()  # stores what is pending
         units = {(i, k): layer.stores[k].nbytes() for i, layer in _coded(cache) for k in KINDS}

@@ -28,7 +28,7 @@ def load_model(directory: Path, execution: Execution) -> PreTrainedModel:
     """Load a model and add the hooks that caches need."""
     model = lm.load_model(directory, execution.dtype, execution.device)
     hooks.attach(model)
-    if generation.can_read_scores(model):
+    if generation.can_read_codes(model):
         generation.switch(model)
     return model
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from compress.errors import NumericalError, RecipeError
 from compress.evaluate.scores import _score
-from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.cache import CachePath, KVCache, make_cache
 from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, exact
 
 NEEDLE = 32  # tokens
@@ -42,7 +42,7 @@ class Candidate:
     name: str
     settings: CacheSettings
     static: Mapping[str, Tensor]
-    path: Path = "materialise"
+    path: CachePath = "decode"
     extra: int = 0  # tokens that stay exact beyond the recipe's residual_length
     only: str | None = None  # "keys" or "values": the other kind stays exact
 
@@ -67,16 +67,16 @@ class Candidate:
 
 
 def readable(model: Any, candidate: Candidate) -> Candidate:
-    """With path B if its codecs can be read in no other way; RecipeError if they do not fit the model."""
+    """Return the candidate, fused if its codecs are read in no other way; RecipeError if they do not fit the model."""
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    for path in ("materialise", "scores"):
+    for path in get_args(CachePath):
         tried = replace(candidate, path=path)
         try:
             with torch.no_grad():
                 model(input_ids=tokens, past_key_values=tried.cache(model.config), use_cache=True)
             return tried
         except RecipeError:
-            if path == "scores":
+            if path == "fused":
                 raise
     raise AssertionError
 

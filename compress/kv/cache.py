@@ -1,10 +1,12 @@
-"""The cache that transformers sees: `CodedLayer` for full attention, transformers' own layers for the rest.
+"""Offer coded keys and values as a cache of transformers: `CodedLayer` for full attention, its own layers for the rest.
 
     cache = make_cache(model.config, {"method": "kivi", "bits": 2})
     model.generate(**inputs, past_key_values=cache)
 
-Path A ("materialise"): `update` returns keys and values as tensors, decoded, and any attention function reads them.
-Path B ("scores"): it returns a `Handle`, and the attention function of compress/kv/attention.py reads what is stored.
+A cache is read in one of two ways:
+
+    path="decode"   decode, then attend: `update` returns keys and values as tensors, which any attention function reads
+    path="fused"    it returns a `Handle`, and the attention function of compress/kv/attention.py reads the stored codes
 
 Either way tokens of one forward pass see each other as `exact_prefill` says: exactly, or as later steps will.
 `make_cache` builds one cache for one call of generate; `reset` makes it new. compress/kv/hooks.py tells it about left
@@ -13,8 +15,9 @@ padding and rotary embeddings; without, pads are coded as tokens are, and codecs
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -32,12 +35,13 @@ from compress.kv.rope import Rope
 from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
 from compress.kv.token_store import Bytes, Store
 
-Path = Literal["materialise", "scores"]
+CachePath = Literal["decode", "fused"]
+OLD_PATHS: dict[str, CachePath] = {"materialise": "decode", "scores": "fused"}  # names that old code uses
 CODED = "full_attention"  # the type of layer that is coded
 
 
 class Handle:
-    """What path B passes through the model in place of keys or values."""
+    """Stands for keys or values on their way through the model where the stored codes are read."""
 
     def __init__(self, layer: CodedLayer, kind: str, new: Tensor) -> None:
         self.layer, self.kind, self.new = layer, kind, new
@@ -57,7 +61,7 @@ class CodedLayer(CacheLayerMixin):
         self.seen = 0
         self.stores: dict[str, Store] = {}
         self.turns: tuple[Tensor, Tensor] | None = None  # cos and sin of the next tokens, from compress/kv/hooks.py
-        self._pending: tuple[Tensor, Tensor] | None = None  # path B: what attention has not read yet
+        self._pending: tuple[Tensor, Tensor] | None = None  # "fused": what attention has not read yet
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.stores:
@@ -68,7 +72,7 @@ class CodedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Stores the new tokens [B, h, n, width]; returns keys and values of all tokens, or handles (path B)."""
+        """Store the new tokens [B, h, n, width]; return keys and values of all tokens, or handles ("fused")."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.commit()
@@ -78,7 +82,7 @@ class CodedLayer(CacheLayerMixin):
             self.turns = None
         self.seen += key_states.shape[2]
         new = (key_states, value_states)
-        if self.cache.path == "scores":
+        if self.cache.path == "fused":
             self._pending = new
             return tuple(Handle(self, kind, x) for kind, x in zip(KINDS, new, strict=True))
         if self.cache.exact_prefill:
@@ -164,7 +168,7 @@ class KVCache(Cache):
     """All layers of a model; `nbytes()` says what they take."""
 
     def __init__(
-        self, codings: Codings, exact_prefill: bool, queries: int, static: Mapping[str, Tensor], path: Path
+        self, codings: Codings, exact_prefill: bool, queries: int, static: Mapping[str, Tensor], path: CachePath
     ) -> None:
         self.codings, self.exact_prefill, self.path, self.static = codings, exact_prefill, path, dict(static)
         self.queries = queries  # query heads of the model
@@ -237,12 +241,12 @@ def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     return plugins.load("kv", coding.method).build(coding.config, spec, own)
 
 
-def check(codec: Codec, path: Path) -> None:
+def check(codec: Codec, path: CachePath) -> None:
     """RecipeError for a codec that cannot work on this path."""
-    if path == "materialise" and (codec.needs_queries or not codec.reconstructs):
+    if path == "decode" and (codec.needs_queries or not codec.reconstructs):
         why = "needs the queries" if codec.needs_queries else "has scores but no keys or values to give back"
         raise RecipeError(
-            f"{codec.spec.where}: this codec {why}; use make_cache(..., path='scores') and "
+            f"{codec.spec.where}: this codec {why}; use make_cache(..., path='fused') and "
             "model.set_attn_implementation(compress.kv.attention.NAME)"
         )
 
@@ -279,11 +283,21 @@ def check_codecs(config: Any, codings: Codings) -> None:
                 build(layer[kind], spec, {})
 
 
+def named_path(path: str) -> CachePath:
+    """Return how a cache is read; an old name is said to be one on stderr. RecipeError for an unknown name."""
+    if path in OLD_PATHS:
+        print(f"compress: path={path!r} is now called {OLD_PATHS[path]!r}", file=sys.stderr)
+        return OLD_PATHS[path]
+    if path not in get_args(CachePath):
+        raise RecipeError(f"kv_cache: {plugins.unknown('path', path, get_args(CachePath))}")
+    return cast(CachePath, path)
+
+
 def make_cache(
     config: Any,
     settings: CacheSettings | Mapping[str, Any],
     static: Mapping[str, Tensor] | None = None,
-    path: Path = "materialise",
+    path: str = "decode",
 ) -> KVCache:
     """A fresh cache for a model of this configuration (PreTrainedConfig).
 
@@ -293,7 +307,7 @@ def make_cache(
     kinds, arguments = get_layer_types_and_kwargs(decoder)
     settings = cache_settings(settings)
     codings = settings.by_layer(len(kinds))
-    cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, path)
+    cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
             cache.layers.append(CodedLayer(index, cache))

@@ -76,7 +76,7 @@ class Store:
 
     @property
     def keeps_halves(self) -> bool:
-        """Whether path B, where there is much to read, keeps rotary rows beside positions: compiled code reads them."""
+        """Whether fused attention keeps rotary rows beside positions where there is much to read, for compiled code."""
         query = torch.empty(1, 1, 1, self.codec.spec.width, device=self._sample().device)
         return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
 
