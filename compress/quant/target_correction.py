@@ -2,7 +2,7 @@
 
 Behind a quantized prefix a linear reads x where it would have read y in the full-precision model. The loss of a
 quantized weight Q is then sum over tokens of |W y - Q x|^2 = tr[(V - Q) H (V - Q)^T] + const, with H = sum x x^T and
-the least-squares target V = W (sum y x^T) H^-1. So any method becomes asymmetric when it is given V in place of W,
+the least-squares target V = W (sum y x^T) H^-1. So any method corrects its targets when it is given V in place of W,
 which is all that is done here. Differences from the papers: the whole shift V - W is applied (GPTAQ keeps a strictly
 triangular part of it), for every method and before any change of basis; H is damped by DAMP of its mean diagonal, and
 the sum of y x^T by the same number, so that V = W + W D H^-1 with the drift D = sum (y - x) x^T (Qronos damps less).
@@ -41,7 +41,7 @@ def correction(stats: Stats, alpha: float, tokens: int) -> tuple[Tensor | None, 
     solved = _solved(stats.drift, stats.hessian)
     if solved is None:
         return None, "no target could be solved for from the full-precision inputs: calibrated on its own inputs alone"
-    note = f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the asymmetric shift is applied"
+    note = f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the target correction applies"
     return solved.mul_(alpha * share), note if share < 1 else None
 
 

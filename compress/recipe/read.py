@@ -61,6 +61,7 @@ from compress.recipe.schema import (
     ALLOCATE_KEYS,
     KEEP,
     OF_EXPERTS,
+    RENAMED,
     TOP_KEYS,
     Allocation,
     CacheEstimator,
@@ -72,7 +73,7 @@ from compress.recipe.schema import (
     Units,
     settings,
 )
-from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, sequence, value
+from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, rename, sequence, value
 
 if TYPE_CHECKING:
     from compress.types import ExpertPruning, Scheme
@@ -112,6 +113,7 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         name, root = path.stem, compose(_read(path), str(path))
     else:
         raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
+    rename(root, RENAMED)
     recipe = _recipe(root, name)
     return _recipe(overridden(root, overrides), name) if overrides else recipe
 

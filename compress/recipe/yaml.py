@@ -7,8 +7,9 @@ integer, true is no integer, a null is no text; an integer is a float. Keys that
 
 from __future__ import annotations
 
+import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -116,6 +117,19 @@ def found(node: Node) -> str:
         return f"the text {node.value!r}"
     words = {"map": "keys with values", "seq": "a list", "null": "nothing"}
     return words.get(tag) or f"{node.value if isinstance(node, ScalarNode) else 'values'} ({tag})"
+
+
+def rename(root: Node, renamed: Mapping[tuple[str, str], str]) -> None:
+    """Give the old keys of a recipe's sections their new names, in place; say so on stderr."""
+    for key, block in root.value if isinstance(root, MappingNode) else ():
+        for inner, _ in block.value if isinstance(block, MappingNode) else ():
+            if new := renamed.get((str(key.value), str(inner.value))):
+                say_renamed(_where(inner.start_mark), f"{key.value}.{inner.value}", new)
+                inner.value = new
+
+
+def say_renamed(where: str, old: str, new: str) -> None:
+    print(f"compress: {where}: {old} is now called {new}", file=sys.stderr)
 
 
 def changed(node: Node | None, path: Sequence[str], change: Callable[[Any], Node], source: str) -> Node:

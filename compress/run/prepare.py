@@ -73,7 +73,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         seq_len = min(settings.seq_len, longest or settings.seq_len)
         samples = (settings.num_samples if needed else min(tried, settings.num_samples)) * settings.rolled
     extras = memory_plan.Extras(
-        samples > 0 and settings.asymmetric > 0 and job.pack,
+        samples > 0 and settings.target_correction > 0 and job.pack,
         "block" in scopes.values(),
         settings.importance != "none",
         tuple(plans[1:]),
