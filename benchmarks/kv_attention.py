@@ -113,7 +113,7 @@ def layer(method: str, bits: int, tokens: int, device: str, seed: int) -> tuple[
         num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * WIDTH
     )
     settings = RECIPES[method] | {"bits": bits, "sink": 4, "residual_length": 128}
-    made = make_cache(config, settings, static(method, bits, device), path="scores")
+    made = make_cache(config, settings, static(method, bits, device), path="fused")
     generator = torch.Generator(device).manual_seed(seed)
     cos, sin = turns(tokens, device)
     made.rope.append(cos, sin)

@@ -9,7 +9,7 @@ model in memory. The states that enter each block are kept (`file`: on disk), th
 the last block, and the blocks are run once more from the last to the first, each with the gradient that the one above
 it left. The loss is summed, so that no sample's gradient depends on the batch it is in.
 
-    static, facts = calibrate(model, resolve(recipe, layers), tokens)
+    static, facts = calibrate(model, cache_settings(recipe).by_layer(layers), tokens)
     make_cache(model.config, recipe, static)
 
 The first `sink` tokens of each sample are left out; the text has no padding. All layers see exact caches: what the
@@ -34,7 +34,7 @@ from compress import plugins
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
-from compress.kv.settings import KINDS, Coding, Settings
+from compress.kv.settings import KINDS, Codings
 from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
 
@@ -65,7 +65,7 @@ class Loaded:
 
 def calibrate(
     model: PreTrainedModel | models.Skeleton,
-    settings: Settings,
+    codings: Codings,
     tokens: Tensor,
     device: str | torch.device | None = None,
     batch: int = 4,
@@ -79,11 +79,11 @@ def calibrate(
     Raises CalibrationError for too few tokens, NumericalError for a model whose states are not finite.
     """
     started = time.monotonic()
-    wanted = _wanted(settings)
+    wanted = _wanted(codings)
     found: dict[str, Tensor] = {}
     layers = [index for index, names in enumerate(wanted) if names]
     if layers:
-        sink = max(coding.policy.sink for kinds in settings.layers for coding in kinds.values())
+        sink = max(coding.policy.sink for kinds in codings for coding in kinds.values())
         if tokens.dim() != 2 or not tokens.shape[0] or tokens.shape[1] <= sink + 1:
             raise CalibrationError(
                 f"kv_cache: calibration needs samples of more than {sink + 1} tokens, found {tuple(tokens.shape)}"
@@ -94,7 +94,7 @@ def calibrate(
             skeleton = model
         made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, sink)
         for index, samples, heads in made.layers(wanted, file):
-            found |= _static(settings, index, samples, heads)
+            found |= _static(codings, index, samples, heads)
     facts = {
         "tokens": tokens.numel() if layers else 0,
         "layers": len(layers),
@@ -104,10 +104,10 @@ def calibrate(
     return found, facts
 
 
-def _wanted(settings: Settings) -> list[frozenset[str]]:
+def _wanted(codings: Codings) -> list[frozenset[str]]:
     """The samples of each layer."""
     wanted = []
-    for kinds in settings.layers:
+    for kinds in codings:
         names = frozenset().union(*(plugins.load("kv", coding.method).NEEDS for coding in kinds.values()))
         assert names <= frozenset(SAMPLES), names
         wanted.append(names)
@@ -121,17 +121,17 @@ class _Heads(NamedTuple):
     dtype: torch.dtype
 
 
-def _static(settings: Settings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> dict[str, Tensor]:
+def _static(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> dict[str, Tensor]:
     """What the codecs of a layer learn from its samples."""
     found: dict[str, Tensor] = {}
     for kind in KINDS:
-        coding: Coding = settings.layers[index][kind]
+        coding = codings[index][kind]
         plugin = plugins.load("kv", coding.method)
         if not plugin.NEEDS:
             continue
         own = {name: samples[f"gradients.{kind}" if name == "gradients" else name] for name in plugin.NEEDS}
         _, count, width = next(samples[name] for name in (kind, "keys") if name in samples).shape
-        layers = len(settings.layers)
+        layers = len(codings)
         spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
         learned = plugin.calibrate(coding.config, spec, own)
         found |= {f"layers.{index}.{kind}.{name}": tensor.cpu() for name, tensor in learned.items()}

@@ -1,4 +1,4 @@
-"""Finds methods and formats by their file names; there is no registry to edit.
+"""Find methods and formats by their file names, and check the types of their settings; there is no registry to edit.
 
 A plugin is one file `compress/<package of its kind>/<name>.py` with the names that `KINDS` lists for its kind. Listing
 reads the sources and runs nothing, so that it is instant and imports no torch; `load` imports one file and checks its
@@ -12,10 +12,15 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import json
+import math
 import sys
+import types
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from compress.errors import RecipeError
 
@@ -29,6 +34,8 @@ KINDS = {
     "kv": ("Config", "build", "NEEDS"),
 }
 PACKAGES = {kind: {"allocate": "allocate.methods", "kv": "kv.codecs"}.get(kind, kind) for kind in KINDS}
+
+MISMATCH = object()  # "this value is not of that type"; None is a value
 
 _checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` has found to keep the contract
 
@@ -67,6 +74,61 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     guess = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
     return f"unknown {what} {word!r}; known: {', '.join(known) or 'none'}{guess}"
+
+
+class Unquoted(str):
+    """Text that stands in a file without quotes: where a number is due, 1e-3 is one."""
+
+
+def hints(config: Any) -> dict[str, Any]:
+    """Return the types of the fields of a plugin's settings, an instance of its Config."""
+    return typing.get_type_hints(type(config))
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """Return plain data as the type of a field, or MISMATCH.
+
+    Types are bool, int, float, str, None, Literal, unions of them, and tuple[type, ...] for lists. An integer is a
+    finite float; nothing else is converted: "4" is no integer, true is no integer, a null is no text.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return next((t for option in arguments if (t := typed(value, option)) is not MISMATCH), MISMATCH)
+    if origin is tuple:
+        items = [typed(item, arguments[0]) for item in value] if isinstance(value, list | tuple) else [MISMATCH]
+        return MISMATCH if MISMATCH in items else tuple(items)
+    if hint is float:
+        return _number(value)
+    value = str(value) if isinstance(value, str) else value
+    if origin is typing.Literal:
+        return value if any(value == option and type(value) is type(option) for option in arguments) else MISMATCH
+    return value if type(value) is hint else MISMATCH
+
+
+def _number(value: Any) -> Any:
+    try:
+        number = float(value) if type(value) in (int, float, Unquoted) else math.nan
+    except (ValueError, OverflowError):
+        return MISMATCH
+    return number if math.isfinite(number) else MISMATCH
+
+
+def expected(hint: Any) -> str:
+    """Return the type of a field in words."""
+    plain = {bool: "true or false", int: "an integer", float: "a finite number", str: "text", type(None): "null"}
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(json.dumps, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return "a list"
+    return plain.get(hint) or " or ".join(expected(option) for option in typing.get_args(hint))
+
+
+def found(value: Any) -> str:
+    """Return plain data in words."""
+    if isinstance(value, str):
+        return f"the text {str(value)!r}"
+    words: dict[type, str] = {dict: "keys with values", list: "a list", tuple: "a list", type(None): "nothing"}
+    return words.get(type(value)) or f"{json.dumps(value)} ({type(value).__name__})"
 
 
 def _find(kind: str, name: str) -> ast.Module:

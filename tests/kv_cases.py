@@ -1,6 +1,6 @@
 """Every codec of compress/kv with small settings, calibrated on random samples; and the bits that its docstring states.
 
-    for case in CASES: cache = case.cache("scores")      # of one layer, 4 query heads and 2 KV heads of 16 channels
+    for case in CASES: cache = case.cache("fused")      # of one layer, 4 query heads and 2 KV heads of 16 channels
 
 Codecs that look at queries are there twice. `kind_bits` is written from the formulas in the docstrings, and by hand, so
 that what is stored can be compared with what is said.
@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from compress import plugins
-from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.cache import CachePath, KVCache, make_cache
 from compress.kv.codec import Spec
-from compress.kv.settings import KINDS, resolve
+from compress.kv.settings import KINDS, cache_settings
 
 QUERIES, HEADS, WIDTH = 4, 2, 16
 POLICY = {"sink": 4, "residual_length": 32, "flush": 32}
 SAMPLES = 600  # tokens of calibration
-BOTH: tuple[Path, ...] = ("materialise", "scores")
+BOTH: tuple[CachePath, ...] = ("decode", "fused")
 
 Bits = Callable[[str, Mapping[str, Tensor]], float]  # kind, its calibrated tensors -> bits of an element
 
@@ -34,7 +34,7 @@ class Case:
     method: str
     settings: Mapping[str, Any]
     bits: Bits
-    paths: tuple[Path, ...] = BOTH
+    paths: tuple[CachePath, ...] = BOTH
     is_before_rope: bool = False  # its keys
 
     @property
@@ -47,7 +47,7 @@ class Case:
     def static(self, layers: int = 1) -> dict[str, Tensor]:
         return calibrated(self.recipe, layers)
 
-    def cache(self, path: Path) -> KVCache:
+    def cache(self, path: CachePath) -> KVCache:
         config = LlamaConfig(
             num_hidden_layers=1, num_attention_heads=QUERIES, num_key_value_heads=HEADS, hidden_size=QUERIES * WIDTH
         )
@@ -70,7 +70,7 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
     samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(("queries", "queries_pre"))}
     found = {}
-    for index, layer in enumerate(resolve(recipe, layers).layers):
+    for index, layer in enumerate(cache_settings(recipe).by_layer(layers)):
         for kind in KINDS:
             plugin, config = plugins.load("kv", layer[kind].method), layer[kind].config
             if plugin.NEEDS:
@@ -109,11 +109,11 @@ CASES = (
     Case("kvquant", {"bits": 3}, _kvquant, is_before_rope=True),
     Case("gear", {"bits": 2, "group_size": 16, "rank": 1, "block_tokens": 32}, _gear),
     Case("squat", {"bits": 2, "group_size": 16}, _fixed(2 + 32 / 16)),
-    Case("squat", {"bits": 2, "group_size": 16, "subspace": "prompt"}, _fixed(2 + 32 / 16), ("scores",)),
+    Case("squat", {"bits": 2, "group_size": 16, "subspace": "prompt"}, _fixed(2 + 32 / 16), ("fused",)),
     Case("rotatekv", {"bits": 2, "group_size": 32}, _fixed(2 + 32 / 32), is_before_rope=True),
     Case("lloyd", {"bits": 3}, _fixed(3 + 16 / WIDTH), is_before_rope=True),
     Case("lloyd", {"bits": 2, "rope": "post"}, _fixed(2 + 16 / WIDTH)),
     Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
-    Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("scores",), is_before_rope=True),
+    Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("fused",), is_before_rope=True),
     Case("pca", {"bits": 2.0}, _pca, is_before_rope=True),
 )

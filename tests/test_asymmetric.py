@@ -1,4 +1,4 @@
-"""Targets of asymmetric calibration: the least-squares solution, and what the engine gives to methods."""
+"""Target correction: the least-squares solution, and what the engine gives to methods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
 from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of
 
-FULL = GPTQ.set("calibration.asymmetric=1")
+FULL = GPTQ.set("calibration.target_correction=1")
 ROTATED = FULL.set("incoherence=true")
 COLUMNS = 24
 TOKENS = 20 * COLUMNS
@@ -123,7 +123,7 @@ def test_less_is_applied_where_tokens_are_few() -> None:
         assert (matrix - 0.5 * share * whole).abs().max() < 1e-4 * whole.abs().max() * share
         assert (note is None) == (share == 1)
         if note is not None:
-            assert f"{tokens} calibration tokens for 24 inputs: only {share:.2f} of the target's correction" in note
+            assert f"{tokens} calibration tokens for 24 inputs: only {share:.2f} of the target correction" in note
 
 
 def test_what_cannot_be_paired_keeps_the_plain_target() -> None:
@@ -203,7 +203,7 @@ def inputs(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
     [
         FULL,
         ROTATED,
-        GPTQ.set("calibration.asymmetric=0.3", "calibration.num_samples=64"),
+        GPTQ.set("calibration.target_correction=0.3", "calibration.num_samples=64"),
         FULL.set("rules=[{match: 'model.layers.1.*', method: rtn, bits: 2}]"),
         FULL.set("rules=[{match: 'model.layers.0.*', method: rtn, bits: 2}]"),
     ],
@@ -234,11 +234,11 @@ def test_methods_are_given_the_target(
                 assert stats.hessian.trace() == pytest.approx(float((x.T @ x).trace()), rel=1e-5)
             else:
                 assert (stats.hessian - x.T @ x).norm() < 1e-5 * (x.T @ x).norm()
-            share = min(1.0, len(x) / (TOKENS_PER_INPUT * x.shape[1])) * asked.recipe.calibration.asymmetric
+            share = min(1.0, len(x) / (TOKENS_PER_INPUT * x.shape[1])) * asked.recipe.calibration.target_correction
             shift = share * weight.double() @ (y - x).T @ x @ torch.linalg.inv(problems.damped(x.T @ x, DAMP))
             assert (found - weight - shift).norm() < 1e-3 * shift.norm() and shift.norm() > 1e-3 * weight.norm()
             few = len(x) < TOKENS_PER_INPUT * x.shape[1]
-            assert few == any("of the target's correction is applied" in note for note in notes[name])
+            assert few == any("of the target correction applies" in note for note in notes[name])
         hybrid.base_model.layers[index] = layers[index]
     assert all(not note for name, note in notes.items() if "layers.0." in name)
 
@@ -280,7 +280,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("setup", [GPTQ, RTN.set("calibration.asymmetric=1")], ids=["off", "without data"])
+@pytest.mark.parametrize("setup", [GPTQ, RTN.set("calibration.target_correction=1")], ids=["off", "without data"])
 def test_off_there_is_one_stream_and_one_sum(
     setup: Setup, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +299,7 @@ def test_off_there_is_one_stream_and_one_sum(
     names = passes(monkeypatch)
     monkeypatch.setattr(blockwise, "Stream", stream)
     monkeypatch.setattr(calibration_stream.calib_stats, "HessianSum", total)
-    pipeline.quantize(job(deep, setup.set("calibration.asymmetric=0"), tmp_path / "zero"))
+    pipeline.quantize(job(deep, setup.set("calibration.target_correction=0"), tmp_path / "zero"))
     assert names == (["0", "0", "1", "1", "2"] if setup is GPTQ else [])
     pipeline.quantize(job(deep, setup, tmp_path / "out"))
     assert set(sides) == {1} and not any(pairs)
@@ -332,7 +332,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(deep: Path, tmp_path: Path) ->
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     rows = [[{**row, "seconds": 0} for row in found["layers"]] for found in (report, expected)]
     assert rows[0] == rows[1]
-    pipeline.quantize(job(deep, FULL.set("calibration.asymmetric=0"), tmp_path / "off"))
+    pipeline.quantize(job(deep, FULL.set("calibration.target_correction=0"), tmp_path / "off"))
     assert contents(tmp_path / "off") != contents(tmp_path / "expected")  # the test can tell
 
 
@@ -355,7 +355,7 @@ def test_an_arrangement_changes_no_byte(deep: Path, tmp_path: Path, monkeypatch:
 
 def test_other_shares_are_other_runs() -> None:
     shares = ("0", "0.5", "1", "1.0")
-    assert len({recipe.fingerprint(GPTQ.set(f"calibration.asymmetric={a}").load()) for a in shares}) == 3
+    assert len({recipe.fingerprint(GPTQ.set(f"calibration.target_correction={a}").load()) for a in shares}) == 3
 
 
 def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_both_paths_agree(heads: tuple[int, int], method: str, exact: bool) -> N
     recipe = {**KIVI, "method": method} if method == "kivi" else {"method": method, "residual_length": 20}
     recipe["exact_prefill"] = exact
     data = chunks([70, 1, 1, 30, 1], 2, *heads)
-    a, b = (run(cache(path, recipe, *heads), data) for path in ("materialise", "scores"))
+    a, b = (run(cache(path, recipe, *heads), data) for path in ("decode", "fused"))
     for one, other in zip(a, b, strict=True):
         torch.testing.assert_close(other.double(), one, atol=1e-5, rtol=0)
 
@@ -91,7 +91,7 @@ def test_both_paths_agree(heads: tuple[int, int], method: str, exact: bool) -> N
 def test_compiled_reading_agrees_in_bfloat16(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_affine, "SMALL", 0)
     data = chunks([300, 1, 1], 1, dtype=torch.bfloat16)
-    a, b = (run(cache(path, {**KIVI, "bits": bits}), data) for path in ("materialise", "scores"))
+    a, b = (run(cache(path, {**KIVI, "bits": bits}), data) for path in ("decode", "fused"))
     for one, other in zip(a, b, strict=True):
         assert (other.double() - one).norm() / one.norm() < 2.0**-7  # decoded keys and outputs are rounded to 2^-9
         torch.testing.assert_close(other.double(), one, atol=1e-3 + 2.0**-8 * float(one.abs().max()), rtol=0)
@@ -100,9 +100,9 @@ def test_compiled_reading_agrees_in_bfloat16(bits: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_compiled_reading_is_close_in_float32(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = chunks([300, 1, 1], 1)
-    expected = run(cache("materialise", {**KIVI, "bits": bits}), data)
+    expected = run(cache("decode", {**KIVI, "bits": bits}), data)
     monkeypatch.setattr(kv_affine, "SMALL", 0)
-    for one, other in zip(expected, run(cache("scores", {**KIVI, "bits": bits}), data), strict=True):
+    for one, other in zip(expected, run(cache("fused", {**KIVI, "bits": bits}), data), strict=True):
         torch.testing.assert_close(other.double(), one, atol=3e-4, rtol=0)
 
 
@@ -112,33 +112,33 @@ def test_masks(kind: str, softcap: float | None) -> None:
     data = chunks([50, 6])
     allowed = torch.rand(2, 4 if kind == "by head" else 1, 6, 56, generator=torch.Generator().manual_seed(1)) < 0.7
     allowed[..., 0] = True
-    expected = run(cache("materialise", KIVI), data, allowed, softcap=softcap)[-1]
+    expected = run(cache("decode", KIVI), data, allowed, softcap=softcap)[-1]
     mask = torch.zeros(allowed.shape).masked_fill_(~allowed, -1e30) if kind == "additive" else allowed
-    found = run(cache("scores", KIVI), data, mask, softcap=softcap)[-1]
+    found = run(cache("fused", KIVI), data, mask, softcap=softcap)[-1]
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_long_queries_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     data = chunks([80, 33])
-    expected = run(cache("scores", KIVI), data)
+    expected = run(cache("fused", KIVI), data)
     monkeypatch.setattr(attention, "SCORES", 2 * 4 * 113 * 5)
-    for one, other in zip(expected, run(cache("scores", KIVI), data), strict=True):
+    for one, other in zip(expected, run(cache("fused", KIVI), data), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_left_padding_in_storage_order() -> None:
     data = chunks([50, 1, 3])
     pads = torch.tensor([0, 9])
-    made = {path: cache(path, KIVI) for path in ("materialise", "scores")}
+    made = {path: cache(path, KIVI) for path in ("decode", "fused")}
     mask = torch.ones(2, 1, 3, 54, dtype=torch.bool).tril(51)
     mask[1, ..., :9] = False
     for one in made.values():
         one.pads = pads
     a, b = (run(one, data, mask)[-1] for one in made.values())
-    assert made["scores"].layers[0].stores["keys"].columns is not None
+    assert made["fused"].layers[0].stores["keys"].columns is not None
     torch.testing.assert_close(b.double(), a, atol=1e-5, rtol=0)
-    made["scores"].reorder_cache(torch.tensor([1, 0]))
-    assert made["scores"].pads.tolist() == [9, 0]
+    made["fused"].reorder_cache(torch.tensor([1, 0]))
+    assert made["fused"].pads.tolist() == [9, 0]
 
 
 def test_nothing_is_decoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,14 +151,14 @@ def test_nothing_is_decoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kivi.ByToken, "decode", watched)
     monkeypatch.setattr(Store, "read", None)
-    run(cache("scores", KIVI), chunks([2000, 1, 20], 1))
+    run(cache("fused", KIVI), chunks([2000, 1, 20], 1))
     assert sizes
     assert max(sizes) <= 512
 
 
 def test_values_of_another_width() -> None:
     data = [(q, k, v[..., :48]) for q, k, v in chunks([40, 1, 5])]
-    a, b = (run(cache(path, KIVI), data) for path in ("materialise", "scores"))
+    a, b = (run(cache(path, KIVI), data) for path in ("decode", "fused"))
     for one, other in zip(a, b, strict=True):
         assert other.shape[-1] == 48
         torch.testing.assert_close(other.double(), one, atol=1e-5, rtol=0)
@@ -191,11 +191,11 @@ def test_codecs_that_only_score_or_need_queries(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plugins, "load", lambda kind, name: plugin if name == "kivi" else values)
     recipe = {**KIVI, "values": {"method": "identity"}}
     data = chunks([50, 1, 1, 4])
-    exact = run(cache("materialise", {"method": "identity"}), data)
-    for one, other in zip(exact, run(cache("scores", recipe), data), strict=True):
+    exact = run(cache("decode", {"method": "identity"}), data)
+    for one, other in zip(exact, run(cache("fused", recipe), data), strict=True):
         torch.testing.assert_close(other.double(), one, atol=1e-5, rtol=0)
     with pytest.raises(RecipeError, match="layer 0, keys: this codec needs the queries; use make_cache.*scores"):
-        run(cache("materialise", recipe), data)
+        run(cache("decode", recipe), data)
 
 
 def test_what_is_refused() -> None:

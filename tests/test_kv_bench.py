@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
-from yaml import compose
 
 from compress.cli.app import app
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import cache as bench
-from compress.evaluate import cache_error, cache_scores, cache_speed
+from compress.evaluate import cache_candidates, cache_error, cache_scores, cache_speed
 from compress.evaluate.cache_scores import Candidate
 from compress.evaluate.scores import Execution
 from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
-from compress.kv.settings import resolve
-from compress.recipe import kv as recipe_kv
-from compress.recipe.kv import CacheRecipe
+from compress.kv.settings import cache_settings
 from pico import build
 from runs import TEXT
 
@@ -42,6 +39,10 @@ def model() -> PreTrainedModel:
     return made
 
 
+def candidate_of(name: str, recipe: dict[str, Any], path: Any = "decode", extra: int = 0) -> Candidate:
+    return Candidate(name, cache_settings(recipe), {}, path, extra)
+
+
 def windows(count: int = 3, length: int = 200) -> Tensor:
     return torch.randint(0, 250, (count, length), generator=torch.Generator().manual_seed(0))
 
@@ -50,10 +51,10 @@ def silent(done: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("path", ["materialise", "scores"])
+@pytest.mark.parametrize("path", ["decode", "fused"])
 def test_chunks_read_what_single_tokens_would(model: PreTrainedModel, path: Any) -> None:
-    candidate = Candidate("", KIVI, {}, path)
-    chunks = cache_scores.spans([candidate.cache(model.config).settings], 100)
+    candidate = candidate_of("", KIVI, path)
+    chunks = cache_scores.spans([candidate.codings(model.config)], 100)
     assert chunks[:3] == [(0, 36), (36, 52), (52, 68)] and chunks[-1][1] == 100
     tokens = windows(1, 100)
     found = torch.cat(list(cache_scores.through(model, tokens, candidate.cache(model.config), chunks)), 1)
@@ -65,15 +66,16 @@ def test_chunks_read_what_single_tokens_would(model: PreTrainedModel, path: Any)
 
 
 def test_spans_fit_all_candidates() -> None:
-    settings = [resolve({**KIVI, "residual_length": r}, 2) for r in (32, 80)]
+    settings = [cache_settings({**KIVI, "residual_length": r}).by_layer(2) for r in (32, 80)]
     assert cache_scores.spans(settings, 100) == [(0, 36), (36, 52), (52, 68), (68, 84), (84, 100)]
-    assert cache_scores.spans([resolve({**KIVI, "residual_length": 0}, 2)], 8)[1:] == [(i, i + 1) for i in range(4, 8)]
-    skipped = resolve({**KIVI, "skip_layers": [0]}, 2)
+    short = cache_settings({**KIVI, "residual_length": 0}).by_layer(2)
+    assert cache_scores.spans([short], 8)[1:] == [(i, i + 1) for i in range(4, 8)]
+    skipped = cache_settings({**KIVI, "skip_layers": [0]}).by_layer(2)
     assert cache_scores.spans([skipped], 100) == cache_scores.spans(settings[:1], 100)
 
 
 def test_an_exact_cache_changes_nothing(model: PreTrainedModel) -> None:
-    candidates = [Candidate("exact", IDENTITY, {}), Candidate("coded", KIVI, {})]
+    candidates = [candidate_of("exact", IDENTITY), candidate_of("coded", KIVI)]
     positions = cache_scores.compare(model, windows(), candidates, 2, silent)
     assert positions.shape == (2, 4, 3, 199)
     with torch.no_grad():
@@ -91,17 +93,18 @@ def test_an_exact_cache_changes_nothing(model: PreTrainedModel) -> None:
         for k in ("keys", "values")
     ]
     assert all(part[0].mean.max() < errors[1].mean.sum() and part[0].mean.min() > 1e-5 for part in parts)
-    scored = cache_error.output_errors(
-        model, windows(), [lambda: Candidate("", KIVI, {}, "scores").cache(model.config)]
-    )
+    scored = cache_error.output_errors(model, windows(), [lambda: candidate_of("", KIVI, "fused").cache(model.config)])
     torch.testing.assert_close(scored[0].mean, errors[1].mean, rtol=1e-3, atol=0)
 
 
 def test_recall_is_of_what_lies_outside_of_the_exact_tokens(model: PreTrainedModel) -> None:
-    candidates = [Candidate("exact", IDENTITY, {}), Candidate("coded", KIVI, {})]
+    candidates = [candidate_of("exact", IDENTITY), candidate_of("coded", KIVI)]
     assert cache_scores.recall(model, windows(4, 256), candidates, 2, silent) is None  # 4 x 32 + 100 exact + 32
     short = {"residual_length": 16, "flush": 4, "sink": 4}
-    candidates = [Candidate("exact", {"method": "identity", **short}, {}), Candidate("coded", {**KIVI, **short}, {})]
+    candidates = [
+        candidate_of("exact", {"method": "identity", **short}),
+        candidate_of("coded", {**KIVI, **short}),
+    ]
     found = cache_scores.recall(model, windows(4, 256), candidates, 2, silent)
     assert found is not None and (found.samples, found.tokens) == (2, 2 * 24)
     if found.gain > 0:
@@ -111,7 +114,10 @@ def test_recall_is_of_what_lies_outside_of_the_exact_tokens(model: PreTrainedMod
 def test_bytes_are_those_of_the_formula(model: PreTrainedModel) -> None:
     tokens = windows(1, 200)
     found, longer = cache_speed.sizes(
-        model, tokens, [Candidate("", KIVI, {}), Candidate("", KIVI, {}, "scores", 48)], silent
+        model,
+        tokens,
+        [candidate_of("", KIVI), candidate_of("", KIVI, "fused", 48)],
+        silent,
     )
     exact, coded = 2 * 2 * 32 * 4, 2 * 2 * 32 * (2 + 2) / 8  # bytes a token: 2 layers, 2 kinds, 2 heads of 16
     count = (200 - 36) // 16 * 16
@@ -126,7 +132,7 @@ def test_bytes_are_those_of_the_formula(model: PreTrainedModel) -> None:
 
 
 def test_speed_of_both_paths(model: PreTrainedModel) -> None:
-    (found,) = cache_speed.speeds(model, windows(1, 64), [Candidate("", KIVI, {})], silent)
+    (found,) = cache_speed.speeds(model, windows(1, 64), [candidate_of("", KIVI)], silent)
     assert None not in vars(found).values() and min(vars(found).values()) > 0
 
 
@@ -207,14 +213,13 @@ def test_errors_are_one_line(pico_dir: Callable[..., Path], words: list[str], me
 def test_calibrated_recipes_need_a_text(
     model: PreTrainedModel, pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "CALIBRATION", (4, 64))
+    monkeypatch.setattr(cache_candidates, "CALIBRATION", (4, 64))
     directory = pico_dir("llama")
-    node = compose("{method: kvquant, residual_length: 32}")
-    recipes: dict[str, CacheRecipe] = {"r": recipe_kv.read(node, node)}
+    recipes = {"r": cache_settings({"method": "kvquant", "residual_length": 32})}
     with pytest.raises(CalibrationError, match="the cache recipe r is calibrated: give a text with --calib"):
-        bench.candidates(model, directory, bench.Asked(recipes, TEXT), lambda *a: None)
-    (found,) = bench.candidates(model, directory, bench.Asked(recipes, TEXT, str(TEXT)), lambda *a: None)
+        cache_candidates.candidates(model, directory, recipes, None, lambda *a: None)
+    (found,) = cache_candidates.candidates(model, directory, recipes, str(TEXT), lambda *a: None)
     assert found.static
     execution = Execution("float32", "cpu")
-    result = bench.bench(directory, bench.Asked(recipes, TEXT, str(TEXT), (128,), 400, speed=False), execution)
+    result = bench.bench(directory, bench.Request(recipes, TEXT, str(TEXT), (128,), 400, speed=False), execution)
     assert result.rows[0].size.static > 0

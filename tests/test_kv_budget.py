@@ -19,9 +19,8 @@ from compress.evaluate import cache_error, cache_scores
 from compress.evaluate.cache_scores import Candidate
 from compress.kernels.cpu import kv_affine
 from compress.kv import generation, hooks
-from compress.kv.settings import KINDS, resolve
-from compress.recipe import kv
-from compress.recipe.kv import CacheRecipe
+from compress.kv.settings import KINDS, CacheSettings, cache_settings
+from compress.recipe import blocks
 from compress.recipe.yaml import compose, mapping
 from pico import build
 
@@ -87,27 +86,27 @@ def test_what_is_chosen_is_what_the_cache_gets() -> None:
         chosen = kv_budget.chosen(kv_budget.units(units(2), OFFERED), (0, 3, 2, 1))
         assert chosen == {0: {"keys": "bits=2", "values": "bits=8"}, 1: {"keys": "bits=4", "values": "bits=3"}}
         found = kv_budget.laid_out(recipe, chosen, 2, OFFERED)
-        settings = resolve(kv.table(found), 2)
-        assert [[layer[kind].config.bits for kind in KINDS] for layer in settings.layers] == [[2, 8], [4, 3]]
-        assert settings.layers[1]["keys"].policy.residual_length == 64
-        assert settings.layers[1]["values"].policy.residual_length == 128
-        assert _recipe(yaml.safe_dump({"kv_cache": kv.plain(found)})) == found
+        settings = found.by_layer(2)
+        assert [[layer[kind].config.bits for kind in KINDS] for layer in settings] == [[2, 8], [4, 3]]
+        assert settings[1]["keys"].policy.residual_length == 64
+        assert settings[1]["values"].policy.residual_length == 128
+        assert _recipe(yaml.safe_dump({"kv_cache": found.plain()})) == found
     uniform = {layer: {"keys": "bits=2", "values": "bits=4"} for layer in range(4)}
     rules = "{match: 3, group_size: 16}, {match: 2-3, group_size: 64}, {match: '1', sink: 2, keys: {method: lloyd}}"
     recipe = _recipe(text.replace("LAYERS", rules))
-    before, alike = resolve(kv.table(recipe), 4), kv_budget.laid_out(recipe, uniform, 4, OFFERED)
-    after = resolve(kv.table(alike), 4)
+    before, alike = recipe.by_layer(4), kv_budget.laid_out(recipe, uniform, 4, OFFERED)
+    after = alike.by_layer(4)
     assert [rule.match for rule in alike.layers] == [(0,), (1,), (2, 3)]
-    for old, new in zip(before.layers, after.layers, strict=True):
+    for old, new in zip(before, after, strict=True):
         for kind, bits in (("keys", 2), ("values", 4)):
             config = replace(old[kind].config, bits=bits)
             assert new[kind] == replace(old[kind], config=config)
-    assert _recipe(yaml.safe_dump({"kv_cache": kv.plain(alike)})) == alike
+    assert _recipe(yaml.safe_dump({"kv_cache": alike.plain()})) == alike
 
 
-def _recipe(text: str) -> CacheRecipe:
+def _recipe(text: str) -> CacheSettings:
     entries = mapping(compose(text, "test"), "a recipe")
-    return kv.read(*entries["kv_cache"])
+    return blocks.cache(*entries["kv_cache"])
 
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -126,7 +125,7 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
     recipe = {**RECIPE, **CODECS[method], "method": method, "skip_layers": [0]}
     if method in ("lloyd", "pca"):
         del recipe["group_size"]
-    candidates = kv_options.offered(model, recipe, OFFERED[:2], tokens[:, :120])
+    candidates = kv_options.offered(model, cache_settings(recipe), OFFERED[:2], tokens[:, :120])
     for context in (100, 150, 199):
         sizes = kv_options.sized(model, tokens[:1, :120], candidates, context)
         for size, candidate in zip(sizes, candidates, strict=True):
@@ -150,10 +149,10 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     generation.switch(model)
     tokens = torch.randint(0, 250, (8, 200), generator=torch.Generator().manual_seed(0))
     recipe = {"method": "pca", "residual_length": 16, "flush": 16, "sink": 2}
-    (candidate,) = kv_options.offered(model, recipe, OFFERED[:1], tokens[:, :120])
+    (candidate,) = kv_options.offered(model, cache_settings(recipe), OFFERED[:1], tokens[:, :120])
     (size,) = kv_options.sized(model, tokens[:1, :100], [candidate], 198)
     monkeypatch.setattr(kv_affine, "SMALL", 0)
-    cache = replace(candidate, path="scores").cache(model.config)
+    cache = replace(candidate, path="fused").cache(model.config)
     for start in range(0, 198, 16):
         model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)
     held = cache.nbytes()
@@ -164,7 +163,7 @@ def test_measured_errors_and_divergences() -> None:
     model = build("llama")
     hooks.attach(model)
     windows = torch.randint(0, 250, (2, 160), generator=torch.Generator().manual_seed(0))
-    candidates = kv_options.offered(model, RECIPE, OFFERED[:2], windows)
+    candidates = kv_options.offered(model, cache_settings(RECIPE), OFFERED[:2], windows)
     sizes = kv_options.sized(model, windows[:1], candidates, 1000)
     costs = kv_options.measure(model, windows, candidates, sizes, lambda done: None)
     assert [(unit.layer, unit.kind) for unit in costs.units] == list(product(range(2), KINDS))
@@ -187,7 +186,7 @@ def test_measured_errors_and_divergences() -> None:
 def _alone(model: torch.nn.Module, windows: Tensor, layer: int, kind: str) -> float:
     """The same error from keys and values decoded by hand and put into transformers' cache."""
     config = model.config
-    candidate = Candidate("", {**RECIPE, "bits": 2}, {})
+    candidate = Candidate("", cache_settings({**RECIPE, "bits": 2}), {})
     first, last = windows[:, : -cache_error.QUERIES], windows[:, -cache_error.QUERIES :]
     outputs = []
 

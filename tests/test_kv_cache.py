@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
-from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.cache import CachePath, KVCache, make_cache
 from compress.kv.codecs import identity
 from pico import build
 
@@ -42,23 +42,23 @@ def prompt(batch: int = 2, tokens: int = 40, seed: int = 0) -> Tensor:
     return torch.randint(0, 250, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=["materialise", "scores"])
-def path(request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(params=["decode", "fused"])
+def path(request: pytest.FixtureRequest) -> CachePath:
     attention.register()
     return request.param
 
 
-def prepared(name: str, path: Path) -> PreTrainedModel:
+def prepared(name: str, path: CachePath) -> PreTrainedModel:
     made = model(name)
     own = "eager" if name == "gemma2" else "sdpa"
-    made.set_attn_implementation(own if path == "materialise" else attention.NAME)
+    made.set_attn_implementation(own if path == "decode" else attention.NAME)
     return made
 
 
 @once
 def expected(name: str, **settings: Any) -> Tensor:
     """What is generated with transformers' cache; `pads` of the second row are padding."""
-    return prepared(name, "materialise").generate(**arguments(**settings))
+    return prepared(name, "decode").generate(**arguments(**settings))
 
 
 def arguments(batch: int = 2, pads: int = 0, **settings: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def arguments(batch: int = 2, pads: int = 0, **settings: Any) -> dict[str, Any]:
     return {**own, **settings}
 
 
-def generated(name: str, path: Path, recipe: dict[str, Any], **settings: Any) -> tuple[Tensor, KVCache]:
+def generated(name: str, path: CachePath, recipe: dict[str, Any], **settings: Any) -> tuple[Tensor, KVCache]:
     made = prepared(name, path)
     own = make_cache(made.config, recipe, path=path)
     return made.generate(past_key_values=own, **arguments(**settings)), own
@@ -85,7 +85,7 @@ CASES += [("mistral", IDENTITY, False)]
 @pytest.mark.parametrize(("name", "recipe", "attached"), CASES)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_with_left_padding(
-    name: str, recipe: dict[str, Any], attached: bool, beams: int, path: Path
+    name: str, recipe: dict[str, Any], attached: bool, beams: int, path: CachePath
 ) -> None:
     if attached:
         hooks.attach(model(name))
@@ -97,7 +97,7 @@ def test_generation_with_left_padding(
 
 
 def test_identity_gives_the_logits_to_the_bit() -> None:
-    made = prepared("llama", "materialise")
+    made = prepared("llama", "decode")
     own, theirs = make_cache(made.config, IDENTITY), DynamicCache(config=made.config)
     for part in prompt(tokens=50).split([30, 1, 1, 11, 1, 6], 1):
         with torch.no_grad():
@@ -110,7 +110,7 @@ def test_identity_gives_the_logits_to_the_bit() -> None:
     assert own.layers[0].get_mask_sizes(3) == (53, 0)
 
 
-def test_sampling_and_assisted_decoding(path: Path) -> None:
+def test_sampling_and_assisted_decoding(path: CachePath) -> None:
     torch.manual_seed(0)
     sampled = expected("llama", do_sample=True)
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def test_sampling_and_assisted_decoding(path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-def test_chunks_do_not_change_what_is_read(bits: int, path: Path) -> None:
+def test_chunks_do_not_change_what_is_read(bits: int, path: CachePath) -> None:
     """Chunks that end where groups do are token by token: the tail is never shorter than a chunk."""
     made, ids = prepared("full", path), prompt(1, 96)
     recipe = {**KIVI, "bits": bits, "group_size": 16, "sink": 0, "residual_length": 16, "flush": 16}
@@ -138,7 +138,7 @@ def test_chunks_do_not_change_what_is_read(bits: int, path: Path) -> None:
     assert (logits[0] - exact).abs().max() > 0.02
 
 
-def test_exact_prefill(path: Path) -> None:
+def test_exact_prefill(path: CachePath) -> None:
     made, ids = prepared("full", path), prompt(1, 64)
     exact = make_cache(made.config, {**KIVI, "bits": 2}, path=path)
     strict = make_cache(made.config, {**KIVI, "bits": 2, "exact_prefill": False}, path=path)
@@ -162,7 +162,7 @@ def operation(name: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("name", ["reorder", "repeat", "select", "mask", "crop"])
-def test_operations(name: str, path: Path) -> None:
+def test_operations(name: str, path: CachePath) -> None:
     """After an operation the model goes on as it does after the same operation on transformers' cache."""
     made, ids = prepared("full", path), prompt(2, 60)
     own, theirs = make_cache(made.config, KIVI, path=path), DynamicCache(config=made.config)
@@ -185,7 +185,7 @@ class Pre(identity.Identity):
 
 
 @pytest.mark.parametrize(("name", "beams"), [("llama", 3), ("qwen3", 1), ("gpt_neox", 1)])
-def test_keys_before_rope(name: str, beams: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_before_rope(name: str, beams: int, path: CachePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary rows follow padding, beams and cropping: turning keys back and forth changes nothing."""
     monkeypatch.setattr(identity, "Identity", Pre)
     hooks.attach(model(name))
@@ -201,7 +201,7 @@ def test_keys_before_rope(name: str, beams: int, path: Path, monkeypatch: pytest
         generated(name, path, IDENTITY)
 
 
-def test_reset_and_errors(path: Path) -> None:
+def test_reset_and_errors(path: CachePath) -> None:
     made, ids = prepared("full", path), prompt(1)
     own = make_cache(made.config, KIVI, path=path)
     first = made.generate(ids, max_new_tokens=8, past_key_values=own)
@@ -223,14 +223,14 @@ def test_other_layers() -> None:
             make_cache(model(name).config, {"method": "kivi"})
     own = make_cache(model("gemma2").config, KIVI)
     assert own.is_sliding == [True, False]
-    prepared("gemma2", "materialise").generate(prompt(), max_new_tokens=4, past_key_values=own)
+    prepared("gemma2", "decode").generate(prompt(), max_new_tokens=4, past_key_values=own)
     parts = own.nbytes()
     assert parts.exact > 0
     assert parts.codes > 0
 
 
 def test_bytes_are_those_of_the_formula() -> None:
-    made = prepared("full", "materialise")
+    made = prepared("full", "decode")
     recipe = {**KIVI, "bits": 3, "values": {"group_size": 16, "bits": 2}, "skip_layers": [-1]}
     own = make_cache(made.config, recipe)
     tokens = 2 + 8 + 160
@@ -243,14 +243,14 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert own.nbytes().static == 0
 
 
-def test_long_generation_does_not_drift(path: Path) -> None:
+def test_long_generation_does_not_drift(path: CachePath) -> None:
     """8 bits follow the exact cache for 200 steps, and what is stored is what encoding it all at once gives."""
     made, ids = prepared("llama", path), prompt(1, 20)
     own = make_cache(made.config, KIVI, path=path)
     with torch.no_grad():
         found = made.generate(ids, max_new_tokens=200, do_sample=False, past_key_values=own, eos_token_id=None)
         theirs, again = DynamicCache(config=made.config), make_cache(made.config, KIVI)
-        prepared("llama", "materialise")
+        prepared("llama", "decode")
         exact = made(found[:, :-1], past_key_values=theirs).logits[:, 19:].argmax(-1)
     assert (exact == found[:, 20:]).float().mean() > 0.98
     layer, kept = own.layers[0], theirs.layers[0]
@@ -261,9 +261,18 @@ def test_long_generation_does_not_drift(path: Path) -> None:
         torch.testing.assert_close(one, all_at_once, atol=0.05, rtol=0)
 
 
-def test_bfloat16(path: Path) -> None:
+def test_bfloat16(path: CachePath) -> None:
     made = build("llama", FULL).to(torch.bfloat16)
-    made.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    made.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
     own = make_cache(made.config, {**KIVI, "bits": 4}, path=path)
     made.generate(prompt(), max_new_tokens=5, past_key_values=own)
     assert own.layers[0].stores["keys"].read().dtype == torch.bfloat16
+
+
+def test_old_names_of_paths_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    config = model("llama").config
+    for old, new in (("materialise", "decode"), ("scores", "fused")):
+        assert make_cache(config, KIVI, path=old).path == new
+        assert capsys.readouterr().err == f"compress: path={old!r} is now called {new!r}\n"
+    with pytest.raises(RecipeError, match="unknown path 'fuse'; known: decode, fused; did you mean 'fused'"):
+        make_cache(config, KIVI, path="fuse")

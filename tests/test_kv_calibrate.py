@@ -15,7 +15,7 @@ from compress.calib.kv import SAMPLES, calibrate
 from compress.errors import CalibrationError, UnsupportedModelError
 from compress.kv.codec import Spec
 from compress.kv.codecs import identity
-from compress.kv.settings import resolve
+from compress.kv.settings import cache_settings
 from compress.model.skeleton import Skeleton
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -31,7 +31,7 @@ def prompt(samples: int = 3, tokens: int = TOKENS) -> Tensor:
 
 
 def settings(**recipe: Any) -> Any:
-    return resolve({"method": "identity", "sink": SINK, **recipe}, 2)
+    return cache_settings({"method": "identity", "sink": SINK, **recipe}).by_layer(2)
 
 
 @pytest.fixture
@@ -169,4 +169,4 @@ def test_errors(learn: Callable[..., None]) -> None:
     with pytest.raises(UnsupportedModelError, match="layer 0 have no rotary"):
         calibrate(build("opt"), settings(), prompt())
     with pytest.raises(UnsupportedModelError, match="2 decoder blocks.* 3 layers"):
-        calibrate(build("llama"), resolve({"method": "identity"}, 3), prompt())
+        calibrate(build("llama"), cache_settings({"method": "identity"}).by_layer(3), prompt())

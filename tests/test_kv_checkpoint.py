@@ -17,7 +17,7 @@ from compress import process_memory, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
 from compress.kv.cache import KVCache, make_cache
-from compress.kv.settings import resolve
+from compress.kv.settings import cache_settings
 from compress.run import memory_plan, pipeline, prepare, verify
 from compress.run.job import Job
 from compress.runtime import kv_config
@@ -72,9 +72,9 @@ def test_generate_uses_the_cache_without_being_asked(written: dict[str, Path], n
     own = model.config._attn_implementation
     found = generated(model)
     cache = found.past_key_values
-    assert isinstance(cache, KVCache) and cache.path == model.kv_cache.path == "scores"
+    assert isinstance(cache, KVCache) and cache.path == model.kv_cache.path == "fused"
     assert model.config._attn_implementation == own != attention.NAME
-    bits = [(layer["keys"].config.bits, layer["values"].config.bits) for layer in cache.settings.layers]
+    bits = [(layer["keys"].config.bits, layer["values"].config.bits) for layer in cache.codings]
     assert bits == [(8, 4), (4, 4)]
     assert 0 < cache.nbytes().codes < cache.nbytes().tail
     assert torch.equal(generated(model).sequences, found.sequences)  # a fresh cache each time
@@ -115,8 +115,8 @@ def test_batches_with_padding_and_beams(written: dict[str, Path]) -> None:
 def test_what_is_on_disk(written: dict[str, Path], tmp_path: Path) -> None:
     section = json.loads((written["both"] / "config.json").read_text())["quantization_config"]["kv_cache"]
     assert section["version"] == 1 and "static" not in section
-    table = kv_config.table(section, 2)
-    assert resolve(table, 2).layers == resolve(TABLE, 2).layers
+    stored = kv_config.read(section, 2)
+    assert stored.by_layer(2) == cache_settings(TABLE).by_layer(2)
     assert section["keys"]["flush"] == 32  # defaults are written out
     for name in ("both", "cache", "calibrated"):
         assert verify.verify(written[name])["blocks"] == 2
@@ -178,7 +178,7 @@ def test_tensors_of_a_larger_model_are_refused(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     section = config["quantization_config"]["kv_cache"]
     tensors = {f"layers.5.keys.{i}": torch.zeros(1) for i in range(2)}
-    section |= kv_config.write(copy, resolve(kv_config.table(section, 2), 2), tensors)
+    section |= kv_config.write(copy, kv_config.read(section, 2), 2, tensors)
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="is of a model with more than 2 layers"):
         load(copy)
@@ -232,7 +232,7 @@ def test_models_that_look_into_their_keys_read_path_a() -> None:
     generation.attach(model, {"method": "kivi", "bits": 8, "group_size": 16, "residual_length": 32})
     ids = torch.arange(60)[None]
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, return_dict_in_generate=True)
-    assert isinstance(found.past_key_values, KVCache) and model.kv_cache.path == "materialise"
+    assert isinstance(found.past_key_values, KVCache) and model.kv_cache.path == "decode"
     assert model.config._attn_implementation != attention.NAME
 
 

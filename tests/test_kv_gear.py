@@ -13,7 +13,8 @@ from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
 from compress.kv.codecs import gear, kivi
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -144,8 +145,8 @@ def test_bytes_and_paths() -> None:
     recipe = {"method": "gear", "bits": 3, **own, "sink": 2, "residual_length": 8, "flush": 1}
     attention.register()
     ids, logits = prompt(2, 202), []
-    for path in ("materialise", "scores"):
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    for path in ("decode", "fused"):
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         cache = make_cache(model.config, recipe, path=path)  # type: ignore[arg-type]
         with torch.no_grad():
             logits.append([model(part, past_key_values=cache).logits for part in ids.split([180, 22], 1)][-1])

@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from compress import plugins
 from compress.calib.kv import calibrate
 from compress.kv import attention, hooks
-from compress.kv.cache import KVCache, Path, make_cache
-from compress.kv.settings import resolve
+from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.settings import cache_settings
 from pico import build
 
 POLICY = {"sink": 2, "residual_length": 8, "flush": 8, "other_layers": "exact"}
@@ -62,19 +62,19 @@ def model(name: str) -> PreTrainedModel:
 
 @once
 def static(method: str) -> dict[str, Tensor]:
-    made = prepared("full", "materialise")
-    return calibrate(made, resolve({"method": method, **FINE[method]}, 2), prompt(8, 60, seed=2))[0]
+    made = prepared("full", "decode")
+    return calibrate(made, cache_settings({"method": method, **FINE[method]}).by_layer(2), prompt(8, 60, seed=2))[0]
 
 
-@pytest.fixture(params=["materialise", "scores"])
-def path(request: pytest.FixtureRequest) -> Iterator[Path]:
+@pytest.fixture(params=["decode", "fused"])
+def path(request: pytest.FixtureRequest) -> Iterator[CachePath]:
     yield request.param
 
 
-def prepared(name: str, path: Path) -> PreTrainedModel:
+def prepared(name: str, path: CachePath) -> PreTrainedModel:
     made = model(name)
     own = "eager" if name == "mixed" else "sdpa"
-    made.set_attn_implementation(own if path == "materialise" else attention.NAME)
+    made.set_attn_implementation(own if path == "decode" else attention.NAME)
     return made
 
 
@@ -82,13 +82,13 @@ def prompt(batch: int, tokens: int, seed: int) -> Tensor:
     return torch.randint(0, 250, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def own_cache(name: str, method: str, path: Path) -> KVCache:
+def own_cache(name: str, method: str, path: CachePath) -> KVCache:
     settings = {"method": method, **FINE[method], **POLICY}
     tensors = static(method) if plugins.load("kv", method).NEEDS else {}
     return make_cache(model(name).config, settings, tensors, path)
 
 
-def generated(name: str, path: Path, how: str, cache: Any, ids: Tensor | None = None) -> Tensor:
+def generated(name: str, path: CachePath, how: str, cache: Any, ids: Tensor | None = None) -> Tensor:
     ids = prompt(2, 90, SEEDS[name]) if ids is None else ids
     mask = torch.ones_like(ids)
     mask[1:, :PADS] = 0
@@ -99,7 +99,7 @@ def generated(name: str, path: Path, how: str, cache: Any, ids: Tensor | None = 
 
 @once
 def expected(name: str, how: str) -> Tensor:
-    return generated(name, "materialise", how, DynamicCache(config=model(name).config))
+    return generated(name, "decode", how, DynamicCache(config=model(name).config))
 
 
 def test_no_codec_is_missing() -> None:
@@ -111,7 +111,7 @@ def test_no_codec_is_missing() -> None:
     [(method, how) for how in ("greedy", "chunks") for method in FINE]
     + [(method, how) for how in ("beams", "sampling") for method in CLOSEST],
 )
-def test_a_padded_batch(method: str, how: str, path: Path) -> None:
+def test_a_padded_batch(method: str, how: str, path: CachePath) -> None:
     own = own_cache("full", method, path)
     assert torch.equal(generated("full", path, how, own), expected("full", how))
     assert own.nbytes().codes > 0
@@ -119,25 +119,25 @@ def test_a_padded_batch(method: str, how: str, path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["identity", "lloyd", "zipvl"])
 @pytest.mark.parametrize("how", ["greedy", "beams"])
-def test_layers_with_a_sliding_window_beside(method: str, how: str, path: Path) -> None:
+def test_layers_with_a_sliding_window_beside(method: str, how: str, path: CachePath) -> None:
     own = own_cache("mixed", method, path)
     assert torch.equal(generated("mixed", path, how, own), expected("mixed", how))
     assert own.nbytes().codes > 0 and own.nbytes().exact > 0
 
 
 @pytest.mark.parametrize("method", ["identity", "kivi", "lloyd"])
-def test_a_conversation_goes_on(method: str, path: Path) -> None:
+def test_a_conversation_goes_on(method: str, path: CachePath) -> None:
     """The same cache, a longer text: what was said before is not read again."""
     more, found = prompt(2, 20, seed=41), []
     for cache in (own_cache("full", method, path), DynamicCache(config=model("full").config)):
-        how = path if isinstance(cache, KVCache) else "materialise"
+        how = path if isinstance(cache, KVCache) else "decode"
         said = generated("full", how, "greedy", cache)
         found.append(generated("full", how, "greedy", cache, torch.cat((said, more), 1)))
         assert cache.get_seq_length() == found[-1].shape[1] - 1
     assert torch.equal(*found)
 
 
-def test_a_short_prompt_of_a_padded_batch_says_what_it_says_alone(path: Path) -> None:
+def test_a_short_prompt_of_a_padded_batch_says_what_it_says_alone(path: CachePath) -> None:
     """Two bits change what is said, so that it matters which tokens stay exact."""
     recipe = {"method": "lloyd", "bits": 2, "keys": {"centre": "none"}, "sink": 4, "residual_length": 4, "flush": 1}
     made, ids, said = prepared("full", path), prompt(2, 24, seed=11), []

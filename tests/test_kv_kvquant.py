@@ -15,8 +15,8 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate, unrotate
 from compress.kv.codecs import kvquant
-from compress.kv.settings import resolve
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy, cache_settings
+from compress.kv.token_store import Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -152,12 +152,12 @@ def prompt(batch: int, tokens: int) -> Tensor:
 def test_bytes_paths_and_chunks() -> None:
     """Through the cache: bytes are those of the formula, both paths read the same, chunks do not matter."""
     model, recipe = pico()
-    static, _ = calibrate(model, resolve(recipe, 2), prompt(4, 64))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), prompt(4, 64))
     hooks.attach(model)
     attention.register()
     ids, logits = prompt(2, 90), {}
-    for path, chunks in (("materialise", [82, 8]), ("scores", [82, 8]), ("scores", [10] + [8] * 10)):
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    for path, chunks in (("decode", [82, 8]), ("fused", [82, 8]), ("fused", [10] + [8] * 10)):
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         cache = make_cache(model.config, recipe, static, path)
         with torch.no_grad():
             logits[path, len(chunks)] = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)][-1]

@@ -16,7 +16,8 @@ from compress.kv.cache import KVCache, make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import lloyd
 from compress.kv.rope import Rope
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 from pico import build as pico
 
 GAUSSIAN = {1: 0.3634, 2: 0.1175, 3: 0.03455, 4: 0.0095}  # relative squared error of N(0, 1)
@@ -202,7 +203,7 @@ def test_both_paths_agree(heads: tuple[int, int], rope: str) -> None:
     )
     data = [[normal(2, h, n, 64, seed=n + h) for h in (queries, kv, kv)] for n in (90, 1, 3)]
     for pads in (None, torch.tensor([0, 9])):
-        made = [make_cache(config, recipe, path=path) for path in ("materialise", "scores")]
+        made = [make_cache(config, recipe, path=path) for path in ("decode", "fused")]
         for one in made:
             one.pads = pads
             one.rope.append(*turns(94))

@@ -54,10 +54,10 @@ def outputs(cache: KVCache) -> dict[str, Tensor]:
     if all(store.codec.reconstructs for store in stores):
         keys, values = (store.read(x[:, :, last]) for store, x in zip(stores, (K, V), strict=True))
         keys, values = (x.repeat_interleave(QUERIES // HEADS, 1).double() for x in (keys, values))
-        found["materialise"] = ((Q[:, :, last].double() @ keys.mT / 4).softmax(-1) @ values).transpose(1, 2)
+        found["decode"] = ((Q[:, :, last].double() @ keys.mT / 4).softmax(-1) @ values).transpose(1, 2)
     module = SimpleNamespace(num_key_value_groups=QUERIES // HEADS, is_causal=True)
     handles = show(layer, TOKENS, TOKENS + 1)
-    found["scores"] = attention.attention(module, Q[:, :, last], *handles, None, scaling=0.25)[0].double()
+    found["fused"] = attention.attention(module, Q[:, :, last], *handles, None, scaling=0.25)[0].double()
     return found
 
 
@@ -69,7 +69,7 @@ class Run:
     """A cache that was shown TOKENS tokens, all after PROMPT one by one; what it held on the way, and what it cost."""
 
     def __init__(self, case: Case) -> None:
-        self.cache, self.encoded, self.moved = case.cache("scores"), Counter[str](), 0
+        self.cache, self.encoded, self.moved = case.cache("fused"), Counter[str](), 0
         layer = self.layer = self.cache.layers[0]
         layer.lazy_initialization(K, V)
         for kind, store in layer.stores.items():
@@ -150,14 +150,14 @@ def test_what_is_coded_stays(case: Case) -> None:
 
 @every_case
 def test_outputs_are_those_of_one_prefill(case: Case) -> None:
-    made, again = run(case), case.cache("scores")
+    made, again = run(case), case.cache("fused")
     feed(again.layers[0], 0, PROMPT)
     feed(again.layers[0], PROMPT, TOKENS)
     assert again.nbytes()[:-1] == made.cache.nbytes()[:-1]
     found, expected = outputs(made.cache), outputs(again)
     for path in found:
         torch.testing.assert_close(found[path], expected[path], atol=1e-3, rtol=0)
-        torch.testing.assert_close(found[path], found["scores"], atol=1e-3, rtol=0)
+        torch.testing.assert_close(found[path], found["fused"], atol=1e-3, rtol=0)
 
 
 @every_case
@@ -168,7 +168,7 @@ def test_a_model_reads_tokens_one_by_one_as_in_chunks(case: Case) -> None:
     count, first = 210, EXACT + 128  # from there on chunks end where tokens are coded
     ids = torch.randint(0, 250, (1, count), generator=torch.Generator().manual_seed(0))
     for path in case.paths:
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         caches = [make_cache(model.config, case.recipe, case.static(), path) for _ in range(2)]
         chunks = [(0, first), *((i, min(i + 32, count)) for i in range(first, count, 32))]
         single = [(0, first), *((i, i + 1) for i in range(first, count))]

@@ -16,8 +16,8 @@ from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import lloyd, pca
 from compress.kv.rope import Rope
-from compress.kv.settings import resolve
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy, cache_settings
+from compress.kv.token_store import Store
 from pico import build
 
 HEADS, WIDTH, QUERIES = 2, 32, 2
@@ -171,14 +171,14 @@ def test_calibrated_on_a_model(bits: float) -> None:
     model = build("llama", {"max_position_embeddings": 2048})
     ids = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1))
     recipe = {"method": "pca", "bits": bits, "residual_length": 4, "flush": 4}
-    static, facts = calibrate(model, resolve(recipe, 2), ids.repeat(4, 1))
+    static, facts = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(4, 1))
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     hooks.attach(model)
     attention.register()
     found = []
-    for path in ("materialise", "scores", None):
-        model.set_attn_implementation("sdpa" if path != "scores" else attention.NAME)
+    for path in ("decode", "fused", None):
+        model.set_attn_implementation("sdpa" if path != "fused" else attention.NAME)
         cache = DynamicCache(config=model.config) if path is None else make_cache(model.config, recipe, static, path)
         with torch.no_grad():
             model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)

@@ -10,9 +10,8 @@ import pytest
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
-from compress.kv.settings import KINDS, resolve
+from compress.kv.settings import KINDS
 from compress.recipe import Recipe
-from compress.recipe import kv as recipe_kv
 
 Make = Callable[[str], Recipe]
 
@@ -49,16 +48,16 @@ def section(text: str) -> str:
 def test_settings_of_all_layers(make: Make) -> None:
     loaded = make(section(FULL)).kv_cache
     assert loaded is not None
-    settings = resolve(recipe_kv.table(loaded), 8)
-    assert (settings.exact_prefill, settings.other_layers) == (False, "exact")
-    found = [[(c.method, getattr(c.config, "bits", None)) for c in layer.values()] for layer in settings.layers]
+    settings = loaded.by_layer(8)
+    assert (loaded.exact_prefill, loaded.other_layers) == (False, "exact")
+    found = [[(c.method, getattr(c.config, "bits", None)) for c in layer.values()] for layer in settings]
     two, eight = [("kivi", 2), ("kivi", 4)], [("kivi", 8), ("kivi", 8)]
     mixed, last = [("kivi", 2), ("fp8", None)], [("kivi", 3), ("kivi", 4)]
     assert found == [eight, eight, mixed, mixed, [("identity", None)] * 2, two, two, last]
-    assert settings.layers[7]["values"].config.group_size == 16
-    assert settings.layers[5]["keys"].config.group_size == 64
-    assert [settings.layers[2][kind].policy.residual_length for kind in KINDS] == [128, 64]
-    assert {c.policy.sink for index in (0, 2, 7) for c in settings.layers[index].values()} == {2}
+    assert settings[7]["values"].config.group_size == 16
+    assert settings[5]["keys"].config.group_size == 64
+    assert [settings[2][kind].policy.residual_length for kind in KINDS] == [128, 64]
+    assert {c.policy.sink for index in (0, 2, 7) for c in settings[index].values()} == {2}
 
 
 def test_what_is_written_out_gives_the_same(make: Make) -> None:
@@ -78,7 +77,7 @@ def test_every_codec_round_trips(make: Make, name: str) -> None:
     assert loaded.kv_cache is not None
     assert loaded.kv_cache.keys.config == plugins.load("kv", name).Config()
     assert make(recipe.dump(loaded)) == loaded
-    assert recipe_kv.needs(loaded.kv_cache) == plugins.load("kv", name).NEEDS
+    assert loaded.kv_cache.needs() == plugins.load("kv", name).NEEDS
 
 
 def test_codecs_that_only_some_layers_have_count(make: Make) -> None:
@@ -87,7 +86,7 @@ def test_codecs_that_only_some_layers_have_count(make: Make) -> None:
         pytest.skip("no codec is calibrated")
     loaded = make(section(f"method: fp8\nlayers:\n  - {{match: 1, values: {{method: {calibrated}}}}}"))
     assert loaded.kv_cache is not None
-    assert recipe_kv.needs(loaded.kv_cache) == plugins.load("kv", calibrated).NEEDS
+    assert loaded.kv_cache.needs() == plugins.load("kv", calibrated).NEEDS
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_layers_that_a_model_does_not_have(make: Make) -> None:
     loaded = make(section("method: kivi\nlayers: [{match: 8, bits: 3}]")).kv_cache
     assert loaded is not None
     with pytest.raises(RecipeError, match="there is no layer 8, the model has 8"):
-        resolve(recipe_kv.table(loaded), 8)
+        loaded.by_layer(8)
 
 
 def test_a_recipe_without_weights(make: Make) -> None:
@@ -141,7 +140,7 @@ def test_overrides(make: Make, tmp_path: Path) -> None:
     changed = recipe.load(path, ["kv_cache.bits=3", "kv_cache.values.residual_length=64"]).kv_cache
     assert changed is not None
     assert (changed.keys.config.bits, changed.values.policy.residual_length) == (3, 64)
-    with pytest.raises(RecipeError, match=r"--set kv_cache.bits=x: bits must be an integer"):
+    with pytest.raises(RecipeError, match=r"--set kv_cache.bits=x: kv_cache \(kivi\): bits must be an integer"):
         recipe.load(path, ["kv_cache.bits=x"])
 
 
@@ -155,7 +154,7 @@ def test_built_in_recipes_with_a_cache() -> None:
     for name, (method, bits) in wanted.items():
         cache = found[name].kv_cache
         assert cache is not None and found[name].packs == name.startswith("w4")
-        settings = resolve(recipe_kv.table(cache), 4)
-        assert {c.method for layer in settings.layers for c in layer.values()} == {method}
-        assert {getattr(c.config, "bits", None) for layer in settings.layers for c in layer.values()} == {bits}
-        assert dataclasses.asdict(settings.layers[0]["keys"].policy)["residual_length"] == 128
+        settings = cache.by_layer(4)
+        assert {c.method for layer in settings for c in layer.values()} == {method}
+        assert {getattr(c.config, "bits", None) for layer in settings for c in layer.values()} == {bits}
+        assert dataclasses.asdict(settings[0]["keys"].policy)["residual_length"] == 128

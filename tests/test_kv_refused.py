@@ -19,7 +19,7 @@ from compress import recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache, make_cache
-from compress.kv.settings import resolve
+from compress.kv.settings import cache_settings
 from compress.run import pipeline
 from compress.run.job import Job
 from compress.runtime import kv_config
@@ -68,7 +68,7 @@ def refused(directory: Path, *words: str) -> str:
 
 def of_another_model(path: Path) -> None:
     static = {f"layers.{i}.keys.levels": torch.zeros(8, dtype=torch.float16) for i in range(2)}
-    kv_config.write(path.parent, resolve({"method": "kvquant"}, 2), static)
+    kv_config.write(path.parent, cache_settings({"method": "kvquant"}), 2, static)
 
 
 def cut(path: Path) -> None:
@@ -150,7 +150,7 @@ def test_layers_of_another_type(tmp_path: Path) -> None:
     assert "no layer of this model has the full attention" in line
 
 
-@pytest.mark.parametrize("path", ["materialise", "scores"])
+@pytest.mark.parametrize("path", ["decode", "fused"])
 def test_layers_without_keys(path: Any) -> None:
     config = CONFIG_MAPPING["lfm2"](
         vocab_size=VOCAB_SIZE,

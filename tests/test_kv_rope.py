@@ -14,7 +14,7 @@ from compress.kernels.cpu import kv_affine
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.rope import Rope, sources
-from compress.kv.settings import resolve
+from compress.kv.settings import cache_settings
 from pico import build
 
 HALF = 6
@@ -111,7 +111,7 @@ def test_other_forms_are_refused() -> None:
     with pytest.raises(CompressError, match="not of the half-split form"):
         model(tokens, past_key_values=make_cache(model.config, {"method": "lloyd"}), use_cache=True)
     with pytest.raises(CompressError, match="not of the half-split form"):
-        calibrate(model, resolve({"method": "pca", "bits": 3}, 2), tokens)
+        calibrate(model, cache_settings({"method": "pca", "bits": 3}).by_layer(2), tokens)
     with pytest.raises(CompressError, match="and a model with a rotary embedding"):
         Rope().rows(0, 1)
 
@@ -134,13 +134,13 @@ def test_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask[1, :7] = 0
     places = (mask.cumsum(1) - 1).clamp(min=0)
     recipe = {"method": "pca", "bits": 3, "residual_length": 4, "flush": 4}
-    static, _ = calibrate(model, resolve(recipe, 2), ids.repeat(3, 1))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(3, 1))
     hooks.attach(model)
     attention.register()
     monkeypatch.setattr(kv_affine, "SMALL", 0)
     found = []
-    for path, announces in (("materialise", True), ("materialise", False), ("scores", True)):
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    for path, announces in (("decode", True), ("decode", False), ("fused", True)):
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         cache = make_cache(model.config, recipe, static, path)
         if not announces:
             monkeypatch.setattr(cache.rope, "announce", lambda *_: None)
@@ -149,7 +149,7 @@ def test_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 given = {"attention_mask": mask[:, : part.stop], "position_ids": places[:, part]}
                 logits = model(ids[:, part], past_key_values=cache, **given).logits
             found.append(logits)
-        if path == "materialise":
+        if path == "decode":
             assert (cache.rope.nbytes == 2 * 91 * 4) == announces
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[2], found[0], atol=1e-4, rtol=1e-4)

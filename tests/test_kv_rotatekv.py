@@ -12,7 +12,8 @@ from compress.errors import RecipeError
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import kivi, rotatekv
 from compress.kv.rope import Rope
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 from compress.numerics import hadamard
 
 HEADS, WIDTH = 4, 64

@@ -53,7 +53,7 @@ def same(one: KVCache, other: KVCache) -> None:
 def test_select_and_repeat(case: Case, is_padded: bool) -> None:
     rows, chosen = torch.arange(BATCH), torch.tensor([2, 0, 0, 1, 2, 2])
     pads = torch.tensor([0, 5, 30]) if is_padded else None
-    made, again = case.cache("scores"), case.cache("scores")
+    made, again = case.cache("fused"), case.cache("fused")
     made.pads = pads
     feed(made, rows, 0, FIRST, pads)
     if is_padded:
@@ -75,7 +75,7 @@ def test_select_and_repeat(case: Case, is_padded: bool) -> None:
 def test_what_stands_in_the_padding_does_not_matter(case: Case) -> None:
     rows, pads, found = torch.arange(BATCH), torch.tensor([0, 5, 30]), []
     for junk in (0.0, 1e4):
-        cache = case.cache("scores")
+        cache = case.cache("fused")
         cache.pads = pads
         keep = [x.clone() for x in (KEYS, VALUES, ASKED)]
         try:
@@ -99,7 +99,7 @@ def test_what_stands_in_the_padding_does_not_matter(case: Case) -> None:
 def test_crop(case: Case, count: int) -> None:
     """What stays reads as before, and what comes then is stored beside it."""
     rows = torch.arange(BATCH)
-    made = case.cache("scores")
+    made = case.cache("fused")
     feed(made, rows, 0, TOKENS)
     before = read(made)
     made.crop(-count)
@@ -120,7 +120,7 @@ def test_crop(case: Case, count: int) -> None:
 
 @every_case
 def test_both_paths_in_bfloat16(case: Case) -> None:
-    cache = case.cache("scores")
+    cache = case.cache("fused")
     layer, last = cache.layers[0], slice(TOKENS - 1, TOKENS)
     k, v, q = (x.bfloat16() for x in (KEYS, VALUES, ASKED))
     zeros = torch.zeros(BATCH, dtype=torch.long)

@@ -14,8 +14,8 @@ from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec
 from compress.kv.codecs import kivi, squat
-from compress.kv.settings import resolve
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy, cache_settings
+from compress.kv.token_store import Store
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -127,19 +127,19 @@ def test_bytes_paths_and_operations(subspace: str) -> None:
     model = build("llama", FULL)
     own = {"method": "squat", "bits": 3, "subspace": subspace, "values": {"group_size": 16}}
     recipe = {**own, "sink": 2, "residual_length": 8, "flush": 1}
-    static, _ = calibrate(model, resolve(recipe, 2), prompt(4, 64))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), prompt(4, 64))
     attention.register()
     ids, logits = prompt(2, 134), {}
-    for path in ("materialise", "scores")[subspace == "prompt" :]:
-        model.set_attn_implementation("sdpa" if path == "materialise" else attention.NAME)
+    for path in ("decode", "fused")[subspace == "prompt" :]:
+        model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
         cache = make_cache(model.config, recipe, static, path)  # type: ignore[arg-type]
         with torch.no_grad():
             logits[path] = [model(part, past_key_values=cache).logits for part in ids.split([106, 28], 1)][-1]
     if subspace == "calibrated":
-        torch.testing.assert_close(logits["scores"], logits["materialise"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits["fused"], logits["decode"], atol=1e-4, rtol=0)
     with torch.no_grad():
         exact = model(ids, use_cache=False).logits[:, -28:]
-    assert 1e-3 < (logits["scores"] - exact).abs().max() < 1.5
+    assert 1e-3 < (logits["fused"] - exact).abs().max() < 1.5
     found, tokens = cache.nbytes(), (96 + 124) / 2  # the second chunk is coded too: 124 values, 96 keys
     bits = ((3 + 32 / 32) * 96 + (3 + 32 / 16) * 124) / (96 + 124)
     assert 8 * (found.codes + found.scales) / (2 * 2 * 2 * HEADS * 16 * tokens) == pytest.approx(bits, rel=0.01)

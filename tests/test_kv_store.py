@@ -15,8 +15,8 @@ from compress.kv.buffer import Buffer
 from compress.kv.codec import Block, Codec, Field, Spec, rotate, unrotate
 from compress.kv.codecs.packed import Codes
 from compress.kv.rope import Rope
-from compress.kv.settings import resolve
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy, cache_settings
+from compress.kv.token_store import Store
 
 HEADS, WIDTH = 2, 16
 
@@ -280,7 +280,7 @@ def test_settings() -> None:
         "layers": {"0-1": {"bits": 8}, "-1": {"values": {"method": "fp8"}}},
         "skip_layers": [2],
     }
-    found = resolve(recipe, 4).layers
+    found = cache_settings(recipe).by_layer(4)
     assert [layer["keys"].method for layer in found] == ["kivi", "kivi", "identity", "kivi"]
     assert [layer["values"].method for layer in found] == ["kivi", "kivi", "identity", "fp8"]
     assert (found[0]["keys"].config.bits, found[0]["values"].config.bits) == (8, 8)
@@ -293,18 +293,18 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({}, "kv_cache needs a method"),
+        ({}, "kv_cache: keys have no method; set kv_cache.method, one of"),
         ({"method": "kivvi"}, "did you mean 'kivi'"),
         ({"method": "kivi", "bit": 2}, "did you mean 'bits'"),
         ({"method": "kivi", "bits": 9}, "bits 9"),
-        ({"method": "kivi", "bits": "2"}, "bits cannot be '2'"),
+        ({"method": "kivi", "bits": "2"}, "bits must be an integer, found the text '2'"),
         ({"method": "kivi", "sink": -1}, "0 or more"),
         ({"method": "kivi", "keys": {"sink": 1}}, "sink must be the same"),
         ({"method": "kivi", "layers": {"5": {}}}, "no layer 5"),
         ({"method": "kivi", "layers": {"2-1": {}}}, "'2-1' names no layer; give the first one first"),
-        ({"method": "kivi", "skip_layers": ["x"]}, "not a layer number"),
-        ({"method": "kivi", "skip_layers": [1.5]}, "1.5 is not a layer number"),
-        ({"method": "kivi", "skip_layers": 1}, "must be a list of layer numbers, found 1"),
+        ({"method": "kivi", "skip_layers": ["x"]}, "skip_layers must be an integer, found the text 'x'"),
+        ({"method": "kivi", "skip_layers": [1.5]}, r"skip_layers must be an integer, found 1.5 \(float\)"),
+        ({"method": "kivi", "skip_layers": 1}, r"skip_layers must be a list, found 1 \(int\)"),
         ({"method": "kivi", "values": 3}, "must be keys with values"),
         ({"method": "kivi", "other_layers": "keep"}, "other_layers"),
         ({"method": "kivi", "exact_prefill": 1}, "true or false"),
@@ -312,7 +312,7 @@ def test_settings() -> None:
 )
 def test_bad_settings(recipe: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        resolve(recipe, 4)
+        cache_settings(recipe).by_layer(4)
 
 
 LLOYD = {"method": "lloyd", "bits": 2, "rope": "post", "policy": Policy(4, 8, flush=1)}

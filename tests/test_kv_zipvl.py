@@ -16,7 +16,8 @@ from compress.kv.cache import make_cache
 from compress.kv.codec import Spec, rotate
 from compress.kv.codecs import zipvl
 from compress.kv.rope import Rope
-from compress.kv.token_store import Policy, Store
+from compress.kv.settings import Policy
+from compress.kv.token_store import Store
 
 WIDTH = 64
 
@@ -108,7 +109,7 @@ def test_in_attention(heads: tuple[int, int]) -> None:
         num_hidden_layers=1, num_attention_heads=queries, num_key_value_heads=kv, hidden_size=queries * WIDTH
     )
     recipe = {"method": "zipvl", "high": 8, "low": 6, "judge": "probes", "residual_length": 16}
-    own = make_cache(config, recipe, path="scores")
+    own = make_cache(config, recipe, path="fused")
     own.rope.append(*turns(211))
     q, k, v = (normal(2, h, 211, WIDTH, seed=i) for i, h in enumerate((queries, kv, kv)))
     module = SimpleNamespace(num_key_value_groups=queries // kv, is_causal=True)

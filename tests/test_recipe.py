@@ -154,7 +154,7 @@ def test_dump_loads_back_equal(make: Make, seed: int) -> None:
 def test_dump_writes_every_default(make: Make) -> None:
     content = recipe.dump(make("quantize: {method: beta}\nrules: [{match: a, bits: 8}]"))
     assert content == (
-        "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n  asymmetric: 0.0\n"
+        "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n  target_correction: 0.0\n"
         "  importance: none\n  importance_min: 0.005\n  rolled: 1\ntransform: []\n"
         "quantize:\n  method: beta\n  incoherence: false\n  activations: null\n  lowrank: null\n"
         "  bits: 3\n  group_size: 64\n  rounds: 1\n"
@@ -279,3 +279,17 @@ def test_incoherence_is_what_suits_the_method_unless_it_is_said(make: Make, monk
     assert asked(f"quantize: {{method: alpha, incoherence: true}}\n{own}") == [True, False]
     assert asked("quantize: {method: alpha}", "method=beta") == [True]
     assert asked("quantize: {method: alpha, incoherence: false}", "method=beta") == [False]  # the file says so
+
+
+def test_the_old_name_of_target_correction(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    quantize = "quantize: {method: beta}"
+    new = make(f"calibration:\n  target_correction: 0.25\n{quantize}")
+    assert capsys.readouterr().err == ""
+    assert make(f"calibration:\n  asymmetric: 0.25\n{quantize}") == new
+    message = "calibration.asymmetric is now called target_correction"
+    assert capsys.readouterr().err == f"compress: my.yaml, line 2: {message}\n"
+    both = f"calibration:\n  target_correction: 0.25\n{quantize}", "calibration.asymmetric=0.5"
+    assert make(*both).calibration.target_correction == 0.5
+    assert capsys.readouterr().err == f"compress: --set calibration.asymmetric=0.5: {message}\n"
+    with pytest.raises(RecipeError, match=r"line 3: calibration has 'target_correction' twice"):
+        make(f"calibration:\n  target_correction: 0.25\n  asymmetric: 0.5\n{quantize}")

@@ -127,14 +127,17 @@ def test_a_value_refused_without_a_field_points_at_the_block(make: Make) -> None
         ("calibration:", "line 2: calibration must be keys with values, found nothing"),
         (
             "calibration:\n  samples: 3",
-            "line 3: calibration: unknown key 'samples'; known: num_samples, seq_len, asymmetric, importance",
+            "line 3: calibration: unknown key 'samples'; known: num_samples, seq_len, target_correction, importance",
         ),
         ("calibration:\n  seq_len: 0", "line 3: calibration: seq_len 0 is not positive"),
         ("calibration:\n  num_samples: 0", "line 3: calibration: num_samples 0 is not positive"),
-        ("calibration:\n  asymmetric: 1.5", "line 3: calibration: asymmetric 1.5 is not between 0 and 1"),
-        ("calibration:\n  asymmetric: -1e-9", "line 3: calibration: asymmetric -1e-09 is not between 0 and 1"),
-        ("calibration:\n  asymmetric: .nan", "line 3: asymmetric must be a finite number, found"),
-        ("calibration:\n  asymmetric: true", "line 3: asymmetric must be a finite number, found"),
+        ("calibration:\n  target_correction: 1.5", "line 3: calibration: target_correction 1.5 is not between 0 and 1"),
+        (
+            "calibration:\n  target_correction: -1e-9",
+            "line 3: calibration: target_correction -1e-09 is not between",
+        ),
+        ("calibration:\n  target_correction: .nan", "line 3: target_correction must be a finite number, found"),
+        ("calibration:\n  target_correction: true", "line 3: target_correction must be a finite number, found"),
         ("description: 3", "line 2: description must be text, found 3 (int)"),
     ],
 )

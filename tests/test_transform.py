@@ -40,7 +40,7 @@ IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
 ROTATE = RTN.set("transform=[{method: rotate}]")
 SMALL = ("calibration.num_samples=4", "calibration.seq_len=32")
 BOTH = RTN.set("transform=[{method: rotate}, {method: smooth}]", *SMALL)
-PAIRED = GPTQ.set("bits=8", "calibration.asymmetric=0.5", "transform=[{method: smooth}]", *SMALL)
+PAIRED = GPTQ.set("bits=8", "calibration.target_correction=0.5", "transform=[{method: smooth}]", *SMALL)
 STATIC = BOTH.set("activations={bits: 8, scale: tensor}")
 MIX, HADAMARD = Ops(input=("head_mix/16",)), Ops(input=("hadamard",))
 IN_BLOCK_1 = interrupt("compress.transform.smooth", "apply", 2)
@@ -375,7 +375,7 @@ def test_statistics_of_a_rotated_model(pico_dir: Callable[..., Path], tmp_path: 
     """GPTQ behind a rotation, asymmetric and weighted: everything together, and again with the same bytes."""
     setup = GPTQ.set(
         "transform=[{method: rotate}, {method: smooth}]",
-        "calibration.asymmetric=0.5",
+        "calibration.target_correction=0.5",
         "calibration.importance=attention",
         "activations={bits: 8}",
     )

@@ -53,7 +53,7 @@ def filled(
     config = LlamaConfig(
         num_hidden_layers=1, num_attention_heads=heads[0], num_key_value_heads=heads[1], hidden_size=64 * heads[0]
     )
-    made = make_cache(config, recipe, path="scores")
+    made = make_cache(config, recipe, path="fused")
     made.pads = None if pads is None else torch.tensor(pads)
     batch = 1 if pads is None else len(pads)
     states = [normal(batch, heads[1], tokens, width, seed=i) for i, width in enumerate(widths)]

@@ -26,17 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.solver import Solution, damages_of, solve
 from compress.errors import BudgetError
-from compress.kv import settings
-from compress.kv.settings import resolve
-from compress.recipe import kv
-
-if TYPE_CHECKING:
-    from compress.recipe.kv import CacheRecipe
+from compress.kv.settings import CacheSettings, LayerRule
 
 SWAP: Final = "swap"
 MEASURED: Final = "output_error"
@@ -134,20 +129,20 @@ def chosen(asked: Sequence[Unit], choice: Choice) -> dict[int, dict[str, str]]:
 
 
 def laid_out(
-    recipe: CacheRecipe, options_by_layer: Mapping[int, Mapping[str, str]], layers: int, offered: Sequence[Option]
-) -> CacheRecipe:
-    """The recipe with what was chosen for each of the model's layers, in place of its own rules, which are worked in.
+    settings: CacheSettings, options_by_layer: Mapping[int, Mapping[str, str]], layers: int, offered: Sequence[Option]
+) -> CacheSettings:
+    """Return the settings with what was chosen for each layer of the model; the rules that were there are worked in.
 
-    A rule says what differs from the recipe's keys and values; layers that got the same share one.
+    A rule says what differs from the settings' keys and values; layers that got the same share one.
     """
     named = {option.name: option for option in offered}
-    resolved = resolve(kv.table(recipe), layers)
+    codings = settings.by_layer(layers)
     alike: list[tuple[dict[str, Any], list[int]]] = []
     for layer, kinds in options_by_layer.items():
         said = {}
         for kind, option in kinds.items():
-            own = {**settings.side(resolved.layers[layer][kind]), **named[option].settings}
-            common = settings.side(getattr(recipe, kind))
+            own = {**codings[layer][kind].plain(), **named[option].settings}
+            common = settings.of(kind).plain()
             differs = {key: value for key, value in own.items() if value != common.get(key)}
             said[kind] = own if "method" in differs else differs
         same = [numbers for other, numbers in alike if other == said]
@@ -155,5 +150,5 @@ def laid_out(
             same[0].append(layer)
         else:
             alike.append((said, [layer]))
-    rules = [kv.LayerRule(tuple(numbers), settings) for settings, numbers in alike if any(settings.values())]
-    return replace(recipe, layers=tuple(rules))
+    rules = [LayerRule(tuple(numbers), said) for said, numbers in alike if any(said.values())]
+    return replace(settings, layers=tuple(rules))

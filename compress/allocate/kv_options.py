@@ -12,7 +12,7 @@ the two, tokens come as many at a time as are whole flushes of all codecs, much 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,9 @@ from compress.errors import CalibrationError
 from compress.evaluate.cache_error import attentions, output_errors
 from compress.evaluate.cache_scores import Candidate, Say, compare, exact_tokens, policies, readable
 from compress.kv import generation
-from compress.kv.cache import CodedLayer, KVCache
-from compress.kv.settings import EXACT, KINDS, resolve
+from compress.kv.cache import CodedLayer, KVCache, coded_layers
+from compress.kv.settings import EXACT, KINDS, CacheSettings
 from compress.kv.token_store import Bytes
-from compress.run.kv_cache import coded
-from compress.runtime.kv_config import layer_count
 
 
 @dataclass(frozen=True)
@@ -51,19 +49,19 @@ class _Sizes:
     elements: dict[tuple[int, str], int]  # numbers of one token
 
 
-def offered(model: Any, recipe: Mapping[str, Any], options: Sequence[Option], samples: Tensor) -> list[Candidate]:
-    """The recipe with each option for all keys and values, calibrated on samples int64 [n, seq_len] where it needs to.
+def offered(model: Any, settings: CacheSettings, options: Sequence[Option], samples: Tensor) -> list[Candidate]:
+    """Return the settings with each option for all keys and values, calibrated on samples int64 [n, seq_len].
 
     The model has the hooks of compress/kv/hooks.py.
     """
     found = []
     for option in options:
-        table = _over(recipe, option)
-        settings = coded(model.config, resolve(table, layer_count(model.config)))
-        methods = {coding.method for layer in settings.layers for coding in layer.values()}
+        changed = _over(settings, option)
+        codings = coded_layers(model.config, changed)
+        methods = {coding.method for layer in codings for coding in layer.values()}
         needs = any(plugins.load("kv", method).NEEDS for method in methods)
-        static = calibrate(model, settings, samples)[0] if needs else {}
-        found.append(readable(model, Candidate(option.name, table, static)))
+        static = calibrate(model, codings, samples)[0] if needs else {}
+        found.append(readable(model, Candidate(option.name, changed, static)))
     return found
 
 
@@ -74,7 +72,7 @@ def measure(
     alone = [replace(candidate, only=kind) for candidate in candidates for kind in KINDS]
     errors = output_errors(model, windows, [lambda c=c: c.cache(model.config) for c in alone])  # type: ignore[misc]
     positions = compare(model, windows, alone, batch, say)
-    start = min(windows.shape[1] // 2, max(exact_tokens(c.cache(model.config).settings) for c in candidates))
+    start = min(windows.shape[1] // 2, max(exact_tokens(c.codings(model.config)) for c in candidates))
     kls = positions[:, 2, :, start:].mean((1, 2))
     places = {index: place for place, index in enumerate(attentions(model))}
     found = []
@@ -97,9 +95,9 @@ def sized(model: Any, tokens: Tensor, candidates: Sequence[Candidate], context: 
 
     CalibrationError where they are too few to tell.
     """
-    if generation.can_read_scores(model):
+    if generation.can_read_codes(model):
         generation.switch(model)
-        candidates = [replace(candidate, path="scores") for candidate in candidates]
+        candidates = [replace(candidate, path="fused") for candidate in candidates]
     return [_sized(model, tokens.to(model.device), candidate, context) for candidate in candidates]
 
 
@@ -110,7 +108,7 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
     longest = tokens.shape[1]
     after = context if context <= longest else longest - (longest - context) % period
     before = after - period
-    least = max(policy.sink + policy.residual_length for policy in policies(cache.settings)) + period
+    least = max(policy.sink + policy.residual_length for policy in policies(cache.codings)) + period
     if context > longest and before < least:
         raise CalibrationError(
             f"kv_cache: {longest} tokens are too few to measure a cache that codes none before the {least}th; raise "
@@ -123,7 +121,7 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
             chunk = tokens[:, start : min(start + period, stop)]
             model(input_ids=chunk, past_key_values=cache, use_cache=True)
         at = max(at, stop)
-        if cache.path == "scores" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
+        if cache.path == "fused" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
             cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these
         held = cache.nbytes()  # stores what is pending
         units = {(i, k): layer.stores[k].nbytes() for i, layer in _coded(cache) for k in KINDS}
@@ -143,14 +141,14 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> _S
     return _Sizes(carried_units, carried(total, most), elements)
 
 
-def _over(recipe: Mapping[str, Any], option: Option) -> dict[str, Any]:
-    """The option for both kinds of all layers."""
-    sides = {kind: {**recipe.get(kind, {}), **option.settings} for kind in KINDS}
-    layers = {
-        key: {**value, **option.settings, **{kind: {**value.get(kind, {}), **option.settings} for kind in KINDS}}
-        for key, value in recipe.get("layers", {}).items()
-    }
-    return {**recipe, **sides, "layers": layers}
+def _over(settings: CacheSettings, option: Option) -> CacheSettings:
+    """Return the settings with the option for both kinds of all layers."""
+    rules = []
+    for rule in settings.layers:
+        kinds = {kind: {**rule.settings.get(kind, {}), **option.settings} for kind in KINDS}
+        rules.append(replace(rule, settings={**rule.settings, **option.settings, **kinds}))
+    keys, values = (settings.of(kind).over(option.settings) for kind in KINDS)
+    return replace(settings, keys=keys, values=values, layers=tuple(rules))
 
 
 def _coded(cache: KVCache) -> list[tuple[int, CodedLayer]]:
@@ -158,6 +156,5 @@ def _coded(cache: KVCache) -> list[tuple[int, CodedLayer]]:
     return [
         (index, layer)
         for index, layer in enumerate(cache.layers)
-        if isinstance(layer, CodedLayer)
-        and any(coding.method != EXACT for coding in cache.settings.layers[index].values())
+        if isinstance(layer, CodedLayer) and any(coding.method != EXACT for coding in cache.codings[index].values())
     ]

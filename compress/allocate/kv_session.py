@@ -30,21 +30,18 @@ from compress.allocate.kv_budget import Measured
 from compress.allocate.problem import Choice, Problem, Unit
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, NotMeasuredError, RecipeError
-from compress.evaluate import cache
+from compress.evaluate import cache, cache_candidates
 from compress.evaluate.scores import Execution
 from compress.kernels import llvm
 from compress.kv.generation import check_length
-from compress.kv.settings import EXACT
+from compress.kv.settings import EXACT, KINDS, CacheSettings
 from compress.model import load
 from compress.process_memory import show
 from compress.progress import Progress
-from compress.recipe import kv
-from compress.recipe.kv import CacheRecipe
 from compress.recipe.schema import Allocation, CacheEstimator
 from compress.run import kv_cache as kv_checkpoint
 from compress.run import prepare
 from compress.run.job import Job
-from compress.runtime.kv_config import layer_count
 from compress.storage.checkpoint import open_checkpoint, read_json, write_text
 
 BITS = (1, 2, 3, 4, 6, 8)  # offered where a recipe lists none
@@ -66,40 +63,40 @@ class Offer:
         return kv_budget.units(self.costs.units, self.options)
 
 
-def options(recipe: CacheRecipe, bits: Sequence[float]) -> tuple[kv_budget.Option, ...]:
-    """Those that the recipe's methods take, for keys and for values."""
+def options(settings: CacheSettings, bits: Sequence[float]) -> tuple[kv_budget.Option, ...]:
+    """Those that the methods of the cache take, for keys and for values."""
     if bits and len(set(bits)) < max(2, len(bits)):
         raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
     found = []
     for wanted in (int(b) if float(b).is_integer() else b for b in bits or BITS):
         try:
-            for side in (recipe.keys, recipe.values):
-                dataclasses.replace(side.config, bits=wanted)
+            for coding in (settings.keys, settings.values):
+                dataclasses.replace(coding.config, bits=wanted)
         except (TypeError, ValueError) as error:  # no such setting, or not this number
             if bits:
                 raise RecipeError(f"allocate.cache_bits: {wanted:g} bits: {error}; offer others") from error
             continue
         found.append(wanted)
     if len(found) < 2:
-        methods = " and ".join(dict.fromkeys((recipe.keys.method, recipe.values.method)))
+        methods = " and ".join(dict.fromkeys((settings.keys.method, settings.values.method)))
         raise RecipeError(f"kv_cache: {methods} has no bits to choose; use a method that has, such as kivi")
     return kv_budget.options(found)
 
 
 def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, progress: Progress) -> Offer:
     """Measured, or read from the folder. tokens int64 [samples, seq_len], of calibration."""
-    recipe, context = asked.recipe.kv_cache, allocation.context
-    assert recipe is not None and context is not None, "the recipe was checked"
+    settings, context = asked.recipe.kv_cache, allocation.context
+    assert settings is not None and context is not None, "the recipe was checked"
     directory = prepare.resolve(asked.model)
     config = load.load_config(directory)
     check_length(config, context)
-    settings = kv_checkpoint.check(config, recipe)
-    if all(coding.method == EXACT for layer in settings.layers for coding in layer.values()):
+    codings = kv_checkpoint.check(config, settings)
+    if all(coding.method == EXACT for layer in codings for coding in layer.values()):
         raise RecipeError("kv_cache: skip_layers leaves no layer to code; name fewer, or give no context")
-    offered = options(recipe, allocation.cache_bits)
+    offered = options(settings, allocation.cache_bits)
     said = {
         "model": prepare.fingerprint(open_checkpoint(directory)),
-        "kv_cache": kv.plain(recipe),
+        "kv_cache": settings.plain(),
         "options": [option.bits for option in offered],
         "context": context,
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
@@ -110,7 +107,7 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
     if not path.is_file() and not asked.measures:
         raise NotMeasuredError(f"{folder} has nothing of this cache")
     if not path.is_file():
-        costs = _measured(asked, directory, recipe, (offered, context), tokens, progress)
+        costs = _measured(asked, directory, settings, (offered, context), tokens, progress)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**said, "costs": dataclasses.asdict(costs)}, indent=1) + "\n")
     found = read_json(path)["costs"]
@@ -118,18 +115,18 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         Measured(u["layer"], u["kind"], u["numel"], tuple(u["nbytes"]), tuple(u["errors"]), tuple(u["kls"]))
         for u in found.pop("units")
     )
-    return Offer(offered, kv_options.Costs(units, **found), context, layer_count(config))
+    return Offer(offered, kv_options.Costs(units, **found), context, len(codings))
 
 
 def _measured(
     asked: Job,
     directory: Path,
-    recipe: CacheRecipe,
+    settings: CacheSettings,
     wanted: tuple[Sequence[kv_budget.Option], int],
     tokens: Tensor,
     progress: Progress,
 ) -> kv_options.Costs:
-    (offered, context), table = wanted, kv.table(recipe)
+    offered, context = wanted
     whole = 4 * sum(math.prod(stored.shape) for stored in open_checkpoint(directory).tensors.values())
     if asked.max_memory is not None and process_memory.resident() + whole > asked.max_memory:
         raise BudgetError(
@@ -140,12 +137,12 @@ def _measured(
     samples, scored = tokens[:half], tokens[half:] if len(tokens) > half else tokens
     scored = scored[: max(1, SCORED // tokens.shape[1])]
     progress("measuring the bytes of caches", 0, 0)
-    stored = cache.loaded(directory, Execution("auto", asked.device))
-    candidates = kv_options.offered(stored, table, offered, samples)
+    stored = cache_candidates.load_model(directory, Execution("auto", asked.device))
+    candidates = kv_options.offered(stored, settings, offered, samples)
     sizes = kv_options.sized(stored, scored[:1], candidates, context)
     del stored
-    model = cache.loaded(directory, Execution("float32", asked.device))
-    candidates = kv_options.offered(model, table, offered, samples)
+    model = cache_candidates.load_model(directory, Execution("float32", asked.device))
+    candidates = kv_options.offered(model, settings, offered, samples)
     say = cache.counter(progress, "measuring the divergence of caches", len(scored))
     costs = kv_options.measure(model, scored, candidates, sizes, say)
     process_memory.check(asked.max_memory)
@@ -186,7 +183,7 @@ def described(found: Offer, choice: Choice) -> dict[str, Any]:
         kind: sum(e.nbytes for e, u in zip(taken, entries, strict=True) if u.name.endswith(kind))
         * 8
         / sum(u.numel for u in entries if u.name.endswith(kind))
-        for kind in kv.KINDS
+        for kind in KINDS
     }
     return {
         "context": found.context,
@@ -199,7 +196,7 @@ def described(found: Offer, choice: Choice) -> dict[str, Any]:
     }
 
 
-def applied(recipe: CacheRecipe, facts: Mapping[str, Any], offered: Sequence[kv_budget.Option]) -> CacheRecipe:
-    """The recipe with what `described` says."""
+def applied(settings: CacheSettings, facts: Mapping[str, Any], offered: Sequence[kv_budget.Option]) -> CacheSettings:
+    """The settings with what `described` says."""
     chosen = {int(layer): kinds for layer, kinds in facts["layers"].items()}
-    return kv_budget.laid_out(recipe, chosen, facts["layers of the model"], offered)
+    return kv_budget.laid_out(settings, chosen, facts["layers of the model"], offered)

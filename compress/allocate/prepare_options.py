@@ -47,7 +47,7 @@ def options(asked: Job) -> Options:
             f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use "
             "quantize with --target and --context"
         )
-    calibration = dataclasses.replace(recipe.calibration, asymmetric=0.0)
+    calibration = dataclasses.replace(recipe.calibration, target_correction=0.0)
     recipes = [
         dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None)
         for option in wanted.values()

@@ -88,7 +88,7 @@ def _through_cache(
     from compress.evaluate import cache
 
     kv, text, calib, max_tokens = what
-    asked = cache.Asked(cache_recipes([kv]), text, calib, max_tokens=max_tokens)
+    asked = cache.Request(cache_recipes([kv]), text, calib, max_tokens=max_tokens)
     return dataclasses.asdict(cache.evaluate(directories, asked, seq_len, execution, progress))
 
 
@@ -116,7 +116,7 @@ def generate(
         else:
             from compress.evaluate import cache
 
-            asked = cache.Asked(cache_recipes([kv]), "", calib)
+            asked = cache.Request(cache_recipes([kv]), "", calib)
             written = cache.generate(
                 resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
             )

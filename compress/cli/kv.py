@@ -11,7 +11,7 @@ from compress.cli.options import AsJson, Device, Model, TextFile, app, device_na
 from compress.errors import RecipeError
 
 if TYPE_CHECKING:
-    from compress.recipe.kv import CacheRecipe
+    from compress.kv.settings import CacheSettings
 
 OWN = "own"
 
@@ -24,7 +24,7 @@ CacheCalib = Annotated[
 ]
 
 
-def cache_recipes(names: list[str]) -> dict[str, CacheRecipe]:
+def cache_recipes(names: list[str]) -> dict[str, CacheSettings]:
     """Recipes by name; none for the checkpoint's own."""
     from compress import recipe
 
@@ -82,7 +82,7 @@ def kv_bench(
         directory = resolve(model)
         names = kv or ([OWN] if kv_tables.has_cache(directory) else with_cache(only=True))
         recipes = cache_recipes(names)
-        asked = cache.Asked(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
+        asked = cache.Request(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
         with tables.progress_bar() as progress:
             found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)
         if as_json:

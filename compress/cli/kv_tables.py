@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from compress.evaluate.cache import Bench, Row
 
 QUALITY = ("recipe", "bytes/token", "slope bits", "dNLL", "95%", "KL", "top-1", "recall", "error p50", "p95")
-SPEED = ("recipe", "encode us/token", "read ms (A)", "attend ms (B)", "exact ms", "tok/s A", "B", "growing", "fixed")
+SPEED = ("recipe", "encode us/token", "decode ms", "fused ms", "exact ms", "tok/s decode", "fused", "growing", "fixed")
 
 
 def has_cache(directory: Path) -> bool:
@@ -77,7 +77,7 @@ def _speed(context: int, rows: list[Row]) -> Table:
             _number(speed.read_ms, 2),
             _number(speed.attend_ms, 2),
             f"{speed.exact_attend_ms:.2f}",
-            *(_number(x, 1) for x in (speed.decode_a, speed.decode_b, speed.decode_dynamic, speed.decode_static)),
+            *(_number(x, 1) for x in (speed.decoded_rate, speed.fused_rate, speed.growing_rate, speed.fixed_rate)),
         )
     return table
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.calib.data import source_name, token_windows
-from compress.calib.kv import calibrate
-from compress.errors import CalibrationError, RecipeError
+from compress.calib.data import source_name
+from compress.errors import CalibrationError
 from compress.evaluate import scores
+from compress.evaluate.cache_candidates import candidates, load_model
 from compress.evaluate.cache_error import output_errors
 from compress.evaluate.cache_scores import (
     Candidate,
@@ -34,28 +34,21 @@ from compress.evaluate.cache_scores import (
     exact_tokens,
     interval,
     policies,
-    readable,
     recall,
     spans,
 )
-from compress.evaluate.cache_speed import Size, Speed, sizes, speeds
+from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
 from compress.evaluate.generation import continued
 from compress.evaluate.scores import Comparison, Execution
-from compress.kv import generation, hooks
-from compress.kv.settings import resolve
+from compress.kv import generation
+from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.progress import Progress, silent
-from compress.recipe import kv
-from compress.recipe.kv import CacheRecipe
-from compress.run import kv_cache as kv_checkpoint
-from compress.runtime.kv_config import layer_count
 
 CONTEXTS = (512, 2048, 8192)
 BATCH_TOKENS = 8192  # of the windows that go through a model at a time
 ERROR_WINDOWS = 8
 RECALL_TOKENS = 16384  # of the windows that needles are planted in, at most
-CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
-OWN = "own"  # the cache of the checkpoint itself
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,8 @@ class Row:
     error_p95: float
     recalled: float | None  # share of what the needles are worth; None where there is no room for them
     recall_gain: float | None  # nats a token that they are worth through the exact cache
-    size: Size
-    speed: Speed | None
+    size: CacheBytes
+    speed: CacheSpeed | None
 
 
 @dataclass(frozen=True)
@@ -91,10 +84,10 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What to measure."""
 
-    recipes: dict[str, CacheRecipe]  # by name; none: the checkpoint's own cache
+    recipes: dict[str, CacheSettings]  # by name; none: the checkpoint's own cache
     text: str | Path
     calib: str | None = None  # text for recipes that are calibrated
     contexts: tuple[int, ...] = ()  # none: three that the model can take
@@ -103,7 +96,7 @@ class Asked:
     speed: bool = True
 
 
-def bench(directory: Path, asked: Asked, execution: Execution, progress: Progress = silent) -> Bench:
+def bench(directory: Path, asked: Request, execution: Execution, progress: Progress = silent) -> Bench:
     """Measure. Raises CalibrationError for contexts or texts that do not fit, RecipeError for caches that do not."""
     limit = lm.max_positions(lm.load_config(directory))
     contexts = asked.contexts or default_contexts(limit)
@@ -111,9 +104,9 @@ def bench(directory: Path, asked: Asked, execution: Execution, progress: Progres
     for length, windows in texts.items():
         if len(windows) < 2:
             raise CalibrationError(f"a context of {length} tokens needs two windows of text or more; give more text")
-    model = loaded(directory, execution)
-    found = candidates(model, directory, asked, progress)
-    stored = loaded(directory, Execution("auto", execution.device)) if execution.dtype != "auto" else model
+    model = load_model(directory, execution)
+    found = candidates(model, directory, asked.recipes, asked.calib, progress)
+    stored = load_model(directory, Execution("auto", execution.device)) if execution.dtype != "auto" else model
     rows = []
     for length, windows in texts.items():
         progress(f"measuring bytes at {length} tokens", 0, 0)
@@ -128,7 +121,7 @@ def bench(directory: Path, asked: Asked, execution: Execution, progress: Progres
                 slope, bits = slopes[candidate.name]  # half of the context may lie within so many exact tokens
                 measured.append(replace(size, slope=slope, bits_per_element=bits))
             own += longer
-        timed: list[Speed | None] = [None] * len(own)
+        timed: list[CacheSpeed | None] = [None] * len(own)
         if asked.speed:
             progress(f"timing at {length} tokens", 0, 0)
             timed[: len(found)] = speeds(stored, windows[:1], found, lambda done: None)
@@ -145,43 +138,13 @@ def default_contexts(limit: int | None) -> tuple[int, ...]:
     return limit // 4, limit // 2, limit
 
 
-def loaded(directory: Path, execution: Execution) -> PreTrainedModel:
-    """A model with the hooks that caches need."""
-    model = lm.load_model(directory, execution.dtype, execution.device)
-    hooks.attach(model)
-    if generation.can_read_scores(model):
-        generation.switch(model)
-    return model
-
-
-def candidates(model: Any, directory: Path, asked: Asked, progress: Progress) -> list[Candidate]:
-    """The recipes, calibrated where they need it; or the checkpoint's own."""
-    own = getattr(model, "kv_cache", None)
-    if not asked.recipes:
-        if own is None:
-            raise RecipeError(f"{directory} stores no cache of its own; name a recipe")
-        return [readable(model, Candidate(OWN, own.recipe, own.static))]
-    found = []
-    for name, recipe in asked.recipes.items():
-        table = kv.table(recipe)
-        static: dict[str, Tensor] = {}
-        if kv.needs(recipe):
-            progress(f"calibrating {name}", 0, 0)
-            tokens = _calibration_tokens(model, directory, name, asked.calib)
-            static, _ = calibrate(
-                model, kv_checkpoint.coded(model.config, resolve(table, layer_count(model.config))), tokens
-            )
-        found.append(readable(model, Candidate(name, table, static)))
-    return found
-
-
 def evaluate(
-    directories: Sequence[Path], asked: Asked, seq_len: int, execution: Execution, progress: Progress = silent
+    directories: Sequence[Path], asked: Request, seq_len: int, execution: Execution, progress: Progress = silent
 ) -> Comparison:
     """Scores of the first checkpoint through one cache, beside the last one (or itself) through the exact cache."""
     windows = scores._windows(list(directories), asked.text, seq_len, asked.max_tokens)
-    models = [loaded(directory, execution) for directory in directories]
-    found = candidates(models[0], directories[0], asked, progress)
+    models = [load_model(directory, execution) for directory in directories]
+    found = candidates(models[0], directories[0], asked.recipes, asked.calib, progress)
     say = counter(progress, "scoring", len(windows))
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
     summary = scores._summary(positions[0], source_name(asked.text), seq_len)
@@ -190,25 +153,25 @@ def evaluate(
 
 
 def generate(
-    directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, device: str, asked: Asked
+    directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, device: str, asked: Request
 ) -> str:
     """What the model writes with one cache (compress/evaluate/generation.py says the rest)."""
 
     def load() -> PreTrainedModel:
         model = lm.load_model(directory, "auto", device)
-        (found,) = candidates(model, directory, asked, silent)
-        generation.attach(model, found.recipe, found.static)
+        (found,) = candidates(model, directory, asked.recipes, asked.calib, silent)
+        generation.attach(model, found.settings, found.static)
         return model
 
     return continued(directory, load, prompt, max_new_tokens, temperature, seed)
 
 
-def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[Size], length: int) -> list[Candidate]:
+def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[CacheBytes], length: int) -> list[Candidate]:
     """The smaller ones, with as many more exact tokens as bring them to the bytes of the largest."""
     target = max(size.bytes_per_token for size in measured)
     longer = []
     for candidate, size in zip(found, measured, strict=True):
-        flush = max(policy.flush for policy in policies(candidate.cache(model.config).settings))
+        flush = max(policy.flush for policy in policies(candidate.codings(model.config)))
         tokens = (target - size.bytes_per_token) * length / max(size.exact_per_token - size.slope, 1e-9)
         if (extra := int(tokens) // flush * flush) > 0:
             longer.append(replace(candidate, extra=extra))
@@ -219,7 +182,7 @@ def _context(
     model: Any,
     windows: Tensor,
     found: Sequence[Candidate],
-    measured: tuple[Sequence[Size], Sequence[Speed | None]],
+    measured: tuple[Sequence[CacheBytes], Sequence[CacheSpeed | None]],
     progress: Progress,
 ) -> list[Row]:
     """All rows of one context length."""
@@ -232,7 +195,7 @@ def _context(
     planted = windows[: 2 * max(1, min(count // 2, RECALL_TOKENS // length))]
     recalled = recall(model, planted, found, batch, lambda done: None) or Recall(0.0, [0.0] * len(found), 0, 0)
     base = [candidate for candidate in found if not candidate.extra]
-    start = min(length // 2, max(exact_tokens(c.cache(model.config).settings) for c in base))
+    start = min(length // 2, max(exact_tokens(c.codings(model.config)) for c in base))
     rows = []
     for i, candidate in enumerate(found):
         nll, exact_nll, kl, top1 = positions[i][:, :, start:]
@@ -260,22 +223,9 @@ def _context(
     return rows
 
 
-def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | None) -> Tensor:
-    if calib is None:
-        raise CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
-    count, length = CALIBRATION
-    length = min(length, lm.max_positions(model.config.get_text_config()) or length)
-    tokenizer = lm.load_tokenizer(directory)
-    vocabulary = model.config.get_text_config().vocab_size
-    windows, _ = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)
-    if not len(windows):
-        raise CalibrationError(f"{calib} has no window of {length} tokens; give more text to calibrate on")
-    return windows[:count]
-
-
 def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
     """Windows at a time, so that the logits of a chunk through all caches fit in BATCH_NBYTES."""
-    chunks = spans([candidate.cache(model.config).settings for candidate in found], length)
+    chunks = spans([candidate.codings(model.config) for candidate in found], length)
     longest = max(stop - start for start, stop in chunks)
     vocabulary = model.config.get_text_config().vocab_size
     window = longest * vocabulary * model.dtype.itemsize * (1 + len(found))

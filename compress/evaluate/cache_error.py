@@ -89,7 +89,7 @@ class _reading:
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.config, self.own = model.config, model.config._attn_implementation
-        self.needed = attention.NAME if cache.path == "scores" else self.own
+        self.needed = attention.NAME if cache.path == "fused" else self.own
 
     def __enter__(self) -> None:
         self.config._attn_implementation = self.needed

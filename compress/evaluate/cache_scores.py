@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from transformers import DynamicCache
 
 from compress.errors import NumericalError, RecipeError
 from compress.evaluate.scores import _score
-from compress.kv.cache import KVCache, Path, make_cache
-from compress.kv.settings import EXACT, Coding, Settings, exact
-from compress.kv.token_store import Policy
+from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, exact
 
 NEEDLE = 32  # tokens
 CUE = 8  # of them, not scored
@@ -41,19 +40,22 @@ class Candidate:
     """A cache to be measured."""
 
     name: str
-    recipe: Mapping[str, Any]  # the table of compress/kv/settings.py
+    settings: CacheSettings
     static: Mapping[str, Tensor]
-    path: Path = "materialise"
+    path: CachePath = "decode"
     extra: int = 0  # tokens that stay exact beyond the recipe's residual_length
     only: str | None = None  # "keys" or "values": the other kind stays exact
 
     def cache(self, config: Any) -> KVCache:
-        made = make_cache(config, self.recipe, self.static, self.path)
-        made.settings = replace(made.settings, exact_prefill=True)
-        if self.extra or self.only:
-            layers = [{k: self._changed(k, coding) for k, coding in each.items()} for each in made.settings.layers]
-            made.settings = replace(made.settings, layers=tuple(layers))
+        """Return a fresh cache for a model of this configuration."""
+        made = make_cache(config, self.settings, self.static, self.path)
+        made.exact_prefill = True
+        made.codings = tuple({k: self._changed(k, coding) for k, coding in layer.items()} for layer in made.codings)
         return made
+
+    def codings(self, config: Any) -> Codings:
+        """Return the codings of a model's layers."""
+        return self.cache(config).codings
 
     def _changed(self, kind: str, coding: Coding) -> Coding:
         if coding.method == EXACT:
@@ -65,29 +67,29 @@ class Candidate:
 
 
 def readable(model: Any, candidate: Candidate) -> Candidate:
-    """With path B if its codecs can be read in no other way; RecipeError if they do not fit the model."""
+    """Return the candidate, fused if its codecs are read in no other way; RecipeError if they do not fit the model."""
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    for path in ("materialise", "scores"):
+    for path in get_args(CachePath):
         tried = replace(candidate, path=path)
         try:
             with torch.no_grad():
                 model(input_ids=tokens, past_key_values=tried.cache(model.config), use_cache=True)
             return tried
         except RecipeError:
-            if path == "scores":
+            if path == "fused":
                 raise
     raise AssertionError
 
 
-def policies(settings: Settings) -> list[Policy]:
-    """Of everything that is coded, or of everything if nothing is."""
-    codings = [coding for layer in settings.layers for coding in layer.values()]
-    return [c.policy for c in codings if c.method != EXACT] or [c.policy for c in codings]
+def policies(codings: Codings) -> list[Policy]:
+    """Return the policies of everything that is coded, or of everything if nothing is."""
+    both = [coding for layer in codings for coding in layer.values()]
+    return [coding.policy for coding in both if coding.method != EXACT] or [coding.policy for coding in both]
 
 
-def spans(settings: Sequence[Settings], tokens: int) -> list[tuple[int, int]]:
+def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
     """Chunks through which all of these caches read what they would read token by token."""
-    found = [policy for each in settings for policy in policies(each)]
+    found = [policy for codings in caches for policy in policies(codings)]
     sinks = [policy.sink for policy in found]
     step = math.gcd(*(p.flush for p in found), *(p.residual_length for p in found), *(s - sinks[0] for s in sinks))
     if min(policy.residual_length for policy in found) < step:
@@ -97,9 +99,9 @@ def spans(settings: Sequence[Settings], tokens: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def exact_tokens(settings: Settings) -> int:
+def exact_tokens(codings: Codings) -> int:
     """Tokens of past from which on at least four flushes are coded everywhere."""
-    return max(p.sink + p.residual_length + 4 * p.flush for p in policies(settings))
+    return max(p.sink + p.residual_length + 4 * p.flush for p in policies(codings))
 
 
 @torch.no_grad()
@@ -119,7 +121,7 @@ def compare(
     """
     base = base or model
     length = windows.shape[1]
-    chunks = spans([c.cache(model.config).settings for c in candidates], length)
+    chunks = spans([c.codings(model.config) for c in candidates], length)
     found = []
     for tokens in windows.split(batch):
         tokens = tokens.to(model.device)
@@ -165,13 +167,13 @@ def recall(model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: 
 
     None where a window has no room outside of what stays exact.
     """
-    settings = [c.cache(model.config).settings for c in candidates]
+    codings = [c.codings(model.config) for c in candidates]
     length, count = windows.shape[1], len(windows) // 2
-    first = max(policy.sink for each in settings for policy in policies(each))
-    room = length - NEEDLE - max(map(exact_tokens, settings)) - first
+    first = max(policy.sink for each in codings for policy in policies(each))
+    room = length - NEEDLE - max(map(exact_tokens, codings)) - first
     if room < COPIES * NEEDLE or not count:
         return None
-    chunks = spans(settings, length)
+    chunks = spans(codings, length)
     plain = windows[:count].clone()
     plain[:, -NEEDLE:] = windows[count : 2 * count, -NEEDLE:]
     planted = plain.clone()

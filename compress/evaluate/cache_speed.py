@@ -1,10 +1,10 @@
-"""What a compressed cache takes and how fast it is, in the type that the model runs in.
+"""Measure the bytes and the speed of a compressed cache, in the type that the model runs in.
 
 Bytes are those of the tensors that the cache holds after a prompt, and their slope between half of it and all of it,
 which leaves out windows that stay exact. Times are medians of steps taken in turn by all kinds of caches, so that a
-busy machine slows all of them alike: end to end (a decode step of the whole model, path A and B, beside transformers'
-growing cache and one of fixed size), and apart the codec's own work over all layers: encoding, reading everything back
-(path A), and scores and sums from what is stored (path B).
+busy machine slows all of them alike. A decode step of the whole model is timed with the cache decoded, with its codes
+read (fused), and with transformers' growing cache and that of fixed size. The codecs' own work over all layers is timed
+apart: encoding, decoding everything, and scores and sums from the stored codes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPEATS = 3  # of each part of the codec
 
 
 @dataclass(frozen=True)
-class Size:
+class CacheBytes:
     """Bytes of one sequence."""
 
     bytes_per_token: float  # of everything but static, at the context's length
@@ -44,21 +44,21 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of one sequence; None for a path that the codecs do not have."""
+class CacheSpeed:
+    """The speed of a cache of one sequence; None for a way of reading that the codecs do not have."""
 
     encode_us: float  # a token, all layers
-    read_ms: float | None  # path A: all layers decoded once
-    attend_ms: float | None  # path B: scores and sums of all layers for one query token
+    read_ms: float | None  # all layers decoded once
+    attend_ms: float | None  # fused: scores and sums of all layers for one query token
     exact_attend_ms: float  # the same products with uncompressed tensors
-    decode_a: float | None  # tokens a second, the whole model
-    decode_b: float | None
-    decode_dynamic: float  # transformers' growing cache
-    decode_static: float | None  # transformers' cache of fixed size, None where the model has none
+    decoded_rate: float | None  # tokens a second of the whole model, decoding keys and values in each step
+    fused_rate: float | None  # the same, reading the stored codes
+    growing_rate: float  # transformers' growing cache
+    fixed_rate: float | None  # transformers' cache of fixed size, None where the model has none
 
 
 @torch.no_grad()
-def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[Size]:
+def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheBytes]:
     """tokens int64 [1, seq_len], of even length."""
     half = tokens.shape[1] // 2
     parts = (tokens[:, :half].to(model.device), tokens[:, half : 2 * half].to(model.device))
@@ -72,19 +72,19 @@ def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say)
         slope, exact_slope = (after - before) / half, whole / (2 * half)
         bits = 8 * model.dtype.itemsize * slope / exact_slope
         numbers = {key: value for key, value in held._asdict().items() if value}
-        found.append(Size(after / (2 * half), slope, exact_slope, bits, numbers, held.static))
+        found.append(CacheBytes(after / (2 * half), slope, exact_slope, bits, numbers, held.static))
         say(1)
     return found
 
 
 @torch.no_grad()
-def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[Speed]:
+def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheSpeed]:
     """tokens int64 [1, seq_len]: the prompt."""
     tokens = tokens.to(model.device)
     found = []
     for candidate in candidates:
         made: dict[str, Any] = {
-            path: _filled(model, tokens, replace(candidate, path=path)) for path in ("materialise", "scores")
+            path: _filled(model, tokens, replace(candidate, path=path)) for path in ("decode", "fused")
         }
         made |= {"dynamic": DynamicCache(config=model.config), "static": _static(model, tokens.shape[1] + STEPS + 2)}
         caches = {name: cache for name, cache in made.items() if cache is not None}
@@ -92,17 +92,17 @@ def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say
             if name in caches:
                 model(input_ids=tokens, past_key_values=caches[name], use_cache=True)
         steps = _steps(model, tokens[:, -1:], caches)
-        coded = caches.get("materialise") or caches["scores"]
-        parts = _parts(model, coded, "materialise" in caches)
+        coded = caches.get("decode") or caches["fused"]
+        parts = _parts(model, coded, "decode" in caches)
         rate = {name: 1 / seconds for name, seconds in steps.items()}
         found.append(
-            Speed(
+            CacheSpeed(
                 parts["encode"] * 1e6 / tokens.shape[1],
                 parts["read"] * 1e3 if "read" in parts else None,
-                parts["attend"] * 1e3 if "scores" in caches else None,
+                parts["attend"] * 1e3 if "fused" in caches else None,
                 parts["exact"] * 1e3,
-                rate.get("materialise"),
-                rate.get("scores"),
+                rate.get("decode"),
+                rate.get("fused"),
                 rate["dynamic"],
                 rate.get("static"),
             )
@@ -121,8 +121,8 @@ def _fed(model: Any, tokens: Tensor, cache: Any) -> int:
 
 
 def _filled(model: Any, tokens: Tensor, candidate: Candidate) -> KVCache | None:
-    """None where the codecs or the model do not have this path."""
-    if candidate.path == "scores" and not generation.can_read_scores(model):
+    """Return a cache that holds the tokens; None where the codecs or the model cannot be read in this way."""
+    if candidate.path == "fused" and not generation.can_read_codes(model):
         return None
     cache = candidate.cache(model.config)
     try:

@@ -1,49 +1,53 @@
-"""Compressed KV caches: one codec a file, one store, one cache, two ways to read.
+"""Compress the keys and values that a model caches: codecs, the cache that transformers sees, and attention on codes.
 
     from compress.kv.cache import make_cache
     cache = make_cache(model.config, {"method": "kivi", "bits": 4, "sink": 4, "residual_length": 128})
-    model.generate(**inputs, past_key_values=cache)         # path A: any attention function
+    model.generate(**inputs, past_key_values=cache)         # decode, then attend, with any attention function
     cache.nbytes()                                          # bytes by part, from the tensors themselves
 
     from compress.kv import attention, hooks
     attention.register(); model.set_attn_implementation(attention.NAME)
-    hooks.attach(model)                                     # left padding and rotary embeddings, for both paths
-    make_cache(model.config, recipe, path="scores")         # path B: reads what is stored
+    hooks.attach(model)                                     # tells caches of left padding and rotary embeddings
+    make_cache(model.config, settings, path="fused")        # attention reads the stored codes
 
-The files: codec (the contract), codes (bits packed along channels), pieces (bits that differ
-between channels), buffer (rows that grow), store (sink | coded |
-tail), settings (the recipe), cache (what transformers sees), attention (path B), rope and hooks. The others are codecs.
+settings.py reads the settings, cache.py is the interface to transformers, token_store.py keeps the tokens of a layer
+(sink | coded | tail) in rows of buffer.py, codec.py is the base of all codecs, attention.py attends to stored codes,
+rope.py and hooks.py serve codecs of keys before the rotary embedding, generation.py makes `generate` use all this.
 
-A codec is one file `compress/kv/codecs/<name>.py`; the name is the recipe's `method`. It defines
+A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as `method`. It defines:
 
-    Config    frozen dataclass: the recipe's settings for keys or for values; ValueError for impossible ones
-    NEEDS     frozenset of the samples that calibration must bring, empty if it needs none: "keys", "keys_pre" (before
-              RoPE), "values", "queries", "queries_pre" and "gradients" (of the loss, by what the codec is of:
-              keys_pre or values)
-    build(config, spec, static) -> Codec     for the keys or the values of one layer; RecipeError if they do not fit
-    calibrate(config, spec, samples) -> dict[str, Tensor]     only if NEEDS is not empty: the static tensors; samples
-              name -> [tokens, h, width] float32 (queries [tokens, H, width]), sinks and padding left out. Training
-              belongs here. The result is stored as "layers.<i>.<keys|values>.<name>" and comes back as `static`
+1.  `Config`, a frozen dataclass: the settings for keys or for values. It raises ValueError for impossible ones, with
+    the field's name first.
+2.  `NEEDS`, a frozenset of the samples that calibration must bring, empty if none: "keys", "keys_pre" (before the
+    rotary embedding), "values", "queries", "queries_pre", "gradients" (of the loss, by keys_pre or by values).
+3.  `build(config, spec, static) -> Codec`, called once for the keys and once for the values of each layer. It raises
+    RecipeError where the settings do not fit the layer.
+4.  Only if NEEDS is not empty: `calibrate(config, spec, samples) -> dict[str, Tensor]`. samples: name -> float32
+    [tokens, h, width], queries [tokens, H, width], without sinks and padding. What it returns is stored as
+    "layers.<i>.<keys|values>.<name>" and comes back to `build` as `static`.
+5.  A subclass of `codec.Codec`. It must have `fields` (what is stored), `encode` and `decode`; the rest has defaults.
 
-and a subclass of `codec.Codec`, of which only `fields`, `encode` and `decode` are needed. What is called when:
+The cache calls a codec like this:
 
-    once            build; its `granularity`, `fields`, `rope`, `needs_queries`, `reconstructs`, `block` are read
-    first tokens    begin(x, queries) -> state of the sequences, tensors [B, ...]: batch operations act on them too
-    each flush      encode(x, state) -> rows of every field, appended; x float32, whole groups, at most
-                    store.ENCODE_TOKENS. Rows are never changed afterwards, and x is coded once
-    path A, a step  dense(block) = decode(block), rotated if rope is "pre", for `block` tokens at a time
-    path B, a step  query(q, state) once; scores(query, block) for blocks of at_once(query) tokens; softmax over
-                    everything; mix(p, block) added up over blocks; output(mixed, mass, state) once. q is float32,
-                    scaled by the attention's factor, its rows are the query heads of a KV head times the query tokens
+1.  Once: it reads `granularity`, `fields`, `rope`, `needs_queries`, `reconstructs` and `block`.
+2.  At the first coded tokens: `begin(x, queries)` returns the state of the sequences, tensors [B, ...]. Operations on
+    the batch (reordering, repeating) act on them too.
+3.  At each flush: `encode(x, state)` returns rows of every field, which are appended. x is float32, whole groups, at
+    most token_store.ENCODE_TOKENS. No token is coded twice, and rows never change.
+4.  At each step with path="decode": `dense(block)` for `block` tokens at a time, which is `decode(block)`, with the
+    rotary embedding if `rope` is "pre".
+5.  At each step with path="fused": `query(q, state)` once; `scores(query, block)` for blocks of `at_once(query)`
+    tokens; a softmax over all tokens; `mix(p, block)`, added up over blocks; `output(mixed, mass, state)` once. q is
+    float32 and scaled; its rows are the query heads of a KV head times the query tokens.
 
-A block holds rows of the fields (name -> tensor), what `begin` returned, and for rope = "pre" cos and sin of the
-tokens, or `halves` of them for a compiled reader (generation then needs hooks.attach).
-Slices of fields share memory with the store and must not be written to. Which codecs need path B: those with
-`needs_queries` (begin is then given queries [B, H, n, width], the first time tokens are coded) and those without
-`decode` (`reconstructs = False`). Rows of a field may stand for `tokens` tokens, or for a run of tokens encoded
-together; heads of different ranks share one row [B, 1, n, sum of ranks].
+A block holds rows of the fields by name, the state, and for `rope` = "pre" cos and sin of its tokens (compiled readers
+get `halves` instead; generation then needs hooks.attach). It shares memory with the store: never write to it. A row
+stands for `Field.tokens` tokens, or for all tokens that were encoded together. Heads may share a row, [B, 1, n, ...].
 
-What is exact: the first `sink` tokens, the last `residual_length` or more, and, with `exact_prefill`, everything within
-one forward pass. Bytes: each field counts for its part as it is stored, so what is not packed costs what it costs;
-`static` is counted apart and must hold every tensor that a codec keeps for itself.
+Only path="fused" works for a codec with `needs_queries` (`begin` is then given queries [B, H, n, width]) and for one
+without `decode` (`reconstructs` = False).
+
+Exact are the first `sink` tokens, the last `residual_length` or more, and, with `exact_prefill`, all tokens within one
+forward pass. Bytes are those of the tensors as they are stored; `static` is counted apart and must hold every tensor
+that a codec keeps for itself.
 """

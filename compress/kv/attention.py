@@ -1,8 +1,8 @@
-"""Path B: attention that reads what a `CodedLayer` stores, without ever building its keys or values as a whole.
+"""Attend to the codes that a `CodedLayer` stores, without ever decoding its keys or values as a whole.
 
     register()
     model.set_attn_implementation(NAME)
-    model.generate(**inputs, past_key_values=make_cache(model.config, recipe, path="scores"))
+    model.generate(**inputs, past_key_values=make_cache(model.config, recipe, path="fused"))
 
 Scores of all stored tokens, block by block, then one float32 softmax, then the weighted sum of the values, block by
 block. Query heads that share a KV head are rows of one product. Long queries (a chunk of a prompt that follows another)
@@ -47,7 +47,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, n, width], mask [B, 1 or H, n, tokens] bool or additive, or None -> [B, n, H, value width]."""
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise CompressError(f"attention {NAME!r} has no sink logits or position biases; use sdpa and path A")
+        raise CompressError(f"attention {NAME!r} has no sink logits or position biases; use sdpa and path='decode'")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = kwargs.get("softcap")
     if isinstance(key, Tensor) and isinstance(value, Tensor):
@@ -57,7 +57,7 @@ def attention(
     assert isinstance(key, Handle) and isinstance(value, Handle)
     layer, new = key.layer, (key.new, value.new)
     is_first = layer.seen == key.new.shape[2]
-    if not layer.cache.settings.exact_prefill:
+    if not layer.cache.exact_prefill:
         layer.commit(query)
         found = _attend(layer, query, None, attention_mask, (scaling, softcap))
     elif is_first and softcap is None:

@@ -1,10 +1,12 @@
-"""The cache that transformers sees: `CodedLayer` for full attention, transformers' own layers for the rest.
+"""Offer coded keys and values as a cache of transformers: `CodedLayer` for full attention, its own layers for the rest.
 
     cache = make_cache(model.config, {"method": "kivi", "bits": 2})
     model.generate(**inputs, past_key_values=cache)
 
-Path A ("materialise"): `update` returns keys and values as tensors, decoded, and any attention function reads them.
-Path B ("scores"): it returns a `Handle`, and the attention function of compress/kv/attention.py reads what is stored.
+A cache is read in one of two ways:
+
+    path="decode"   decode, then attend: `update` returns keys and values as tensors, which any attention function reads
+    path="fused"    it returns a `Handle`, and the attention function of compress/kv/attention.py reads the stored codes
 
 Either way tokens of one forward pass see each other as `exact_prefill` says: exactly, or as later steps will.
 `make_cache` builds one cache for one call of generate; `reset` makes it new. compress/kv/hooks.py tells it about left
@@ -13,8 +15,9 @@ padding and rotary embeddings; without, pads are coded as tokens are, and codecs
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -29,15 +32,16 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
-from compress.kv.settings import KINDS, Coding, Settings, resolve
+from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
 from compress.kv.token_store import Bytes, Store
 
-Path = Literal["materialise", "scores"]
+CachePath = Literal["decode", "fused"]
+OLD_PATHS: dict[str, CachePath] = {"materialise": "decode", "scores": "fused"}  # names that old code uses
 CODED = "full_attention"  # the type of layer that is coded
 
 
 class Handle:
-    """What path B passes through the model in place of keys or values."""
+    """Stands for keys or values on their way through the model where the stored codes are read."""
 
     def __init__(self, layer: CodedLayer, kind: str, new: Tensor) -> None:
         self.layer, self.kind, self.new = layer, kind, new
@@ -57,18 +61,18 @@ class CodedLayer(CacheLayerMixin):
         self.seen = 0
         self.stores: dict[str, Store] = {}
         self.turns: tuple[Tensor, Tensor] | None = None  # cos and sin of the next tokens, from compress/kv/hooks.py
-        self._pending: tuple[Tensor, Tensor] | None = None  # path B: what attention has not read yet
+        self._pending: tuple[Tensor, Tensor] | None = None  # "fused": what attention has not read yet
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.stores:
             for kind, states in zip(KINDS, (key_states, value_states), strict=True):
-                coding = self.cache.settings.layers[self.index][kind]
+                coding = self.cache.codings[self.index][kind]
                 codec = self.cache.codec(self.index, kind, states)
                 self.stores[kind] = Store(codec, coding.policy, self.cache.rope)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Stores the new tokens [B, h, n, width]; returns keys and values of all tokens, or handles (path B)."""
+        """Store the new tokens [B, h, n, width]; return keys and values of all tokens, or handles ("fused")."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.commit()
@@ -78,10 +82,10 @@ class CodedLayer(CacheLayerMixin):
             self.turns = None
         self.seen += key_states.shape[2]
         new = (key_states, value_states)
-        if self.cache.path == "scores":
+        if self.cache.path == "fused":
             self._pending = new
             return tuple(Handle(self, kind, x) for kind, x in zip(KINDS, new, strict=True))
-        if self.cache.settings.exact_prefill:
+        if self.cache.exact_prefill:
             found = tuple(self.stores[kind].read(x) for kind, x in zip(KINDS, new, strict=True))
             self._store(new)
             return found
@@ -163,8 +167,10 @@ class CodedLayer(CacheLayerMixin):
 class KVCache(Cache):
     """All layers of a model; `nbytes()` says what they take."""
 
-    def __init__(self, settings: Settings, queries: int, static: Mapping[str, Tensor], path: Path) -> None:
-        self.settings, self.path, self.static = settings, path, dict(static)
+    def __init__(
+        self, codings: Codings, exact_prefill: bool, queries: int, static: Mapping[str, Tensor], path: CachePath
+    ) -> None:
+        self.codings, self.exact_prefill, self.path, self.static = codings, exact_prefill, path, dict(static)
         self.queries = queries  # query heads of the model
         self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
         self.rope = Rope()
@@ -174,10 +180,10 @@ class KVCache(Cache):
     def codec(self, index: int, kind: str, states: Tensor) -> Codec:
         """The codec of a layer's keys or values, made from the first of them [B, h, n, width]."""
         heads, width = states.shape[1], states.shape[-1]
-        layers = len(self.settings.layers)
+        layers = len(self.codings)
         spec = Spec(kind, index, layers, heads, width, max(1, self.queries // heads), states.dtype)  # type: ignore[arg-type]
         if spec not in self.codecs:
-            self.codecs[spec] = build(self.settings.layers[index][kind], spec, self.static)
+            self.codecs[spec] = build(self.codings[index][kind], spec, self.static)
         check(self.codecs[spec], self.path)
         return self.codecs[spec]
 
@@ -235,30 +241,73 @@ def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     return plugins.load("kv", coding.method).build(coding.config, spec, own)
 
 
-def check(codec: Codec, path: Path) -> None:
+def check(codec: Codec, path: CachePath) -> None:
     """RecipeError for a codec that cannot work on this path."""
-    if path == "materialise" and (codec.needs_queries or not codec.reconstructs):
+    if path == "decode" and (codec.needs_queries or not codec.reconstructs):
         why = "needs the queries" if codec.needs_queries else "has scores but no keys or values to give back"
         raise RecipeError(
-            f"{codec.spec.where}: this codec {why}; use make_cache(..., path='scores') and "
+            f"{codec.spec.where}: this codec {why}; use make_cache(..., path='fused') and "
             "model.set_attn_implementation(compress.kv.attention.NAME)"
         )
 
 
+def layer_types(config: Any) -> list[str]:
+    """Return the types of the decoder's layers, as caches count them."""
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+
+
+def coded_layers(config: Any, settings: CacheSettings) -> Codings:
+    """Return the codings of a model's layers, exact where a cache leaves them to transformers: those have no codec."""
+    types, plain = layer_types(config), dict.fromkeys(KINDS, exact())
+    codings = settings.by_layer(len(types))
+    return tuple(layer if kind == CODED else plain for kind, layer in zip(types, codings, strict=True))
+
+
+def head_shape(config: Any) -> tuple[int, int, int]:
+    """Return the number of query heads, of KV heads, and the width of a head, as a configuration states them."""
+    decoder = config.get_text_config(decoder=True)
+    queries = decoder.num_attention_heads
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
+    return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
+
+
+def check_codecs(config: Any, codings: Codings) -> None:
+    """Build the codecs that need no calibration for the heads of a configuration; RecipeError where they do not fit."""
+    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:  # caches of another shape
+        return
+    queries, heads, width = head_shape(config)
+    for index, layer in enumerate(codings):
+        for kind in KINDS:
+            if not plugins.load("kv", layer[kind].method).NEEDS:
+                spec = Spec(kind, index, len(codings), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
+                build(layer[kind], spec, {})
+
+
+def named_path(path: str) -> CachePath:
+    """Return how a cache is read; an old name is said to be one on stderr. RecipeError for an unknown name."""
+    if path in OLD_PATHS:
+        print(f"compress: path={path!r} is now called {OLD_PATHS[path]!r}", file=sys.stderr)
+        return OLD_PATHS[path]
+    if path not in get_args(CachePath):
+        raise RecipeError(f"kv_cache: {plugins.unknown('path', path, get_args(CachePath))}")
+    return cast(CachePath, path)
+
+
 def make_cache(
     config: Any,
-    recipe: Mapping[str, Any],
+    settings: CacheSettings | Mapping[str, Any],
     static: Mapping[str, Tensor] | None = None,
-    path: Path = "materialise",
+    path: str = "decode",
 ) -> KVCache:
     """A fresh cache for a model of this configuration (PreTrainedConfig).
 
-    recipe: the `kv_cache` table of a recipe (compress/kv/settings.py); static: its calibrated tensors, if it has any.
+    settings: a recipe's `kv_cache`, as data or as it was read; static: its calibrated tensors, if it has any.
     """
     decoder = config.get_text_config(decoder=True)
     kinds, arguments = get_layer_types_and_kwargs(decoder)
-    settings = resolve(recipe, len(kinds))
-    cache = KVCache(settings, decoder.num_attention_heads, static or {}, path)
+    settings = cache_settings(settings)
+    codings = settings.by_layer(len(kinds))
+    cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
             cache.layers.append(CodedLayer(index, cache))

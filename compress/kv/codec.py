@@ -57,8 +57,8 @@ class Codec:
     granularity = 1  # tokens that are encoded together, or a multiple of them
     fields: Mapping[str, Field] = {}
     rope: Literal["post", "pre"] = "post"  # keys only: "pre" is given and gives keys before the rotary embedding
-    needs_queries = False  # `begin` is given the queries of the first tokens: path B only
-    reconstructs = True  # False: no `decode`, only `scores` (or `mix`): path B only
+    needs_queries = False  # `begin` is given the queries of the first tokens: "fused" only
+    reconstructs = True  # False: no `decode`, only `scores` (or `mix`): "fused" only
     block = 512  # tokens that are read at a time; a multiple of granularity
 
     def __init__(self, spec: Spec, static: Mapping[str, Tensor] | None = None) -> None:

@@ -1,17 +1,18 @@
-"""A model whose `generate` uses a compressed cache without being asked.
+"""Let `generate` of a model use a compressed cache without being asked.
 
     attach(model, {"method": "kivi", "bits": 4})
     model.generate(**inputs)                    # a fresh cache of this recipe for each call
-    model.kv_cache.path                         # which way it is read: "scores" (path B) or "materialise" (path A)
+    model.kv_cache.path                         # how it is read: "fused", or "decode" where that is all
     detach(model)
 
 generate asks the model for its cache in `_prepare_cache_for_generation`; the model gets one of its own. What the user
 says wins: `past_key_values`, `use_cache=False` and another `cache_implementation` than the checkpoint's. Calls of the
 model itself, and so training, are what they were.
 
-Path B needs an attention function of ours. It is the model's only while a forward pass holds a cache that is read this
-way, so that all others keep the model's own. Models that have no choice of attention, or do more with keys than pass
-them on, are found by a forward pass of one token at the first call of generate, and read path A.
+Reading the stored codes ("fused") needs an attention function of ours. It is the model's only while a forward pass
+holds a cache that is read this way; all other passes keep the model's own. A model that has no choice of attention, or
+does more with keys than pass them on, is found by a forward pass of one token at the first call of generate; its caches
+are decoded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
-from compress.kv.cache import KVCache, Path, make_cache
+from compress.kv.cache import CachePath, KVCache, make_cache, named_path
 from compress.kv.codec import Codec, Spec
+from compress.kv.settings import CacheSettings, cache_settings
 
 _METHOD = "_prepare_cache_for_generation"
 _SWITCH = "_compress_kv_switch"
@@ -37,27 +39,31 @@ _SWITCH = "_compress_kv_switch"
 class Use:
     """What `generate` of a model does."""
 
-    recipe: Mapping[str, Any]  # the table of compress/kv/settings.py
+    settings: CacheSettings
     static: Mapping[str, Tensor]
-    path: Path
-    tried: bool = False  # whether path B was seen to work
+    path: CachePath
+    tried: bool = False  # whether "fused" was seen to work
     codecs: dict[Spec, Codec] = field(default_factory=dict)  # of all caches: they hold nothing of a sequence
 
 
 def attach(
-    model: nn.Module, recipe: Mapping[str, Any], static: Mapping[str, Tensor] | None = None, path: Path | None = None
+    model: nn.Module,
+    settings: CacheSettings | Mapping[str, Any],
+    static: Mapping[str, Tensor] | None = None,
+    path: str | None = None,
 ) -> None:
-    """Let `generate` use caches of this recipe; path None is B where the model allows it.
+    """Let `generate` use caches of these settings; path None is "fused" where the model allows it.
 
-    RecipeError for a recipe that the model's layers cannot use.
+    RecipeError for settings that the model's layers cannot use.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise RecipeError("kv_cache: a model with an encoder has caches of another kind; remove kv_cache")
     if not hasattr(model, _METHOD):
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
-    make_cache(model.config, recipe, static)  # for its errors
+    settings = cache_settings(settings)
+    make_cache(model.config, settings, static)  # for its errors
     detach(model)
-    use = Use(recipe, dict(static or {}), path or ("scores" if can_read_scores(model) else "materialise"))
+    use = Use(settings, dict(static or {}), named_path(path or ("fused" if can_read_codes(model) else "decode")))
     use.tried = path is not None
     switch(model)
     hooks.attach(model)
@@ -76,13 +82,13 @@ def detach(model: nn.Module) -> None:
     del vars(model)[_METHOD]
 
 
-def can_read_scores(model: Any) -> bool:
+def can_read_codes(model: Any) -> bool:
     """Whether the model lets its attention be chosen, and needs no more of it than scaled_dot_product_attention."""
     return bool(getattr(model, "_supports_sdpa", False)) and bool(model._can_set_attn_implementation())
 
 
 def switch(model: nn.Module) -> None:
-    """Hooks that give the model the attention of path B while a cache for it is among the arguments; once."""
+    """Hooks that give the model the attention that reads codes while a cache for it is among the arguments; once."""
     if hasattr(model, _SWITCH):
         return
     attention.register()
@@ -90,7 +96,7 @@ def switch(model: nn.Module) -> None:
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
-        before.append(module.config._attn_implementation if cache is not None and cache.path == "scores" else None)
+        before.append(module.config._attn_implementation if cache is not None and cache.path == "fused" else None)
         if before[-1] is not None:
             module.config._attn_implementation = attention.NAME
 
@@ -108,9 +114,9 @@ def fresh(model: Any) -> KVCache:
     use: Use = model.kv_cache
     if not use.tried:
         use.tried = True
-        if use.path == "scores" and not _works(model, use):
-            use.path = "materialise"
-    cache = make_cache(model.config, use.recipe, use.static, use.path)
+        if use.path == "fused" and not _works(model, use):
+            use.path = "decode"
+    cache = make_cache(model.config, use.settings, use.static, use.path)
     cache.codecs = use.codecs
     return cache
 
@@ -141,8 +147,8 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
 
 @torch.no_grad()
 def _works(model: Any, use: Use) -> bool:
-    """Whether a token goes through the model with what path B passes in place of keys and values."""
-    cache = make_cache(model.config, use.recipe, use.static, "scores")
+    """Return whether a token goes through the model with handles in place of keys and values."""
+    cache = make_cache(model.config, use.settings, use.static, "fused")
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     except (AttributeError, TypeError):  # it looks into the keys, or multiplies them itself

@@ -10,8 +10,8 @@ Scaled embeddings that change with the length of the text are no functions of th
 Left padding makes positions a matter of the batch; a batch without it keeps one row. Only the half-split form (channel
 j turns with j + width / 2, in the first channels) is known, whose rows have two equal halves; others are refused.
 
-Compiled readers are given half rows (`halves`). Path B reads them in each step, so that from its first step on rows are
-kept beside positions, too.
+Compiled readers are given half rows (`halves`). Fused attention reads them in each step: from its first step on, rows
+are kept beside positions.
 """
 
 from __future__ import annotations

@@ -1,170 +1,312 @@
-"""The recipe's `kv_cache` -> which codec, with which settings, for the keys and the values of every layer.
+"""Read and write the settings of a compressed cache: the `kv_cache` section of a recipe and of config.json.
 
-kv_cache:
-  method: kivi              # a file of compress/kv
-  bits: 2                   # settings of its Config, for keys and values
-  keys: {residual_length: 64}
-  values: {bits: 4}         # over the common ones; another `method` starts from its own defaults
-  layers: {"0-1": {bits: 8}, "5": {values: {method: fp8}}}   # over those; -1 is the last layer
-  skip_layers: [0, -1]      # stay exact
-  sink: 4                   # first tokens that stay exact
-  residual_length: 128      # newest tokens that stay exact, at least
-  flush: 32                 # tokens that are coded at a time
-  exact_prefill: true       # tokens attend to others of the same forward pass exactly; false: as later steps do
-  other_layers: error       # sliding, chunked, linear ... layers: error, or exact: they stay as transformers has them
+    method: kivi               # a file of compress/kv/codecs and the settings of its `Config`, for keys and values
+    bits: 2
+    sink: 4                    # which tokens stay exact: `Policy`
+    residual_length: 128
+    keys: {group_size: 64}     # over those; another `method` starts from its own defaults
+    values: {bits: 4}
+    layers:                    # over those, in this order; where several match a layer, later ones are laid over
+      - {match: [0, 1], bits: 8}
+      - {match: "2-5", values: {method: fp8}}
+      - {match: -1, keys: {bits: 8}}         # the last layer
+    skip_layers: [0, -1]       # stay exact
+    exact_prefill: true        # tokens attend to others of the same forward pass exactly; false: as later steps do
+    other_layers: error        # sliding, linear ... layers: error, or exact: they stay as transformers has them
+
+`cache_settings` checks this, as plain data, and makes the `CacheSettings` that every part of the program uses. `layers`
+may be a mapping, too: {"2-5": {...}}. A model's number of layers is known later: `CacheSettings.by_layer` takes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.kv.token_store import Policy
 
 KINDS = ("keys", "values")
-GLOBAL = ("skip_layers", "layers", "exact_prefill", "other_layers")
-OTHER_LAYERS = ("error", "exact")
 EXACT = "identity"  # codec of layers that are skipped
+OtherLayers = Literal["error", "exact"]
+Match = int | str  # a layer: 3, -1, "3"; or a span with both ends: "2-5"
+ErrorAt = Callable[[tuple[str | int, ...], str], RecipeError]  # of the keys and indices that lead to a value, a message
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Tokens that stay exact; keys and values may differ in all but `sink`.
+
+    A prompt in chunks that divide `flush` and `residual_length` is read like one that came token by token.
+    """
+
+    sink: int = 4  # first tokens
+    residual_length: int = 128  # newest tokens, at least; flush - 1 more at most
+    flush: int = 32  # tokens coded at a time, rounded up to whole groups of the codec
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.residual_length < 0 or self.flush < 1:
+            raise ValueError("sink and residual_length are 0 or more tokens, flush 1 or more")
+
+
+POLICY_KEYS = tuple(f.name for f in dataclasses.fields(Policy))
+
+
+class _Block(NamedTuple):
+    """A part of the section: its keys and values, its name in messages, and what makes an error of one of its keys."""
+
+    settings: Mapping[str, Any]
+    where: str
+    error: ErrorAt
+
+    def inner(self, key: str | int, settings: Any, where: str) -> _Block:
+        """Return the block under a key; RecipeError unless it is one."""
+        if not isinstance(settings, Mapping):
+            raise self.error((key,), f"{where} must be keys with values, found {plugins.found(settings)}")
+        return _Block(settings, where, lambda path, message: self.error((key, *path), message))
+
+    def without(self, keys: Collection[str]) -> _Block:
+        """Return the block without some of its keys."""
+        return self._replace(settings={key: value for key, value in self.settings.items() if key not in keys})
+
+    def value(self, key: str, hint: Any, default: Any) -> Any:
+        """Return the value of a key as the type `hint`, the default without one."""
+        if key not in self.settings:
+            return default
+        given = self.settings[key]
+        value = plugins.typed(given, hint)
+        if value is not plugins.MISMATCH:
+            return value
+        if get_origin(hint) is tuple and isinstance(given, list | tuple):  # one of the items is at fault
+            hint = get_args(hint)[0]
+            given = next(item for item in given if plugins.typed(item, hint) is plugins.MISMATCH)
+        message = f"{self.where}: {key} must be {plugins.expected(hint)}, found {plugins.found(given)}"
+        raise self.error((key,), message)
 
 
 @dataclass(frozen=True)
 class Coding:
-    """One tensor kind of one layer."""
+    """How the keys or the values of a layer are stored."""
 
     method: str
-    config: Any
+    config: Any  # of the method: its `Config`
     policy: Policy
+
+    def over(self, settings: Mapping[str, Any]) -> Coding:
+        """Return this with other settings laid over; another method starts from its own defaults."""
+        return _laid_over(self, _Block(settings, "kv_cache", _error))
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain data, with every default."""
+        config = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.config).items()}
+        return {"method": self.method, **config, **dataclasses.asdict(self.policy)}
+
+
+Codings = tuple[dict[str, Coding], ...]  # for each layer of a model: "keys" and "values"
 
 
 @dataclass(frozen=True)
-class Settings:
-    layers: tuple[dict[str, Coding], ...]  # for each layer: "keys" and "values"
+class LayerRule:
+    """Settings of some layers: those of both kinds, and under "keys" and "values" those of one."""
+
+    match: tuple[Match, ...]
+    settings: Mapping[str, Any]
+
+    def laid_over(self, coding: Coding, kind: str) -> Coding:
+        """Return the coding of `kind` with this rule's settings laid over."""
+        common = {key: value for key, value in self.settings.items() if key not in KINDS}
+        return coding.over(common).over(self.settings.get(kind, {}))
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """All settings of a cache, before it is known how many layers the model has."""
+
+    keys: Coding
+    values: Coding
+    layers: tuple[LayerRule, ...] = ()
+    skip_layers: tuple[int, ...] = ()
     exact_prefill: bool = True
-    other_layers: str = "error"
-    recipe: Mapping[str, Any] = field(default_factory=dict)
+    other_layers: OtherLayers = "error"
+
+    def of(self, kind: str) -> Coding:
+        """Return the coding of "keys" or "values" where no rule says otherwise."""
+        return self.keys if kind == "keys" else self.values
+
+    def by_layer(self, count: int) -> Codings:
+        """Return the codings of a model with so many layers; RecipeError for a layer that it does not have."""
+        skipped = {_layer(index, count, "skip_layers") for index in self.skip_layers}
+        spans = [(_span(str(match), count), rule) for rule in self.layers for match in rule.match]
+        layers = []
+        for index in range(count):
+            codings = {kind: self.of(kind) for kind in KINDS}
+            for rule in [rule for span, rule in spans if index in span]:
+                codings = {kind: rule.laid_over(coding, kind) for kind, coding in codings.items()}
+            layers.append(dict.fromkeys(KINDS, exact()) if index in skipped else codings)
+            _check_sinks(layers[-1], _error)
+        return tuple(layers)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the section as plain data, every default written out; `cache_settings` reads it back."""
+        return {
+            **{kind: self.of(kind).plain() for kind in KINDS},
+            "layers": [{"match": list(rule.match), **rule.settings} for rule in self.layers],
+            "skip_layers": list(self.skip_layers),
+            "exact_prefill": self.exact_prefill,
+            "other_layers": self.other_layers,
+        }
+
+    def needs(self) -> frozenset[str]:
+        """Return the samples that calibration must bring; none if no codec is calibrated."""
+        blocks = [block for rule in self.layers for block in (rule.settings, *map(rule.settings.get, KINDS)) if block]
+        methods = {self.keys.method, self.values.method, *(block["method"] for block in blocks if "method" in block)}
+        return frozenset().union(*(plugins.load("kv", method).NEEDS for method in methods))
 
 
-def resolve(recipe: Mapping[str, Any], layers: int) -> Settings:
-    """Settings of a model with so many layers; RecipeError names the key that is wrong."""
-    common = {key: value for key, value in recipe.items() if key not in (*GLOBAL, *KINDS)}
-    if not isinstance(recipe.get("method"), str):
-        known = ", ".join(plugins.names("kv"))
-        raise RecipeError(f"kv_cache needs a method, one of {known}")
-    listed = recipe.get("skip_layers") or ()
-    if not isinstance(listed, list | tuple):
-        raise RecipeError(f"kv_cache.skip_layers must be a list of layer numbers, found {listed!r}")
-    skipped = {_layer(index, layers, "skip_layers") for index in listed}
-    overrides = [
-        (_span(key, layers), _table(value, f"kv_cache.layers.{key}"))
-        for key, value in _table(recipe.get("layers") or {}, "kv_cache.layers").items()
-    ]
-    found = []
-    for index in range(layers):
-        own = [value for span, value in overrides if index in span]
-        found.append({kind: _coding(kind, [common, recipe, *own], index in skipped) for kind in KINDS})
-        if found[-1]["keys"].policy.sink != found[-1]["values"].policy.sink:
-            raise RecipeError("kv_cache: sink must be the same for keys and values; set it once")
-    other = recipe.get("other_layers", "error")
-    if other not in OTHER_LAYERS:
-        raise RecipeError(f"kv_cache.other_layers: {plugins.unknown('value', str(other), OTHER_LAYERS)}")
-    exact_prefill = recipe.get("exact_prefill", True)
-    if not isinstance(exact_prefill, bool):
-        raise RecipeError(f"kv_cache.exact_prefill must be true or false, found {exact_prefill!r}")
-    return Settings(tuple(found), exact_prefill, other, dict(recipe))
+SECTION_KEYS = tuple(f.name for f in dataclasses.fields(CacheSettings))
 
 
-def _coding(kind: str, sources: list[Mapping[str, Any]], skipped: bool) -> Coding:
-    """The first source counts for what is common, the `kind` of the second, then each override and its kind."""
-    common, recipe, *own = sources
-    parts = [common, _table(recipe.get(kind) or {}, f"kv_cache.{kind}")]
-    for override in own:
-        parts.append({key: value for key, value in override.items() if key not in KINDS})
-        parts.append(_table(override.get(kind) or {}, f"kv_cache.layers: {kind}"))
-    keys: dict[str, Any] = {}
-    for part in parts:
-        if part.get("method", keys.get("method")) != keys.get("method"):  # another method: its own settings only
-            keys = {key: value for key, value in keys.items() if key in _names(Policy)}
-        keys |= part
-    method = str(keys.pop("method"))
-    policy = {name: keys.pop(name) for name in _names(Policy) if name in keys}
-    if skipped:
-        return exact()
-    config = make(plugins.load("kv", method).Config, keys, f"kv_cache.{kind} ({method})", _names(Policy))
-    return Coding(method, config, make(Policy, policy, "kv_cache"))
+def _error(path: tuple[str | int, ...], message: str) -> RecipeError:
+    return RecipeError(message)
+
+
+def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = _error) -> CacheSettings:
+    """Return the settings that plain data stands for; `error` makes a RecipeError that says where the data came from.
+
+    Settings that were read before are returned as they are.
+    """
+    if isinstance(section, CacheSettings):
+        return section
+    whole = _Block(section, "kv_cache", error)
+    common = whole.without(SECTION_KEYS)
+    codings = {}
+    for kind in KINDS:
+        coding = _laid_over(Coding("", None, Policy()), common, SECTION_KEYS)
+        if kind in section:
+            coding = _laid_over(coding, whole.inner(kind, section[kind], f"kv_cache.{kind}"))
+        if not coding.method:
+            known = ", ".join(plugins.names("kv"))
+            raise error((), f"kv_cache: {kind} have no method; set kv_cache.method, one of {known}")
+        codings[kind] = coding
+    rules = _rules(whole, codings)
+    _check_sinks(codings, error)
+    matches = [str(match) for rule in rules for match in rule.match]
+    if repeated := [match for match in matches if matches.count(match) > 1]:
+        raise error((), f"kv_cache.layers matches {repeated[0]} in two entries; write one")
+    return CacheSettings(
+        codings["keys"],
+        codings["values"],
+        rules,
+        whole.value("skip_layers", tuple[int, ...], ()),
+        whole.value("exact_prefill", bool, True),
+        whole.value("other_layers", OtherLayers, "error"),
+    )
 
 
 def exact(sink: int = 0) -> Coding:
-    """Of what is not coded."""
+    """Return the coding of what stays as it is."""
     return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(sink=sink, residual_length=0, flush=1))
 
 
-def make(cls: Any, keys: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
-    """The frozen dataclass of these settings; RecipeError for an unknown key, a wrong type or an impossible value."""
-    hints = typing.get_type_hints(cls)
-    for key, value in keys.items():
+def _laid_over(coding: Coding, block: _Block, beside: Collection[str] = ()) -> Coding:
+    """Return the coding with the settings of a block; `beside`: what else may stand there, for messages."""
+    where, method, config = block.where, coding.method, coding.config
+    named = block.value("method", str, method)
+    if named != method:
+        try:
+            method, config = named, plugins.load("kv", named).Config()
+        except RecipeError as error:
+            raise block.error(("method",), str(error)) from error
+    own = block.without((*POLICY_KEYS, "method"))
+    if config is None and own.settings:
+        key = next(iter(own.settings))
+        raise block.error((key,), f"{where}: {key} needs a method, one of {', '.join(plugins.names('kv'))}")
+    if config is not None:
+        config = _replaced(config, own._replace(where=f"{where} ({method})"), ("method", *POLICY_KEYS, *beside))
+    policy = block.without([key for key in block.settings if key not in POLICY_KEYS])
+    return Coding(method, config, _replaced(coding.policy, policy))
+
+
+def _replaced(base: Any, block: _Block, beside: Collection[str] = ()) -> Any:
+    """Return the dataclass instance with the values of a block, of exactly the types of its fields."""
+    hints = plugins.hints(base)
+    for key in block.settings:
         if key not in hints:
-            raise RecipeError(f"{where}: {plugins.unknown('key', key, (*hints, *also))}")
-        if not _fits(value, hints[key]):
-            raise RecipeError(f"{where}: {key} cannot be {value!r}")
+            raise block.error((key,), f"{block.where}: {plugins.unknown('key', key, (*beside, *hints))}")
     try:
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()})
-    except ValueError as error:
-        raise RecipeError(f"{where}: {error}") from error
+        return dataclasses.replace(base, **{key: block.value(key, hints[key], None) for key in block.settings})
+    except ValueError as error:  # begins with the name of the field, if one field is at fault
+        key = str(error).partition(" ")[0]
+        raise block.error((key if key in hints else next(iter(block.settings)),), f"{block.where}: {error}") from error
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return any(value == option and type(value) is type(option) for option in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in arguments)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, arguments[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint or (value is None and hint is type(None))
+def _rules(whole: _Block, codings: Mapping[str, Coding]) -> tuple[LayerRule, ...]:
+    """Return the rules of `layers`, each tried on the codings that it is laid over."""
+    layers = whole.settings.get("layers", [])
+    if isinstance(layers, Mapping):
+        listed = whole.inner("layers", layers, "kv_cache.layers")
+        entries = [(listed.inner(key, entry, f"kv_cache.layers, {key}"), (key,)) for key, entry in layers.items()]
+        return tuple(_rule(block, match, codings) for block, match in entries)
+    if not isinstance(layers, list | tuple):
+        raise whole.error(("layers",), f"kv_cache.layers must be a list, found {plugins.found(layers)}")
+    listed = _Block({}, "kv_cache.layers", lambda path, message: whole.error(("layers", *path), message))
+    rules = []
+    for index, entry in enumerate(layers):
+        block = listed.inner(index, entry, "an entry of kv_cache.layers")
+        if "match" not in entry:
+            raise block.error((), f"{block.where} needs match, the layers that it is for: 3, -1 or '2-5'")
+        is_list = isinstance(entry["match"], list | tuple)
+        match = block.value("match", tuple[Match, ...] if is_list else Match, ())
+        match = match if is_list else (match,)
+        block = block.without(["match"])._replace(where=f"kv_cache.layers, {', '.join(map(str, match))}")
+        rules.append(_rule(block, match, codings))
+    return tuple(rules)
 
 
-def _span(key: Any, layers: int) -> range:
-    """ "3", 3, "-1" or "0-3" (both ends count) as layer numbers."""
-    text = str(key)
+def _rule(block: _Block, match: tuple[Match, ...], codings: Mapping[str, Coding]) -> LayerRule:
+    if not match:
+        raise block.error(("match",), "match is an empty list; name a layer, or remove the entry")
+    for layer in match:
+        if not re.fullmatch(r"-?\d+(-\d+)?", str(layer)):
+            raise block.error(("match",), f"match {layer!r} is no layer number and no span of them like '2-5'")
+    common, settings = block.without(KINDS), dict[str, Any]()
+    for kind in KINDS:
+        coding = _laid_over(codings[kind], common, KINDS)
+        settings |= _said(common, coding)
+        if kind in block.settings:
+            inner = block.inner(kind, block.settings[kind], f"{block.where}: {kind}")
+            settings[kind] = _said(inner, _laid_over(coding, inner))
+    numbers = tuple(int(layer) if re.fullmatch(r"-?\d+", str(layer)) else layer for layer in match)
+    return LayerRule(numbers, settings)
+
+
+def _said(block: _Block, coding: Coding) -> dict[str, Any]:
+    """Return the values of the keys that a block names, as they were understood."""
+    known = coding.plain()
+    return {key: known[key] for key in block.settings}
+
+
+def _check_sinks(codings: Mapping[str, Coding], error: ErrorAt) -> None:
+    if codings["keys"].policy.sink != codings["values"].policy.sink:
+        raise error((), "kv_cache: sink must be the same for keys and values; set it once")
+
+
+def _span(text: str, count: int) -> range:
+    """Return the layers that "3", "-1" or "0-3" (both ends count) names."""
     first, dash, last = text.rpartition("-")
-    if dash and first:
-        found = range(_layer(first, layers, "layers"), _layer(last, layers, "layers") + 1)
-        if not found:
-            raise RecipeError(f"kv_cache.layers: {text!r} names no layer; give the first one first")
-        return found
-    index = _layer(text, layers, "layers")
-    return range(index, index + 1)
+    if not (dash and first):
+        first = last = text
+    span = range(_layer(first, count, "layers"), _layer(last, count, "layers") + 1)
+    if not span:
+        raise RecipeError(f"kv_cache.layers: {text!r} names no layer; give the first one first")
+    return span
 
 
-def _layer(index: Any, layers: int, where: str) -> int:
-    try:
-        number = int(str(index))  # 2 and "2", not 2.5
-    except ValueError:
-        raise RecipeError(f"kv_cache.{where}: {index!r} is not a layer number") from None
-    if not -layers <= number < layers:
-        raise RecipeError(f"kv_cache.{where}: there is no layer {number}, the model has {layers}")
-    return number % layers
-
-
-def _table(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where} must be keys with values, found {value!r}")
-    return value
-
-
-def _names(cls: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(cls))
-
-
-def side(coding: Any) -> dict[str, Any]:
-    """A `Side`, or a `Coding` of compress/kv/settings.py, in the layout of its YAML."""
-    config = {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(coding.config).items()}
-    return {"method": coding.method, **config, **dataclasses.asdict(coding.policy)}
+def _layer(index: int | str, count: int, where: str) -> int:
+    """Return a layer's number counted from the first; RecipeError if the model has no such layer."""
+    if not -count <= int(index) < count:
+        raise RecipeError(f"kv_cache.{where}: there is no layer {index}, the model has {count}")
+    return int(index) % count

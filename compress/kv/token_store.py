@@ -13,7 +13,6 @@ exact until those that follow have given every row more.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,24 +23,9 @@ from compress.errors import CompressError
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Block, Codec, unrotate
 from compress.kv.rope import Rope
+from compress.kv.settings import Policy
 
 ENCODE_TOKENS = 4096  # encoded at a time, rounded to the codec's granularity: bounds the float32 temporaries
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which tokens stay exact; keys and values may differ in all but `sink`.
-
-    A prompt in chunks that divide `flush` and `residual_length` is then read as if it came token by token.
-    """
-
-    sink: int = 4  # first tokens
-    residual_length: int = 128  # newest tokens, at least; flush - 1 more at most
-    flush: int = 32  # tokens coded at a time, rounded up to whole groups of the codec
-
-    def __post_init__(self) -> None:
-        if self.sink < 0 or self.residual_length < 0 or self.flush < 1:
-            raise ValueError("sink and residual_length are 0 or more tokens, flush 1 or more")
 
 
 class Bytes(NamedTuple):
@@ -92,7 +76,7 @@ class Store:
 
     @property
     def keeps_halves(self) -> bool:
-        """Whether path B, where there is much to read, keeps rotary rows beside positions: compiled code reads them."""
+        """Whether fused attention keeps rotary rows beside positions where there is much to read, for compiled code."""
         query = torch.empty(1, 1, 1, self.codec.spec.width, device=self._sample().device)
         return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
 

@@ -43,9 +43,7 @@ def correction(stats: Stats, alpha: float, tokens: int) -> tuple[Tensor | None, 
     solved = _solved(stats.drift, stats.hessian)
     if solved is None:
         return None, "no target could be solved for from the full-precision inputs: calibrated on its own inputs alone"
-    note = (
-        f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the target's correction is applied"
-    )
+    note = f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the target correction applies"
     return solved.mul_(alpha * share), note if share < 1 else None
 
 

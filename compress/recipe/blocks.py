@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from yaml import Node, ScalarNode
+from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.recipe.yaml import Entries, check_keys, error_at, found, mapping, value
+from compress.kv.settings import CacheSettings, cache_settings
+from compress.recipe.yaml import Entries, check_keys, error_at, found, mapping, plain, sequence, value
 
 if TYPE_CHECKING:
     from compress.types import Scheme
@@ -60,7 +60,7 @@ def method(entries: Entries, kind: str = "quant") -> ModuleType:
 
 def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
     """The dataclass instance `base` with the values of `entries`; `beside`: what else the block may hold."""
-    hints = typing.get_type_hints(type(base))
+    hints = plugins.hints(base)
     check_keys(entries, [*beside, *fields(base)], where)
     values = {key: value(entries, key, hints[key]) for key in entries}
     try:
@@ -73,3 +73,19 @@ def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[st
 def fields(config: Any) -> list[str]:
     """Names of the fields of a dataclass."""
     return [field.name for field in dataclasses.fields(config)]
+
+
+def cache(at: Node, node: Node) -> CacheSettings:
+    """Return the settings of the `kv_cache` section whose key stands `at`."""
+    sequence(mapping(node, "kv_cache"), "layers")  # the form with a mapping is that of config.json
+
+    def error(path: tuple[str | int, ...], message: str) -> RecipeError:
+        key, content = at, node
+        for step in path:
+            if isinstance(content, SequenceNode):
+                key = content = content.value[int(step)]
+            else:
+                key, content = mapping(content, "kv_cache")[str(step)]
+        return error_at(key, message)
+
+    return cache_settings(plain(node, "kv_cache"), error)

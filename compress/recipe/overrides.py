@@ -13,8 +13,8 @@ from yaml import MappingNode, Node
 from compress import plugins
 from compress.errors import RecipeError
 from compress.recipe.blocks import RULE_KEYS, SCHEME_KEYS, fields, method
-from compress.recipe.schema import ALLOCATE_KEYS, TOP_KEYS, CalibrationConfig
-from compress.recipe.yaml import OVERRIDE, changed, compose, is_override, mapping, sequence
+from compress.recipe.schema import ALLOCATE_KEYS, RENAMED, TOP_KEYS, CalibrationConfig
+from compress.recipe.yaml import OVERRIDE, changed, compose, is_override, mapping, say_renamed, sequence
 
 
 def overridden(root: Node, overrides: Sequence[str]) -> Node:
@@ -39,6 +39,9 @@ def _replaced(root: Node, override: str) -> Node:
     path = ["quantize", key] if _is_bare(key) else key.split(".")
     if "=" not in override or "" in path:
         raise RecipeError(f"{source}: expected key=value, with dots between the parts of a nested key")
+    if new_name := RENAMED.get((path[0], path[-1])) if len(path) == 2 else None:
+        say_renamed(source, key, new_name)
+        path = [path[0], new_name]
     new = compose(override.partition("=")[2], source)
     root = changed(root, path, lambda old: new, source)
     if path == ["quantize", "method"] or (path[0] == "rules" and path[2:] == ["method"]):

@@ -28,7 +28,7 @@
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
       cache_estimator: swap    # how the cache's share is spent: swap, output_error, or rule (KV-AdaQuant)
-    kv_cache:                  # how generation stores keys and values (compress/recipe/kv.py); by default as they are
+    kv_cache:                  # how generation stores keys and values (compress/kv/settings.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
       prune: true
@@ -55,13 +55,13 @@ from yaml import Node, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.recipe import kv
-from compress.recipe.blocks import built, method, scheme
+from compress.recipe.blocks import built, cache, method, scheme
 from compress.recipe.overrides import overridden
 from compress.recipe.schema import (
     ALLOCATE_KEYS,
     KEEP,
     OF_EXPERTS,
+    RENAMED,
     TOP_KEYS,
     Allocation,
     CacheEstimator,
@@ -73,7 +73,7 @@ from compress.recipe.schema import (
     Units,
     settings,
 )
-from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, sequence, value
+from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, rename, sequence, value
 
 if TYPE_CHECKING:
     from compress.types import ExpertPruning, Scheme
@@ -113,6 +113,7 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         name, root = path.stem, compose(_read(path), str(path))
     else:
         raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
+    rename(root, RENAMED)
     recipe = _recipe(root, name)
     return _recipe(overridden(root, overrides), name) if overrides else recipe
 
@@ -148,7 +149,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "ignore": list(recipe.ignore),
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
-        **({"kv_cache": kv.plain(recipe.kv_cache)} if recipe.kv_cache is not None else {}),
+        **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
     }
 
 
@@ -203,7 +204,7 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         transform=_steps(entries),
         allocate=_allocation(entries, quantize),
         experts=_experts(entries),
-        kv_cache=kv.read(*entries["kv_cache"]) if "kv_cache" in entries else None,
+        kv_cache=cache(*entries["kv_cache"]) if "kv_cache" in entries else None,
     )
 
 

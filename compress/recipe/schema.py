@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from compress.recipe.kv import CacheRecipe
+    from compress.kv.settings import CacheSettings
     from compress.types import ExpertPruning, Scheme
 
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
@@ -18,6 +18,7 @@ OTHER_KEYS = ("allocate", "experts", "kv_cache")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *OTHER_KEYS)
 CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
 ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", *CACHE_KEYS)  # beside the method's settings
+RENAMED = {("calibration", "asymmetric"): "target_correction"}  # (section, old key) -> new key
 OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what is measured of whole experts only
 
 Importance = Literal[
@@ -35,9 +36,7 @@ Importance = Literal[
 class CalibrationConfig:
     num_samples: int = 128  # sequences
     seq_len: int = 2048  # tokens of each; capped by the model's maximum
-    asymmetric: float = (
-        0.0  # share of the way from each weight to its target in compress/quant/target_correction.py; 0: off
-    )
+    target_correction: float = 0.0  # share of the way to the targets of compress/quant/target_correction.py; 0: off
     importance: Importance = "none"  # what tokens weigh in the statistics (calib/token_importance.py)
     importance_min: float = 0.005  # weight of the least important token of a sample, of that of the most important one
     rolled: int = 1  # of each sample this many copies are used, each shifted in a circle
@@ -46,8 +45,8 @@ class CalibrationConfig:
         for key in ("num_samples", "seq_len", "rolled"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} {getattr(self, key)} is not positive")
-        if not 0 <= self.asymmetric <= 1:
-            raise ValueError(f"asymmetric {self.asymmetric} is not between 0 and 1")
+        if not 0 <= self.target_correction <= 1:
+            raise ValueError(f"target_correction {self.target_correction} is not between 0 and 1")
         if not 0 < self.importance_min <= 1:
             raise ValueError(f"importance_min {self.importance_min} is not above 0 and at most 1")
 
@@ -173,7 +172,7 @@ class Recipe:
     transform: tuple[Step, ...] = ()
     allocate: Allocation | None = None
     experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
-    kv_cache: CacheRecipe | None = None  # None: generation stores keys and values as they are
+    kv_cache: CacheSettings | None = None  # None: generation stores keys and values as they are
 
     @property
     def packs(self) -> bool:

@@ -7,24 +7,21 @@ integer, true is no integer, a null is no text; an integer is a float. Keys that
 
 from __future__ import annotations
 
-import json
-import math
-import types
+import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
 from yaml import MappingNode, Mark, Node, ScalarNode, SequenceNode
 
 from compress.errors import RecipeError
-from compress.plugins import unknown
+from compress.plugins import MISMATCH, Unquoted, expected, typed, unknown
 
 Entries = dict[str, tuple[Node, Node]]  # key -> the node of the key, the node of its value
 
 OVERRIDE = "--set "  # begins the source of what was not written in a file
 TAG = "tag:yaml.org,2002:"
-MISMATCH = object()  # "this node is not of that type"; None is a value
 
 
 def compose(content: str, source: str) -> Node:
@@ -95,9 +92,21 @@ def value(entries: Entries, key: str, hint: Any, default: Any = None) -> Any:
         item, _ = typing.get_args(hint)
         return tuple(value({key: (node, node)}, key, item) for node in sequence(entries, key))
     at, node = entries[key]
-    result = _typed(node, hint)
+    result = typed(_scalar(node), hint)
     if result is MISMATCH:
-        raise error_at(at, f"{key} must be {_expected(hint)}, found {found(node)}")
+        raise error_at(at, f"{key} must be {expected(hint)}, found {found(node)}")
+    return result
+
+
+def plain(node: Node, where: str) -> Any:
+    """Return a node as plain data; RecipeError for a date, a tag or an ambiguous number."""
+    if isinstance(node, SequenceNode) and node.tag == f"{TAG}seq":
+        return [plain(item, where) for item in node.value]
+    if isinstance(node, MappingNode):
+        return {key: plain(content, f"{where}.{key}") for key, (_, content) in mapping(node, where).items()}
+    result = _scalar(node)
+    if result is MISMATCH:
+        raise error_at(node, f"{where} cannot be {found(node)}")
     return result
 
 
@@ -108,6 +117,19 @@ def found(node: Node) -> str:
         return f"the text {node.value!r}"
     words = {"map": "keys with values", "seq": "a list", "null": "nothing"}
     return words.get(tag) or f"{node.value if isinstance(node, ScalarNode) else 'values'} ({tag})"
+
+
+def rename(root: Node, renamed: Mapping[tuple[str, str], str]) -> None:
+    """Give the old keys of a recipe's sections their new names, in place; say so on stderr."""
+    for key, block in root.value if isinstance(root, MappingNode) else ():
+        for inner, _ in block.value if isinstance(block, MappingNode) else ():
+            if new := renamed.get((str(key.value), str(inner.value))):
+                say_renamed(_where(inner.start_mark), f"{key.value}.{inner.value}", new)
+                inner.value = new
+
+
+def say_renamed(where: str, old: str, new: str) -> None:
+    print(f"compress: {where}: {old} is now called {new}", file=sys.stderr)
 
 
 def changed(node: Node | None, path: Sequence[str], change: Callable[[Any], Node], source: str) -> Node:
@@ -134,44 +156,16 @@ def _where(mark: Mark) -> str:
     return mark.name if mark.name.startswith(OVERRIDE) else f"{mark.name}, line {mark.line + 1}"
 
 
-def _typed(node: Node, hint: Any) -> Any:
-    """A scalar as `hint`, or MISMATCH."""
-    options = typing.get_args(hint)
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return next((v for option in options if (v := _typed(node, option)) is not MISMATCH), MISMATCH)
-    if hint is float:
-        return _number(node)
-    result = _scalar(node)
-    if typing.get_origin(hint) is typing.Literal:
-        return result if any(result == option and type(result) is type(option) for option in options) else MISMATCH
-    return result if type(result) is hint else MISMATCH
-
-
 def _scalar(node: Node) -> Any:
-    """What YAML takes a scalar for; MISMATCH for lists, blocks, dates, tags and ambiguous integers (017, 1:30)."""
+    """Return what YAML takes a scalar for; MISMATCH for lists, blocks, dates, tags and numbers like 017 or 1:30."""
     readers: dict[str, Callable[[str], Any]] = {
         f"{TAG}int": lambda word: int(word, 0),
         f"{TAG}bool": lambda word: yaml.SafeLoader.bool_values[word.lower()],
         f"{TAG}null": lambda word: None,
-        f"{TAG}str": str,
+        f"{TAG}float": float,
+        f"{TAG}str": Unquoted if isinstance(node, ScalarNode) and node.style is None else str,
     }
     try:
         return readers[node.tag](node.value)
     except (KeyError, ValueError):
         return MISMATCH
-
-
-def _number(node: Node) -> Any:
-    """A finite float, or MISMATCH. Not left to the rules of YAML 1.1, in which 1e-3 is text."""
-    try:
-        number = float(node.value) if isinstance(node, ScalarNode) and node.style is None else math.nan
-    except ValueError:
-        return MISMATCH
-    return number if math.isfinite(number) else MISMATCH
-
-
-def _expected(hint: Any) -> str:
-    plain = {bool: "true or false", int: "an integer", float: "a finite number", str: "text", type(None): "null"}
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(json.dumps, typing.get_args(hint)))
-    return plain.get(hint) or " or ".join(_expected(option) for option in typing.get_args(hint))

@@ -1,7 +1,7 @@
 """The calibration text on its way through the blocks, and what is collected from it on the way.
 
 Hidden states go from block to block behind the prefix with quantized weights (that inputs are quantized at run time,
-too, plays no part in calibration); in asymmetric calibration those of the full-precision model go beside them. Of every
+too, plays no part in calibration); with target correction those of the full-precision model go beside them. Of every
 block they give the statistics that its linears are quantized with, weighted by the tokens' importance where the recipe
 asks for it (RSQ), and the scales of activations that are quantized statically.
 """
@@ -35,7 +35,7 @@ from compress.types import LayerPlan, Stats
 
 def paired(asked: Job) -> bool:
     """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
-    return asked.pack and asked.recipe.calibration.asymmetric > 0
+    return asked.pack and asked.recipe.calibration.target_correction > 0
 
 
 class Flow:
@@ -145,7 +145,7 @@ class Flow:
         stats, note = calib_stats.shrink(total.finish(key))
         correction, more = None, None
         if self._has_drift(layers):
-            tokens, alpha = self.stream.samples * self.prepared.seq_len, self.asked.recipe.calibration.asymmetric
+            tokens, alpha = self.stream.samples * self.prepared.seq_len, self.asked.recipe.calibration.target_correction
             correction, more = target_correction.correction(stats, alpha, tokens)
         around = next((layer for layer in layers if layer.ops), None)
         rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None

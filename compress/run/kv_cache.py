@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from compress import plugins, process_memory
+from compress import process_memory
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
-from compress.kv.cache import CODED, make_cache
-from compress.kv.cache import build as build_codec
-from compress.kv.codec import Spec
-from compress.kv.settings import KINDS, Settings, exact, resolve
+from compress.kv.cache import CODED, check_codecs, coded_layers, head_shape, layer_types, make_cache
+from compress.kv.settings import CacheSettings, Codings
 from compress.model.skeleton import Skeleton
-from compress.recipe import kv
 from compress.runtime import kv_config
 from compress.storage.checkpoint import open_checkpoint, sha256
 
@@ -25,52 +21,24 @@ CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all
 
 if TYPE_CHECKING:
     from compress.progress import Progress
-    from compress.recipe.kv import CacheRecipe
     from compress.run.job import Facts
     from compress.storage.workdir import Output
 
 
-def check(config: Any, recipe: CacheRecipe) -> Settings:
-    """The recipe's settings for a model of this configuration; RecipeError where they do not fit.
-
-    Codecs without calibration are built for the width of a head that the configuration states, if it states one.
-    """
-    table = kv.table(recipe)
-    make_cache(config, table)
-    settings = resolve(table, kv_config.layer_count(config))
-    if CODED not in kv_config.layer_types(config):
+def check(config: Any, settings: CacheSettings) -> Codings:
+    """Return the codings of the layers of a model of this configuration; RecipeError where the settings do not fit."""
+    make_cache(config, settings)
+    if CODED not in layer_types(config):
         raise RecipeError("kv_cache: no layer of this model has the full attention that is coded; remove kv_cache")
-    queries, heads, width = _heads(config)
-    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:  # caches of another shape
-        return settings
-    for index, layer in enumerate(coded(config, settings).layers):
-        for kind in KINDS:
-            if not plugins.load("kv", layer[kind].method).NEEDS:
-                spec = Spec(kind, index, len(settings.layers), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
-                build_codec(layer[kind], spec, {})
-    return settings
+    codings = coded_layers(config, settings)
+    check_codecs(config, codings)
+    return codings
 
 
 def sampled(config: Any, tokens: int) -> int:
-    """Bytes of a layer's keys, values and queries, float32, that `build` calibrates on where it has so many tokens."""
-    queries, heads, width = _heads(config)
+    """Return the bytes of a layer's keys, values and queries, float32, that calibrating on so many tokens takes."""
+    queries, heads, width = head_shape(config)
     return 4 * width * (2 * heads + queries) * min(tokens, CALIBRATED)
-
-
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and the width of a head, as a configuration states them."""
-    decoder = config.get_text_config(decoder=True)
-    queries = decoder.num_attention_heads
-    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
-    return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
-
-
-def coded(config: Any, settings: Settings) -> Settings:
-    """The settings, exact for layers that a cache leaves to transformers: these have no codec and need no samples."""
-    plain = dict.fromkeys(KINDS, exact())
-    types = kv_config.layer_types(config)
-    layers = [layer if kind == CODED else plain for kind, layer in zip(types, settings.layers, strict=True)]
-    return replace(settings, layers=tuple(layers))
 
 
 def build(output: Output, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -99,21 +67,20 @@ def _is_intact(directory: Path, section: dict[str, Any]) -> bool:
     return static is None or (path.is_file() and sha256(path) == static["sha256"])
 
 
-def _calibrated(directory: Path, facts: Facts, recipe: CacheRecipe) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _calibrated(directory: Path, facts: Facts, settings: CacheSettings) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Calibrate and write the cache of a checkpoint: its section, and facts of the calibration if there was one."""
     asked = facts.job
     skeleton = Skeleton(open_checkpoint(directory))
-    settings = check(skeleton.config, recipe)
+    codings = check(skeleton.config, settings)
     static: dict[str, Tensor] = {}
     found = None
-    if kv.needs(recipe):
+    if settings.needs():
         assert facts.calibration is not None
-        wanted = coded(skeleton.config, settings)
         tokens = facts.calibration.tokens
         tokens = tokens[: max(1, CALIBRATED // tokens.shape[1])]
         file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
-        static, found = calibrate(skeleton, wanted, tokens, asked.device, file=file)
+        static, found = calibrate(skeleton, codings, tokens, asked.device, file=file)
         process_memory.check(asked.max_memory)
-    section = kv_config.write(directory, settings, static)
-    kv_config.table(section, len(settings.layers))  # reads it back
+    section = kv_config.write(directory, settings, len(codings), static)
+    kv_config.read(section, len(codings))
     return section, found

@@ -20,7 +20,7 @@ from compress.errors import CheckpointError, NotMeasuredError, OutputError, firs
 from compress.model import load
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress
-from compress.recipe import Recipe, kv
+from compress.recipe import Recipe
 from compress.run import expert_pruning, memory_plan
 from compress.run import kv_cache as kv_checkpoint
 from compress.run.job import Job, Prepared
@@ -64,7 +64,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
     layers = [layer for each in plans for layer in each.layers]
     static = any(layer.activations is not None and layer.activations.scale == "tensor" for layer in layers)
     routed = job.pack and job.recipe.pruning is not None
-    cached = job.recipe.kv_cache is not None and bool(kv.needs(job.recipe.kv_cache))
+    cached = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
     needed = every or routed or cached or static or bool(memory_plan.statistics(layers)) or "block" in scopes.values()
     needed = needed or any(memory_plan.needs_text(layer) for layer in layers)
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
@@ -73,7 +73,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         seq_len = min(settings.seq_len, longest or settings.seq_len)
         samples = (settings.num_samples if needed else min(tried, settings.num_samples)) * settings.rolled
     extras = memory_plan.Extras(
-        samples > 0 and settings.asymmetric > 0 and job.pack,
+        samples > 0 and settings.target_correction > 0 and job.pack,
         "block" in scopes.values(),
         settings.importance != "none",
         tuple(plans[1:]),

@@ -23,7 +23,7 @@ class Given:
 
     stats: Stats | None = None
     rotated: Stats | None = None  # the statistics in the rotated basis of those layers that have one
-    correction: Tensor | None = None  # [in, in], of asymmetric calibration
+    correction: Tensor | None = None  # [in, in], of target correction
     notes: tuple[str, ...] = ()
 
 

@@ -29,8 +29,8 @@ def measure(
 
     output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped, over at most MEASURED_ROWS rows
     spread evenly: over all rows it would cost as much as the rounding itself. Both errors are those against the
-    original weight on the inputs that the quantized prefix gives: where calibration.asymmetric has moved the target,
-    the intended shift is part of them.
+    original weight on the inputs that the quantized prefix gives: where target correction has moved the target, the
+    intended shift is part of them.
     """
     original = weight.float()
     residual = original - formats.decode(packed, original.dtype)

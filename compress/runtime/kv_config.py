@@ -22,12 +22,12 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.utils import cached_file
 
 from compress.errors import CheckpointError
 from compress.kv import generation
-from compress.kv.settings import KINDS, Settings, resolve, side
+from compress.kv.cache import layer_types
+from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.storage.checkpoint import read_header, sha256, write_shard
 
 FILE = "kv_cache.safetensors"
@@ -35,18 +35,9 @@ VERSION = 1  # of the layout described above
 SNAPSHOTS = "snapshots"  # folder of the hub's cache that holds the files of commits
 
 
-def layer_types(config: Any) -> list[str]:
-    """Of the decoder's layers, as caches count them."""
-    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
-
-
-def layer_count(config: Any) -> int:
-    return len(layer_types(config))
-
-
-def resolved(settings: Settings) -> dict[str, Any]:
-    """Settings as config.json stores them: the most common layer, and the others."""
-    layers = [{kind: side(coding[kind]) for kind in KINDS} for coding in settings.layers]
+def plain_section(settings: CacheSettings, layer_count: int) -> dict[str, Any]:
+    """Return the settings as config.json stores them: those of the most common layer, and the other layers."""
+    layers = [{kind: codings[kind].plain() for kind in KINDS} for codings in settings.by_layer(layer_count)]
     counts = Counter(map(repr, layers))
     common = max(layers, key=lambda layer: counts[repr(layer)])  # the first of the most common
     return {
@@ -59,16 +50,16 @@ def resolved(settings: Settings) -> dict[str, Any]:
     }
 
 
-def write(directory: Path, settings: Settings, static: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The section for config.json; calibrated tensors go to their file."""
-    section = resolved(settings)
+def write(directory: Path, settings: CacheSettings, layer_count: int, static: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write calibrated tensors to their file and return the section for config.json."""
+    section = plain_section(settings, layer_count)
     if static:
         section["static"] = {"file": FILE, "sha256": write_shard(directory / FILE, static)}
     return section
 
 
-def table(section: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The section as compress/kv/settings.py takes it, checked for a model of so many layers."""
+def read(section: Mapping[str, Any], layer_count: int) -> CacheSettings:
+    """Return the settings of a section, checked for a model of so many layers."""
     if not isinstance(section, Mapping):
         raise CheckpointError("quantization_config: kv_cache is not a table; write the checkpoint again")
     if section.get("version") != VERSION:
@@ -76,9 +67,9 @@ def table(section: Mapping[str, Any], layers: int) -> dict[str, Any]:
             f"quantization_config: kv_cache has version {section.get('version')!r}, this compress reads {VERSION}; "
             "upgrade compress"
         )
-    found = {key: value for key, value in section.items() if key not in ("version", "static")}
-    resolve(found, layers)
-    return found
+    settings = cache_settings({key: value for key, value in section.items() if key not in ("version", "static")})
+    settings.by_layer(layer_count)
+    return settings
 
 
 def read_static(section: Mapping[str, Any], directory: Path, layers: int) -> dict[str, Tensor]:
@@ -105,13 +96,13 @@ def use(model: Any, section: Mapping[str, Any], directory: Path | None) -> None:
     """Let `generate` of a loaded model use the cache of its checkpoint."""
     if not hasattr(model, "_prepare_cache_for_generation"):
         return  # a bare body
-    layers = layer_count(model.config)
-    recipe = table(section, layers)
+    layers = len(layer_types(model.config))
+    settings = read(section, layers)
     where = directory or Path(model.name_or_path)
     if section.get("static") is not None and not (where / FILE).is_file():
         where = _fetched(model, where) or where
     static = read_static(section, where, layers)
-    generation.attach(model, recipe, static)
+    generation.attach(model, settings, static)
     if static:
         model.save_pretrained = MethodType(partial(_save, static), model)
 

@@ -6,9 +6,9 @@ queries of the heads that share this KV head, over the mean of its diagonal, kep
 With i the channels just coded and r the later ones, k_r += W_i (k^_i - k_i), W_i = -A_rr^-1 A_ri: one product for each
 piece. Only the encoder knows of it: bytes, decoding and attention are KIVI's. Values are KIVI's too.
 
-`subspace: calibrated` takes M from a calibration text, once for the model, for both paths. `subspace: prompt` takes it
-from the queries of the forward pass in which the first tokens are coded, as published: path B only, kept with the
-sequences as float16, width (width - columns) / 2 numbers a KV head.
+`subspace: calibrated` takes M from a calibration text, once for the model. `subspace: prompt` takes it from the queries
+of the forward pass in which the first tokens are coded, as published. That works with path="fused" only; M is kept with
+the sequences as float16, width (width - columns) / 2 numbers a KV head.
 
 Differences from the published code: M is divided by its size, so that `strength` means the same for every length of
 the prompt, where singular values there grow with it; one solve for each piece, which the published recursion equals;
@@ -104,7 +104,7 @@ class Keys(kivi.ByChannel):
         if not self.needs_queries:
             return {}
         if queries is None:
-            raise CompressError(f"{self.spec.where}: squat with subspace: prompt is given no queries; use path B")
+            raise CompressError(f"{self.spec.where}: squat with subspace: prompt is given no queries; use path='fused'")
         return {"compensation": compensation(moment(queries, self.spec.heads), self.config)}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

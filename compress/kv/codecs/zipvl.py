@@ -12,8 +12,8 @@ Differences from the paper: a fixed share of each span instead of the smallest s
 each KV head, not for a layer; keys are judged by queries, values, which are stored apart from the keys and see no
 scores, by their length: what a coding error does grows with it; no sparse attention in the prompt, which is no matter
 of the cache; nothing is dropped. The base quantizer is ours, for all tiers.
-What it does not do: work on path A with `judge: probes`, since only path B shows queries to a codec; judge again as the
-text goes on: the probes are those of the prompt, as published.
+What it does not do: work with path="decode" and `judge: probes`, since only fused attention shows queries to a codec;
+judge again as the text goes on: the probes are those of the prompt, as published.
 """
 
 from __future__ import annotations

@@ -1,0 +1,66 @@
+"""Load a model and make the caches that are measured on it, calibrated where they need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compress.calib.data import token_windows
+from compress.calib.kv import calibrate
+from compress.errors import CalibrationError, RecipeError
+from compress.evaluate.cache_scores import Candidate, readable
+from compress.evaluate.scores import Execution
+from compress.kv import generation, hooks
+from compress.kv.cache import coded_layers
+from compress.kv.settings import CacheSettings
+from compress.model import load as lm
+from compress.progress import Progress
+
+CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
+OWN = "own"  # the cache of the checkpoint itself
+
+
+def load_model(directory: Path, execution: Execution) -> PreTrainedModel:
+    """Load a model and add the hooks that caches need."""
+    model = lm.load_model(directory, execution.dtype, execution.device)
+    hooks.attach(model)
+    if generation.can_read_codes(model):
+        generation.switch(model)
+    return model
+
+
+def candidates(
+    model: Any, directory: Path, caches: Mapping[str, CacheSettings], calib: str | None, progress: Progress
+) -> list[Candidate]:
+    """Return the caches as candidates, calibrated where they need it; without any, the checkpoint's own."""
+    stored = getattr(model, "kv_cache", None)
+    if not caches:
+        if stored is None:
+            raise RecipeError(f"{directory} stores no cache of its own; name a recipe")
+        return [readable(model, Candidate(OWN, stored.settings, stored.static))]
+    found = []
+    for name, settings in caches.items():
+        static: dict[str, Tensor] = {}
+        if settings.needs():
+            progress(f"calibrating {name}", 0, 0)
+            tokens = _calibration_tokens(model, directory, name, calib)
+            static, _ = calibrate(model, coded_layers(model.config, settings), tokens)
+        found.append(readable(model, Candidate(name, settings, static)))
+    return found
+
+
+def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | None) -> Tensor:
+    if calib is None:
+        raise CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
+    count, length = CALIBRATION
+    length = min(length, lm.max_positions(model.config.get_text_config()) or length)
+    tokenizer = lm.load_tokenizer(directory)
+    vocabulary = model.config.get_text_config().vocab_size
+    windows, _ = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)
+    if not len(windows):
+        raise CalibrationError(f"{calib} has no window of {length} tokens; give more text to calibrate on")
+    return windows[:count]
