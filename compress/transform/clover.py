@@ -18,8 +18,8 @@ is the product of the norms of its two sides, as in the paper, with `measure: we
 the pair adds to squared scores, averaged over all angles. With `measure: inputs` the root mean squares of what both
 sides give on the calibration text take the place of the norms. The paper takes one quantile for the whole model: the
 exact bytes of a plan would then depend on the weights. The layout of the model stays, because no configuration knows
-heads of different sizes: the method `cut` (compress/quant/cut.py) stores what is not zero, and `cut` with the same
-share is what makes a model smaller.
+heads of different sizes: the method `structured` (compress/quant/structured.py) stores what is not zero, and with the
+same share it makes a model smaller.
 
 On tests/models/books-8m (8176 tokens of held-out text; calibrated on 32 samples of 512 tokens) a quarter of the
 query-key channels costs a KL of 0.0123, 0.0278 with `measure: weights`, and half of them 0.069 and 0.132. Half of the
