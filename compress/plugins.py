@@ -33,6 +33,8 @@ KINDS = {
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
 }
+# (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
+ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
 PACKAGES = {kind: {"allocate": "allocate.methods", "kv": "kv.codecs"}.get(kind, kind) for kind in KINDS}
 
 MISMATCH = object()  # "this value is not of that type"; None is a value
@@ -65,6 +67,11 @@ def load(kind: str, name: str) -> ModuleType:
         raise TypeError(f"{module.__file__} does not define {', '.join(missing)}, which every {kind} plugin must")
     _checked[kind, name] = module
     return module
+
+
+def current(kind: str, name: str) -> str:
+    """Return the present name of a plugin that may have been renamed; any other name as it is."""
+    return ALIASES.get((kind, name), name)
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 import problems
 from compress import formats, plugins
 from compress.errors import UnsupportedModelError
-from compress.formats import cut as cut_format
+from compress.formats import structured as structured_format
 from compress.model import graph as structure
 from compress.model.blockwise import Call
 from compress.model.skeleton import Skeleton
-from compress.quant import cut
-from compress.recipe import load
+from compress.quant import structured
+from compress.recipe import blocks, load
 from compress.run import pipeline
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import clover, qk_pairs
@@ -337,7 +337,7 @@ def test_settings_that_cannot_be(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.25), (0.3, 0.7), (0.01, 0.01)])
 def test_the_largest_rows_and_columns_are_kept(rows: float, columns: float) -> None:
     weight = problems.random(20, 32)
-    packed = cut.quantize(weight, None, cut.Config(rows, columns, "float32")).weight
+    packed = structured.quantize(weight, None, structured.Config(rows, columns, "float32")).weight
     found = formats.decode(packed, torch.float32)
     kept = [max(1, round(20 * rows)), max(1, round(32 * columns))]
     masks = [(found != 0).any(1), (found != 0).any(0)]
@@ -352,13 +352,13 @@ def test_the_largest_rows_and_columns_are_kept(rows: float, columns: float) -> N
 def test_zeros_are_what_is_left_out() -> None:
     weight = problems.random(20, 32)
     weight[3:13] = 0
-    result = cut.quantize(weight, None, cut.Config(0.5, 1.0, "float32"))
+    result = structured.quantize(weight, None, structured.Config(0.5, 1.0, "float32"))
     assert torch.equal(formats.decode(result.weight, torch.float32), weight) and not result.notes
-    assert "of the squared norm is left out" in cut.quantize(weight, None, cut.Config(0.25)).notes[0]
+    assert "of the squared norm is left out" in structured.quantize(weight, None, structured.Config(0.25)).notes[0]
     with pytest.raises(ValueError, match="rows 0 and columns"):
-        cut.Config(0)
+        structured.Config(0)
     with pytest.raises(ValueError, match="of a weight that is 3 x 4"):
-        cut_format.specs(cut_format.Params(4, 4), (3, 4))
+        structured_format.specs(structured_format.Params(4, 4), (3, 4))
 
 
 def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
@@ -376,6 +376,23 @@ def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
         clover.decompose(block, attention, 0.5)
     torch.testing.assert_close(logits(found), logits(plain), rtol=1e-4, atol=1e-4)
     assert load("clover50").rules
+
+
+def test_checkpoints_and_recipes_with_the_former_name_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = save_pico("llama", tmp_path / "model"), tmp_path / "out"
+    pipeline.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
+    wanted = logits(AutoModelForCausalLM.from_pretrained(out))
+    config = out / "config.json"
+    assert '"format": "structured"' in config.read_text()
+    config.write_text(config.read_text().replace('"format": "structured"', '"format": "cut"'))
+    capsys.readouterr()
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits(again), wanted)
+    assert "structured" not in capsys.readouterr().err
+
+    blocks.say_renamed.cache_clear()
+    assert load("clover50", ["quantize.method=cut"]) == load("clover50", ["quantize.method=structured"])
+    assert capsys.readouterr().err == "method 'cut' of the recipe is called 'structured' now\n"
 
 
 def test_queries_and_keys_are_cut_in_a_run(tmp_path: Path) -> None:

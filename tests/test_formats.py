@@ -29,7 +29,7 @@ GROUPS = [-1, 16, 32, 64, 100, 128]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
-    "cut": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
+    "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3, "compand": True, "row_scales": False}],
     "pvq": [{"bpw": 1.5, "vector_dim": 16}],
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],

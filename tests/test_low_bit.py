@@ -40,7 +40,7 @@ SMALL = {  # method -> settings of a short search
 }
 SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("transform.0.thresholds=2",)}
 ALL = {name: recipe.load(name) for name in recipe.names()}
-SPECIAL = {"lord", "cut", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
+SPECIAL = {"lord", "structured", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
 METHOD = {
     name: r.quantize.method
     for name, r in ALL.items()

@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from compress import plugins
 from compress.errors import CheckpointError
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms as operations
@@ -41,6 +42,7 @@ class Format(Protocol):
 
 def get(name: str) -> Format:
     """The format's module; an unknown name is one clear line (a newer checkpoint, usually)."""
+    name = plugins.current("formats", name)
     if not name.isidentifier():
         raise CheckpointError(f"format {name!r} is not a valid name")
     try:

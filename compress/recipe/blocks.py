@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,9 +28,9 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     from compress.types import Activations, Correction, Scheme
 
     if "method" in entries:
-        module = method(entries)
+        module, name = method(entries), plugins.current("quant", value(entries, "method", str))
         beside = (above.activations, above.lowrank) if above is not None else ()
-        base = Scheme(value(entries, "method", str), module.Config(), module.INCOHERENCE, *beside)
+        base = Scheme(name, module.Config(), module.INCOHERENCE, *beside)
     elif above is not None:
         base = above
     else:
@@ -51,11 +53,19 @@ def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
 
 
 def method(entries: Entries, kind: str = "quant") -> ModuleType:
-    """The method that a block names."""
+    """Return the method that a block names; one line on stderr where the block has its former name."""
+    name = value(entries, "method", str)
+    say_renamed(kind, name)
     try:
-        return plugins.load(kind, value(entries, "method", str))
+        return plugins.load(kind, plugins.current(kind, name))
     except RecipeError as error:
         raise error_at(entries["method"][0], str(error)) from error
+
+
+@functools.cache  # once a process: a block is read more than once
+def say_renamed(kind: str, name: str) -> None:
+    if (current := plugins.current(kind, name)) != name:
+        print(f"method {name!r} of the recipe is called {current!r} now", file=sys.stderr)
 
 
 def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:

@@ -1,4 +1,4 @@
-"""Leaves out the rows and columns of least norm: whole channels, in no fewer bits.
+"""Leave out the rows and columns of least norm: whole channels, in no fewer bits.
 
 After a transform that has made channels zero (compress/transform/clover.py), with its share, nothing is lost: the
 largest ones are kept, and the others are zero. By itself it is structured pruning by size, a baseline at best.
@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.formats import cut
+from compress.formats import structured
 from compress.types import PackedWeight, Quantized, Stats
 
-FORMAT = "cut"
+FORMAT = "structured"
 NEEDS: frozenset[str] = frozenset()
 INCOHERENCE = False
 
@@ -34,13 +34,13 @@ class Config:
             raise ValueError(f"rows {self.rows} and columns {self.columns} must be above 0 and at most 1")
 
 
-def plan_params(config: Config, shape: tuple[int, int]) -> cut.Params:
+def plan_params(config: Config, shape: tuple[int, int]) -> structured.Params:
     """Format parameters for a weight [out_features, in_features]: enough for the exact stored bytes."""
     rows, columns = (
         size - min(size - 1, round((1 - share) * size))
         for size, share in zip(shape, (config.rows, config.columns), strict=True)
     )
-    return cut.Params(rows, columns, config.dtype)
+    return structured.Params(rows, columns, config.dtype)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
@@ -56,7 +56,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     rows, columns = _largest(squares.sum(1), params.rows), _largest(squares.sum(0), params.columns)
     lost = 1 - squares[rows][:, columns].sum(dtype=torch.float64) / squares.sum(dtype=torch.float64).clamp(min=1e-300)
     notes = (f"{100 * lost:.2f}% of the squared norm is left out",) if lost > 1e-6 else ()
-    return Quantized(PackedWeight(FORMAT, params, cut.pack(weight, rows, columns, params), shape), notes)
+    return Quantized(PackedWeight(FORMAT, params, structured.pack(weight, rows, columns, params), shape), notes)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:

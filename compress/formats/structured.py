@@ -1,4 +1,4 @@
-"""A weight of which some rows and columns are zero: the others, as a smaller matrix.
+"""Store the rows and columns of a weight that are not zero, as a smaller matrix.
 
 Stored tensors:
 - `weight` [kept rows, kept columns] of the type `dtype`;
@@ -17,7 +17,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Params:
     rows: int  # that are stored
-    columns: int
+    columns: int  # that are stored
     dtype: str = "bfloat16"  # or float16, float32
 
     def __post_init__(self) -> None:
@@ -28,27 +28,27 @@ class Params:
 
 
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """ValueError if more is to be stored than there is."""
+    """Return what is stored for a weight [out, in]; ValueError if that is more than there is."""
     if params.rows > shape[0] or params.columns > shape[1]:
         raise ValueError(f"{params.rows} rows and {params.columns} columns of a weight that is {shape[0]} x {shape[1]}")
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "weight": ((params.rows, params.columns), getattr(torch, params.dtype))
     }
     for name, kept, size in (("rows", params.rows, shape[0]), ("columns", params.columns, shape[1])):
         if kept < size:
-            found[name] = ((kept,), torch.int32)
-    return found
+            stored[name] = ((kept,), torch.int32)
+    return stored
 
 
 def pack(weight: Tensor, rows: Tensor, columns: Tensor, params: Params) -> dict[str, Tensor]:
-    """weight [out, in], the ascending numbers of the rows and columns that are kept -> stored tensors."""
+    """Return the stored tensors of a weight [out, in]; `rows` and `columns` are the kept ones, int64, ascending."""
     kept = weight[rows][:, columns].to(getattr(torch, params.dtype)).contiguous()
     sides = (("rows", rows, weight.shape[0]), ("columns", columns, weight.shape[1]))
     return {"weight": kept, **{name: index.to(torch.int32) for name, index, size in sides if len(index) < size}}
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight [out, in], rounded once to `dtype`."""
+    """Return the weight [out, in], rounded once to `dtype`."""
     weight = tensors["weight"].to(dtype)
     for axis, name in enumerate(("rows", "columns")):
         if name in tensors:
