@@ -35,9 +35,9 @@ class Policy:
     A prompt in chunks that divide `flush` and `residual_length` is then read as if it came token by token.
     """
 
-    sink: int = 4  # first tokens
-    residual_length: int = 128  # newest tokens, at least; flush - 1 more at most
-    flush: int = 32  # tokens coded at a time, rounded up to whole groups of the codec
+    sink: int = 4  # [tokens] at the start that stay exact
+    residual_length: int = 128  # [tokens] at the end that stay exact: at least so many, at most flush - 1 more
+    flush: int = 32  # [tokens] coded at a time, rounded up to whole groups of the codec
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.residual_length < 0 or self.flush < 1:

@@ -61,12 +61,16 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class CacheRecipe:
-    keys: Side
-    values: Side
-    layers: tuple[LayerRule, ...] = ()
-    skip_layers: tuple[int, ...] = ()
-    exact_prefill: bool = True
-    other_layers: Other = "error"
+    """How generation stores keys and values: beside these keys those of recipe/kv_policy and of the codec."""
+
+    keys: Side  # method and settings for the keys alone, over those of the section
+    values: Side  # method and settings for the values alone, over those of the section
+    layers: tuple[LayerRule, ...] = ()  # rules {match: [0, 1], ...} with what differs in some layers
+    skip_layers: tuple[int, ...] = ()  # [layers] whose keys and values stay exact, by number: 0, -1
+    exact_prefill: bool = True  # tokens of one forward pass attend to each other exactly; false: as later steps read
+    # them
+    other_layers: Other = "error"  # sliding, linear and such layers: an error, or exact: they stay as transformers has
+    # them
 
 
 def _policy() -> Policy:
