@@ -44,7 +44,7 @@ _checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` 
 
 def names(kind: str) -> list[str]:
     """The plugins of a kind, sorted."""
-    return sorted(name for name, path in _files(kind).items() if _is_plugin(kind, _parse(path)))
+    return sorted(name for name, path in _files(kind).items() if _is_plugin(kind, parse(path)))
 
 
 def describe(kind: str, name: str) -> str:
@@ -72,6 +72,19 @@ def load(kind: str, name: str) -> ModuleType:
 def current(kind: str, name: str) -> str:
     """Return the present name of a plugin that may have been renamed; any other name as it is."""
     return ALIASES.get((kind, name), name)
+
+
+def constant(kind: str, name: str, attribute: str) -> Any:
+    """A constant of a plugin: a literal or a frozenset of literals is read from the source, without importing it."""
+    for node in _find(kind, name).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if attribute in map(ast.unparse, targets) and isinstance(node, ast.Assign | ast.AnnAssign):
+            value = node.value
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "frozenset":
+                return frozenset(*map(ast.literal_eval, value.args))
+            if isinstance(value, ast.Constant):
+                return value.value
+    return getattr(load(kind, name), attribute)
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
@@ -141,7 +154,7 @@ def found(value: Any) -> str:
 def _find(kind: str, name: str) -> ast.Module:
     """The syntax tree of a plugin."""
     path = _files(kind).get(name)
-    tree = _parse(path) if path else None
+    tree = parse(path) if path else None
     if tree is None or not _is_plugin(kind, tree):
         raise RecipeError(unknown(f"{kind} plugin", name, names(kind)))
     return tree
@@ -154,8 +167,8 @@ def _files(kind: str) -> dict[str, Path]:
     return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
 
 
-def _parse(path: Path) -> ast.Module:
-    """The syntax tree of a file, anew only if the file has changed."""
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of a file, parsed anew only if the file has changed."""
     state = path.stat()
     return _parsed(path, state.st_mtime_ns, state.st_size)
 

@@ -66,10 +66,11 @@ class Activations:
     q = round(clamp(x / s, -Q, Q)) with Q = 2^(bits - 1) - 1 and s = clip max|x| / Q over a token, or s as calibrated.
     """
 
-    bits: int = 8
-    scale: Literal["token", "tensor"] = "token"  # of each token as it comes; of the tensor, stored as `in_scale`
-    clip: float = 1.0  # of the largest magnitude
-    dtype: Literal["int", "fp8"] = "int"  # fp8: float8_e4m3fn, its largest number 448 in place of Q
+    bits: int = 8  # [bits] of one activation: 2 to 8
+    scale: Literal["token", "tensor"] = "token"  # of each token as it comes, or one of the tensor, calibrated and
+    # stored as `in_scale`
+    clip: float = 1.0  # [fraction] of the largest magnitude that is kept; what is larger is clamped
+    dtype: Literal["int", "fp8"] = "int"  # int, or fp8: float8_e4m3fn, its largest number 448 in place of Q
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -84,9 +85,9 @@ class Activations:
 class ExpertPruning:
     """Recipe: whether tokens go without experts that matter little to them, chosen while the model runs."""
 
-    prune: bool = False
-    layers: int = 10  # blocks in which they do, those that it harms least
-    protected: float = 0.02  # share of the tokens that keep all experts, those of the largest ||h||_1
+    prune: bool = False  # tokens go without experts that matter little to them
+    layers: int = 10  # [blocks] in which experts are pruned: those that it harms least
+    protected: float = 0.02  # [fraction] of the tokens that keep all experts: those of the largest ||h||_1
 
     def __post_init__(self) -> None:
         if self.layers < 0:
@@ -119,10 +120,10 @@ class LowRank:
     With less than 16 bits an entry is an integer times the scale of its group, consecutive entries of one row.
     """
 
-    rank: int
-    bits: int = 16  # of an entry: 16, 8 or 4
-    group_size: int = 64  # entries that share a scale, where there are fewer than 16 bits; -1: the whole row
-    dtype: str = "float16"  # or bfloat16: of the entries if they have 16 bits, of the scales otherwise
+    rank: int  # of the product
+    bits: int = 16  # [bits] of an entry: 16, 8 or 4
+    group_size: int = 64  # [entries] that share a scale, where they have fewer than 16 bits; -1: the whole row
+    dtype: str = "float16"  # of entries with 16 bits, of the scales otherwise: float16 or bfloat16
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -139,16 +140,18 @@ class LowRank:
 class Correction:
     """A low-rank part that makes up for the rounding of a weight (compress/lowrank/correct.py)."""
 
-    rank: int = 16
-    bits: int = 16  # of an entry of its factors: 16, 8 or 4
-    group_size: int = 64  # entries that share a scale, where there are fewer than 16 bits; -1: the whole row
-    iterations: int = 1  # times the weight is rounded, each time less the low-rank part so far; the best one is kept
-    start: Literal["weight", "rounding"] = "weight"  # the part comes first, or what the method makes of it all
-    # the Hessian of the inputs, its diagonal; the loss's gradients (Fisher); none: plain SVD
-    metric: Literal["inputs", "sizes", "fisher", "none"] = "inputs"
-    train: int = 0  # steps in which all parts are trained together against the original's logits, once all is packed
-    train_blocks: int = 0  # steps in which those of a block are trained against what the block gave
-    train_rate: float = 1e-3  # the largest learning rate of both
+    rank: int = 16  # of the low-rank part
+    bits: int = 16  # [bits] of an entry of its factors: 16, 8 or 4
+    group_size: int = 64  # [entries] that share a scale, where they have fewer than 16 bits; -1: the whole row
+    iterations: int = 1  # [rounds] in which the weight less the low-rank part so far is rounded; the best one is kept
+    start: Literal["weight", "rounding"] = "weight"  # fit the part to the weight before it is rounded, or to what
+    # rounding has left
+    metric: Literal["inputs", "sizes", "fisher", "none"] = "inputs"  # error to minimize: weighted by the Hessian of the
+    # inputs, by its diagonal (sizes), by the gradients of the loss (fisher), or none (plain SVD)
+    train: int = 0  # [steps] in which all parts are trained together against the logits of the original, once all is
+    # packed
+    train_blocks: int = 0  # [steps] in which the parts of a block are trained against the output of the original block
+    train_rate: float = 1e-3  # learning rate of both kinds of training, at its largest
 
     def __post_init__(self) -> None:
         if self.iterations < 1:
@@ -201,11 +204,12 @@ class PackedWeight:
 class Scheme:
     """What a rule decides for one linear: the method that chooses the codes and its settings (`Config`)."""
 
-    method: str
-    config: Any
-    incoherence: bool = False  # the method is given the weight and its statistics in a random rotated basis
-    activations: Activations | None = None  # None: the inputs stay as they are
-    lowrank: Correction | None = None  # None: no low-rank part is added
+    method: str  # how codes are chosen: a file of compress/quant; its settings stand beside it
+    config: Any  # settings of the method
+    incoherence: bool = False  # choose the codes in a random rotated basis; by default what suits the method
+    activations: Activations | None = None  # quantize the inputs at run time, too: keys of recipe/activations; null:
+    # they stay as they are
+    lowrank: Correction | None = None  # add a low-rank part: keys of recipe/lowrank; null: none
 
 
 @dataclass(frozen=True)

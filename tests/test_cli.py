@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from compress import plugins, recipe
+from compress import recipe
 from compress.cli.app import app
 from compress.errors import CheckpointError
 from compress.run import pipeline, verify
@@ -99,34 +99,6 @@ def test_wrong_usage(words: list[str], expected: str, tmp_path: Path, monkeypatc
     assert result.exit_code == 2, result.output
     assert expected in result.stderr and result.stdout == ""
     assert not list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------- lists
-
-
-def test_recipes() -> None:
-    assert json.loads(succeeded("recipes", "--json")) == {name: recipe.describe(name) for name in recipe.names()}
-    lines = succeeded("recipes").splitlines()
-    assert [line.split()[0] for line in lines] == recipe.names()
-    assert all(line.endswith(recipe.describe(line.split()[0])) for line in lines)
-
-
-def test_a_printed_recipe_is_one_to_start_from(tmp_path: Path) -> None:
-    text = succeeded("recipes", "int4")
-    assert text == recipe.text("int4")
-    (tmp_path / "mine.yaml").write_text(text)
-    mine, built_in = recipe.load(str(tmp_path / "mine.yaml")), recipe.load("int4")
-    assert recipe.fingerprint(mine) == recipe.fingerprint(built_in)
-    result = cli("recipes", "int44")
-    assert result.code == 1 and one_line(result).startswith("unknown recipe 'int44'; known: ")
-
-
-def test_methods() -> None:
-    found = json.loads(succeeded("methods", "--json"))
-    assert found.keys() == {f"{kind}/{name}" for kind in plugins.KINDS for name in plugins.names(kind)}
-    assert {"quant/rtn", "quant/gptq", "formats/int", "formats/dense"} <= found.keys() and all(found.values())
-    lines = succeeded("methods").splitlines()
-    assert {line.split()[0]: line.split(maxsplit=1)[1] for line in lines} == found
 
 
 # ---------------------------------------------------------------- plan and quantize

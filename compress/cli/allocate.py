@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,57 +11,33 @@ import typer
 
 from compress.cli.options import (
     DEFAULT_ALLOCATION,
+    GOAL,
+    OUTPUT,
     AsJson,
-    Calib,
-    Context,
-    Device,
     FormerOut,
-    Goal,
-    MaxKl,
-    MaxMemory,
-    Measurements,
-    Model,
-    Overrides,
-    Processes,
-    RecipeName,
-    Seed,
+    RunOptions,
     TextFile,
-    aimed,
-    app,
+    command,
     errors,
     renamed,
 )
-from compress.cli.quantize import job_of
+from compress.cli.quantize import RESUME
 
 
-@app.command(epilog="Example: compress measure ./my-model --calib text.txt")
-def measure(
-    model: Model,
-    recipe: RecipeName = DEFAULT_ALLOCATION,
-    measurements: Measurements = None,
-    calib: Calib = None,
-    set_: Overrides = None,
-    max_memory: MaxMemory = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    processes: Processes = 1,
-    as_json: AsJson = False,
-    out: FormerOut = None,
-) -> None:
+@command(
+    epilog="Example: compress measure ./my-model --calib text.txt", without=(*GOAL, *OUTPUT), recipe=DEFAULT_ALLOCATION
+)
+def measure(options: RunOptions, as_json: AsJson = False, out: FormerOut = None) -> None:
     """Quantize every linear at every option of a recipe, once, and measure the damage; serves every later budget.
 
     Writes packed levels and sensitivity.json. An interrupted run goes on when started again.
     """
-    import dataclasses
-
     from compress.allocate import session
     from compress.cli import tables
 
-    with errors("; run the same command again to go on after the last finished block"):
-        measurements = renamed(measurements, out, "--measurements")
-        wanted = aimed(set_, None, None)
-        job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=measurements)
+    with errors(RESUME):
+        measurements = renamed(options.measurements, out, "--measurements")
+        job = dataclasses.replace(options, measurements=measurements).job()
         with tables.progress_bar() as progress:
             folder, facts = session.measured(job, progress)
         if as_json:
@@ -70,28 +47,21 @@ def measure(
         print(f"{facts['nbytes per parameter']:.2f} bytes a parameter; damages: {', '.join(facts['damages'])}")
 
 
-@app.command(epilog="Example: compress allocate ./my-model --target 3.25bpw --text held_out.txt")
+@command(
+    epilog="Example: compress allocate ./my-model --target 3.25bpw --text held_out.txt",
+    without=OUTPUT,
+    recipe=DEFAULT_ALLOCATION,
+)
 def allocate(
-    model: Model,
-    recipe: RecipeName = DEFAULT_ALLOCATION,
+    options: RunOptions,
+    text: TextFile = None,
+    points: Annotated[int, typer.Option(min=2, max=200, help="Budgets on the frontier.")] = 8,
     report: Annotated[
         Path | None,
         typer.Option(
             "--report", metavar="DIR", help="For frontier.png and report.html. Default: that of --measurements."
         ),
     ] = None,
-    calib: Calib = None,
-    set_: Overrides = None,
-    max_memory: MaxMemory = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    target: Goal = None,
-    context: Context = None,
-    max_kl: MaxKl = None,
-    measurements: Measurements = None,
-    text: TextFile = None,
-    points: Annotated[int, typer.Option(min=2, max=200, help="Budgets on the frontier.")] = 8,
-    processes: Processes = 1,
     as_json: AsJson = False,
     out: FormerOut = None,
 ) -> None:
@@ -100,16 +70,12 @@ def allocate(
     With --target also which layers get what. Measures first what has not been measured. KL is on --text, or else on the
     calibration text, of the levels as they were measured, behind a full-precision prefix.
     """
-    import dataclasses
-
     from compress.allocate import pareto
     from compress.cli import tables
 
     with errors("; run the same command again to go on"):
         report = renamed(report, out, "--report")
-        wanted = aimed(set_, target, max_kl, context)
-        job = job_of(model, recipe, None, calib, wanted, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, processes=processes, measurements=measurements)
+        job = options.job()
         with tables.progress_bar() as progress:
             found = pareto.measure(job, text, points, progress)
         files = pareto.write(found, report or Path(found["folder"]))

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.cli.options import AsJson, Device, Model, TextFile, app, device_named, errors, missing, note
+from compress.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    TextFile,
+    app,
+    device_named,
+    dtype_named,
+    errors,
+    note,
+    text_given,
+)
 from compress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -48,6 +61,14 @@ def with_cache(only: bool = False) -> list[str]:
     return [each.name for each in loaded if each.kv_cache is not None and not (only and each.packs)]
 
 
+def _has_cache(directory: Path) -> bool:
+    """Whether a checkpoint stores a cache of its own."""
+    from compress.storage.checkpoint import read_config
+
+    packed = read_config(directory).get("quantization_config")
+    return isinstance(packed, dict) and packed.get("kv_cache") is not None
+
+
 @app.command("kv-bench", epilog="Example: compress kv-bench ./my-model --kv kv4 --kv kv2 --text held_out.txt")
 def kv_bench(
     model: Model,
@@ -63,7 +84,7 @@ def kv_bench(
     max_tokens: Annotated[int, typer.Option(min=128, help="Of the text, for each context.")] = 16384,
     equal_bytes: Annotated[bool, typer.Option(help="Compare at equal bytes, too.")] = True,
     speed: Annotated[bool, typer.Option(help="Time them, too.")] = True,
-    dtype: Annotated[str, typer.Option(help="Of the scores: float32, bfloat16, float16, or auto.")] = "float32",
+    dtype: Dtype = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -71,24 +92,21 @@ def kv_bench(
     with errors():
         import dataclasses
 
-        from compress.cli import kv_tables, tables
+        from compress.cli import tables
         from compress.evaluate import Execution, cache
-        from compress.model.load import DTYPES
         from compress.run.prepare import resolve
 
-        text = text or missing("--text", "give the text to score: a .txt, .jsonl or .parquet file")
-        if dtype not in DTYPES:
-            raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
+        text = text_given(text)
         directory = resolve(model)
-        names = kv or ([OWN] if kv_tables.has_cache(directory) else with_cache(only=True))
+        names = kv or ([OWN] if _has_cache(directory) else with_cache(only=True))
         recipes = cache_recipes(names)
         asked = cache.Request(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
         with tables.progress_bar() as progress:
-            found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)
+            found = cache.bench(directory, asked, Execution(dtype_named(dtype), device_named(device)), progress)
         if as_json:
             print(json.dumps(dataclasses.asdict(found)))
             return
-        for line in kv_tables.lines(found):
+        for line in tables.cache_lines(found):
             print(line)
-        for table in kv_tables.tables(found):
+        for table in tables.cache_tables(found):
             tables.out.print(table)

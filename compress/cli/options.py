@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer import Argument, Option
 
-from compress.errors import CompressError
+from compress.errors import CompressError, RecipeError
+
+if TYPE_CHECKING:
+    from compress.run.job import Job
 
 app = typer.Typer(
     name="compress",
@@ -23,59 +32,158 @@ app = typer.Typer(
 DEFAULT_RECIPE = "vq2bit"
 DEFAULT_ALLOCATION = "mixed3bit"  # of the commands that need something to allocate
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
-RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
-]
-MaxMemory = Annotated[
-    str | None,
-    typer.Option("--max-memory", metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free."),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Seed = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Of the calibration sample and everything random.")]
-Calib = Annotated[
-    str | None,
-    typer.Option(
-        "--calib",
-        metavar="SRC",
-        help="Text: a .txt, .jsonl or .parquet file, or a data set name. Default: the model writes its own.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", "-o", metavar="DIR", help="The checkpoint to be written. Default: models_out/<model>-<recipe>."
-    ),
-]
+Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
+Directory = Annotated[Path, Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
+Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, Option(help="Of the scores: float32, bfloat16, float16, or auto: as stored.")]
+Seed = Annotated[int, Option(min=0, max=(1 << 63) - 1, help="Of the calibration sample and everything random.")]
+TextFile = Annotated[str | None, Option("--text", metavar="FILE", help="Text to score; never the calibration text.")]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 FormerOut = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="DIR", hidden=True, help="The former name of another option.")
-]
-TextFile = Annotated[
-    str | None, typer.Option("--text", metavar="FILE", help="Text to score; never the calibration text.")
+    Path | None, Option("--out", "-o", metavar="DIR", hidden=True, help="The former name of another option.")
 ]
 
-Goal = Annotated[
-    str | None,
-    typer.Option("--target", metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model)."),
-]
-Context = Annotated[
-    int | None,
-    typer.Option("--context", min=1, metavar="TOKENS", help="Count the cache of so many tokens in --target, too."),
-]
-MaxKl = Annotated[
-    float | None,
-    typer.Option("--max-kl", metavar="NATS", help="The smallest model within this KL, on the calibration text."),
-]
-Measurements = Annotated[
-    Path | None,
-    typer.Option(
-        "--measurements", metavar="DIR", help="Made or reused. Default: beside the output, by model and recipe."
-    ),
-]
-Processes = Annotated[int, typer.Option(min=1, help="Processes that measure choices side by side.")]
+GOAL = ("target", "context", "max_kl")
+OUTPUT = ("out", "overwrite", "restart")
+REQUIRED = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
+
+    model: Model
+    recipe: Annotated[str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")] = (
+        DEFAULT_RECIPE
+    )
+    out: Annotated[
+        Path | None,
+        Option(
+            "--out", "-o", metavar="DIR", help="The checkpoint to be written. Default: models_out/<model>-<recipe>."
+        ),
+    ] = None
+    calib: Annotated[
+        str | None,
+        Option(
+            metavar="SRC",
+            help="Text: a .txt, .jsonl or .parquet file, or a data set name. Default: the model writes its own.",
+        ),
+    ] = None
+    overrides: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
+    ] = None
+    max_memory: Annotated[
+        str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
+    ] = None
+    device: Device = "auto"
+    seed: Seed = 0
+    target: Annotated[
+        str | None, Option(metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model).")
+    ] = None
+    context: Annotated[
+        int | None, Option(min=1, metavar="TOKENS", help="Count the cache of so many tokens in --target, too.")
+    ] = None
+    max_kl: Annotated[
+        float | None, Option(metavar="NATS", help="Allocate the smallest model within this KL on the calibration text.")
+    ] = None
+    measurements: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Measured by `compress measure`; made or reused. Default: beside the output, by model and recipe.",
+        ),
+    ] = None
+    processes: Annotated[int, Option(min=1, help="Processes that measure choices side by side.")] = 1
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace an existing output once the new one is complete.")
+    ] = False
+    restart: Annotated[bool, Option("--restart", help="Forget an unfinished run and start over.")] = False
+
+    @property
+    def recipe_overrides(self) -> list[str]:
+        """--set, and what --target, --max-kl and --context stand for."""
+        if self.target is not None and self.max_kl is not None:
+            raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
+        if self.context is not None and self.max_kl is not None:
+            raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
+        target = self.target if self.max_kl is None else f"{self.max_kl:.12f}".rstrip("0").rstrip(".") + "kl"
+        goal = {"allocate.target": target, "allocate.context": self.context}
+        return [*(self.overrides or []), *(f"{key}={value}" for key, value in goal.items() if value is not None)]
+
+    def job(self, pack: bool = True) -> Job:
+        """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
+
+        `pack` False: the job applies only the transforms of the recipe.
+        """
+        from compress import recipe as recipes
+        from compress.process_memory import parse_size
+
+        overrides = self.recipe_overrides
+        try:
+            limit = None if self.max_memory is None else parse_size(self.max_memory)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+        note(recipes.ambiguous(self.recipe))
+        recipe = recipes.load(self.recipe, overrides)
+        if not pack and not recipe.transform:
+            raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
+        from compress.run.job import Job
+
+        name = re.sub(r"[^\w.-]+", "-", f"{Path(self.model.rstrip('/')).name or 'model'}-{recipe.name}")
+        return Job(
+            model=self.model,
+            recipe=recipe,
+            out=self.out or Path("models_out") / (name if pack else f"{name}-transformed"),
+            calib=self.calib,
+            max_memory=limit,
+            device=device_named(self.device),
+            seed=self.seed,
+            overwrite=self.overwrite,
+            restart=self.restart,
+            pack=pack and recipe.packs,
+            measurements=self.measurements,
+            processes=self.processes,
+        )
+
+
+def command(
+    name: str | None = None, *, epilog: str, without: tuple[str, ...] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command whose first parameter is a `RunOptions`: on the command line its fields are options.
+
+    typer reads the options of a command from the parameters of its function. The registered function therefore gets a
+    signature in which the fields of the dataclass, with their types and defaults, stand in place of the first
+    parameter; when it is called, it puts them together again. A field that is added to the dataclass is an option of
+    every command. `without`: fields that this command does not offer. `defaults`: values that differ here, or REQUIRED.
+    """
+    hints = get_type_hints(RunOptions, include_extras=True)
+    shared = [
+        _parameter(field.name, hints[field.name], defaults.get(field.name, field.default))
+        for field in dataclasses.fields(RunOptions)
+        if field.name not in without
+    ]
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        parameters = [*shared, *(_parameter(each.name, each.annotation, each.default) for each in own)]
+
+        @functools.wraps(function)
+        def called(**values: Any) -> None:
+            options = RunOptions(**{each.name: values.pop(each.name) for each in shared})
+            function(options, **values)
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {each.name: each.annotation for each in parameters}
+        app.command(name, epilog=epilog)(called)
+        return function
+
+    return register
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """A parameter that is given by name; without a default where the dataclass field has none."""
+    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextmanager
@@ -103,19 +211,6 @@ def device_named(name: str) -> str:
     return name
 
 
-def aimed(
-    overrides: list[str] | None, target: str | None, max_kl: float | None, context: int | None = None
-) -> list[str]:
-    """The overrides, with those that --target, --max-kl and --context stand for."""
-    if target is not None and max_kl is not None:
-        raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
-    if context is not None and max_kl is not None:
-        raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
-    goal = target if max_kl is None else f"{max_kl:.12f}".rstrip("0").rstrip(".") + "kl"
-    said = {"allocate.target": goal, "allocate.context": context}
-    return [*(overrides or []), *(f"{key}={wanted}" for key, wanted in said.items() if wanted is not None)]
-
-
 def note(text: str | None) -> None:
     """Print one line on stderr, if there is something to say."""
     if text is not None:
@@ -132,5 +227,17 @@ def renamed(given: Path | None, former: Path | None, option: str) -> Path | None
     return former
 
 
-def missing(option: str, advice: str) -> str:
-    raise typer.BadParameter(advice, param_hint=option)
+def text_given(text: str | None) -> str:
+    """The value of --text, which a command needs."""
+    if text is None:
+        raise typer.BadParameter("give the text to score: a .txt, .jsonl or .parquet file", param_hint="--text")
+    return text
+
+
+def dtype_named(name: str) -> str:
+    """The value of --dtype."""
+    from compress.model.load import DTYPES
+
+    if name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
+    return name

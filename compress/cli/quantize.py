@@ -4,123 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import (
-    DEFAULT_RECIPE,
-    AsJson,
-    Calib,
-    Context,
-    Device,
-    Goal,
-    MaxKl,
-    MaxMemory,
-    Measurements,
-    Model,
-    Out,
-    Overrides,
-    Processes,
-    RecipeName,
-    Seed,
-    aimed,
-    app,
-    device_named,
-    errors,
-    note,
-)
-from compress.errors import RecipeError
+from compress.cli.options import GOAL, REQUIRED, AsJson, RunOptions, command, device_named, errors
 
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
     from compress.run.job import Job
 
+RESUME = "; run the same command again to go on after the last finished block"
 
-@app.command(epilog="Example: compress quantize ./my-model --recipe int4 --calib text.txt --max-memory 8GiB")
+
+@command(epilog="Example: compress quantize ./my-model --recipe int4 --calib text.txt --max-memory 8GiB")
 def quantize(
-    model: Model,
-    recipe: RecipeName = DEFAULT_RECIPE,
-    out: Out = None,
-    calib: Calib = None,
-    set_: Overrides = None,
-    max_memory: MaxMemory = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    target: Goal = None,
-    context: Context = None,
-    max_kl: MaxKl = None,
-    measurements: Measurements = None,
-    processes: Processes = 1,
+    options: RunOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output, at the end.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run and start over.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
-    with errors("; run the same command again to go on after the last finished block"):
-        asked = aimed(set_, target, max_kl, context)
-        job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, overwrite, restart)
-        job = dataclasses.replace(job, measurements=measurements, processes=processes)
+    with errors(RESUME):
+        job = options.job()
         if dry_run:
-            _plan(job, as_json, _words(job, recipe, asked))
-            return
-        _run(job, as_json)
+            _plan(job, as_json, _words(job, options))
+        else:
+            _run(job, as_json)
 
 
-@app.command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB")
-def plan(
-    model: Model,
-    recipe: RecipeName = DEFAULT_RECIPE,
-    out: Out = None,
-    calib: Calib = None,
-    set_: Overrides = None,
-    max_memory: MaxMemory = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    target: Goal = None,
-    context: Context = None,
-    max_kl: MaxKl = None,
-    measurements: Measurements = None,
-    processes: Processes = 1,
-    as_json: AsJson = False,
-) -> None:
+@command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB", without=("overwrite", "restart"))
+def plan(options: RunOptions, as_json: AsJson = False) -> None:
     """Show what a run would do: bytes of every layer, exact; predicted memory; time, from timing one real block.
 
     Nothing is measured: a recipe that allocates bits and has not been measured (`compress measure`) gives only sizes.
     """
     with errors():
-        asked = aimed(set_, target, max_kl, context)
-        job = job_of(model, recipe, out, calib, asked, max_memory, device, seed, False, False)
-        job = dataclasses.replace(job, measurements=measurements, processes=processes)
-        _plan(job, as_json, _words(job, recipe, asked))
+        job = options.job()
+        _plan(job, as_json, _words(job, options))
 
 
-@app.command(epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated")
-def transform(
-    model: Model,
-    recipe: RecipeName,
-    out: Out = None,
-    calib: Calib = None,
-    set_: Overrides = None,
-    max_memory: MaxMemory = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output, at the end.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run and start over.")] = False,
-    as_json: AsJson = False,
-) -> None:
+@command(
+    epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated",
+    without=(*GOAL, "measurements", "processes"),
+    recipe=REQUIRED,
+)
+def transform(options: RunOptions, as_json: AsJson = False) -> None:
     """Apply only the transforms of a recipe: a full-precision checkpoint, for use elsewhere.
 
     Of the same function, unless a transform clips weights (the report says so).
 
     Operations that a transform leaves to run time (`online`) are left out: plain checkpoints have no place for them.
     """
-    with errors("; run the same command again to go on after the last finished block"):
-        _run(job_of(model, recipe, out, calib, set_, max_memory, device, seed, overwrite, restart, False), as_json)
+    with errors(RESUME):
+        _run(options.job(pack=False), as_json)
 
 
 def _run(job: Job, as_json: bool) -> None:
@@ -140,53 +77,12 @@ def _run(job: Job, as_json: bool) -> None:
         print(line)
 
 
-def job_of(
-    model: str,
-    recipe: str,
-    out: Path | None,
-    calib: str | None,
-    overrides: list[str] | None,
-    max_memory: str | None,
-    device: str,
-    seed: int,
-    overwrite: bool,
-    restart: bool,
-    pack: bool = True,
-) -> Job:
-    """The parsed options as a job; typos in the recipe stop here, before anything heavy is imported."""
-    from compress import recipe as recipes_module
-
-    note(recipes_module.ambiguous(recipe))
-    loaded = recipes_module.load(recipe, overrides or [])
-    if not pack and not loaded.transform:
-        raise RecipeError(f"recipe {loaded.name!r} has no transform to apply; give one that has, or use quantize")
-    from compress.process_memory import parse_size
-    from compress.run.job import Job
-
-    try:
-        limit = None if max_memory is None else parse_size(max_memory)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--max-memory") from error
-    name = re.sub(r"[^\w.-]+", "-", f"{Path(model.rstrip('/')).name or 'model'}-{loaded.name}")
-    return Job(
-        model=model,
-        recipe=loaded,
-        out=out or Path("models_out") / (name if pack else f"{name}-transformed"),
-        calib=calib,
-        max_memory=limit,
-        device=device_named(device),
-        seed=seed,
-        overwrite=overwrite,
-        restart=restart,
-        pack=pack and loaded.packs,
-    )
-
-
-def _words(job: Job, recipe: str, overrides: list[str]) -> list[str]:
+def _words(job: Job, options: RunOptions) -> list[str]:
     """The options of a command line that measures for this job, into the folder where it is looked for."""
     from compress.allocate import prepare_options
 
-    words = [job.model, "--recipe", recipe, *(word for text in overrides for word in ("--set", text))]
+    words = [job.model, "--recipe", options.recipe]
+    words += [word for override in options.recipe_overrides for word in ("--set", override)]
     said = {
         "--calib": job.calib,
         "--seed": job.seed or None,

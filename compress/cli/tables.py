@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
+    from compress.evaluate.cache import Bench, Row
     from compress.evaluate.speed import Speed
     from compress.progress import Progress
     from compress.run.job import Prepared
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
+
+WORDS = frozenset(
+    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe"]
+)  # other columns: numbers
+CACHE_QUALITY = ("recipe", "bytes/token", "slope bits", "dNLL", "95%", "KL", "top-1", "recall", "error p50", "p95")
+CACHE_TIMES = ("recipe", "encode us/token", "decode ms", "fused ms", "exact ms")
+CACHE_SPEED = (*CACHE_TIMES, "tok/s decode", "tok/s fused", "tok/s growing", "tok/s fixed")
 
 out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
@@ -82,19 +91,29 @@ def seconds(value: float) -> str:
     return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
+def _table(names: Sequence[str], title: str | None = None) -> Table:
+    """An empty table: words to the left, numbers to the right, names of layers in full."""
+    columns = [
+        Column(
+            name, justify="left" if name in WORDS else "right", overflow="fold" if name[:5] == "layer" else "ellipsis"
+        )
+        for name in names
+    ]
+    return Table(*columns, box=None, title=title, title_justify="left", header_style="bold")
+
+
+def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of words, the last column the widest."""
+    first = (Column(name, max_width=36, min_width=min(len(name), 36)) for name in names[:-1])
+    table = Table(*first, Column(names[-1], overflow="fold"), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
 def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int, bpw: float) -> Table:
     """The plan: a row for each group of layers, then what is copied, then the sum."""
-    table = Table(
-        Column("layers", overflow="fold"),
-        "count",
-        "shape",
-        "method",
-        "format",
-        "bpw",
-        "bytes",
-        box=None,
-        header_style="bold",
-    )
+    table = _table(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
         table.add_row(
@@ -184,16 +203,7 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
     """Layers of a report with their errors."""
-    table = Table(
-        Column("layer", overflow="fold"),
-        "method",
-        "bpw",
-        "output error",
-        "weight error",
-        "notes",
-        box=None,
-        title=title,
-    )
+    table = _table(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
     for row in layers:
         output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
         table.add_row(
@@ -219,8 +229,7 @@ def speed_lines(speed: Speed) -> list[str]:
 
 def speed_table(speed: Speed) -> Table:
     """One row for each shape of packed layer."""
-    names = ("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16")
-    table = Table(*(Column(name, justify="left" if name in ("layer", "format", "by") else "right") for name in names))
+    table = _table(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
     for row in speed.layers:
         cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
         path = "kernel" if row.kernel else "decoding"
@@ -242,7 +251,7 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
 
 def frontier_table(found: dict[str, Any]) -> Table:
     """What bytes buy: uniform options, allocated models, and the one that was asked for."""
-    table = Table("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio", box=None, header_style="bold")
+    table = _table(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
 
     def add(name: str, row: dict[str, Any], style: str = "") -> None:
         uniform = row.get("kl of uniform")
@@ -274,3 +283,68 @@ def allocation_lines(found: dict[str, Any]) -> list[str]:
             ]
         lines += chosen["notes"]
     return lines
+
+
+def cache_lines(bench: Bench) -> list[str]:
+    """In which precision, on which text and device a cache was scored and timed."""
+    return [
+        f"scores in {bench.dtype} on {bench.text}; bytes and speed in {bench.stored_dtype}; {bench.device}"
+        + (f", {bench.threads} threads" if bench.device == "cpu" else "")
+    ]
+
+
+def cache_tables(bench: Bench) -> list[Table]:
+    """Quality and speed at each context length."""
+    shown = []
+    for context in dict.fromkeys(row.context for row in bench.rows):
+        rows = [row for row in bench.rows if row.context == context]
+        shown.append(_cache_quality(context, rows))
+        if any(row.speed is not None for row in rows):
+            shown.append(_cache_speed(context, rows))
+    return shown
+
+
+def _cache_quality(context: int, rows: list[Row]) -> Table:
+    first = rows[0]
+    gain = "" if first.recall_gain is None else f", needles worth {first.recall_gain:.3f} nats a token"
+    title = (
+        f"{context} tokens: {first.tokens} scored, exact cache {first.exact_nll:.4f} nats a token, "
+        f"{first.size.exact_per_token:,.0f} bytes{gain}"
+    )
+    table = _table(CACHE_QUALITY, title)
+    for row in rows:
+        static = f" + {row.size.static / 2**20:.2f} MiB" if row.size.static else ""
+        interval = "" if row.delta_interval is None else "{:+.5f} {:+.5f}".format(*row.delta_interval)
+        table.add_row(
+            row.recipe + (f" +{row.extra} exact" if row.extra else ""),
+            f"{row.size.bytes_per_token:,.0f}{static}",
+            f"{row.size.bits_per_element:.3f}",
+            f"{row.delta_nll:+.5f}",
+            interval,
+            f"{row.kl:.2e}",
+            f"{row.same_top1:.1%}",
+            "" if row.recalled is None else f"{row.recalled:.1%}",
+            f"{row.error_p50:.2e}",
+            f"{row.error_p95:.2e}",
+        )
+    return table
+
+
+def _cache_speed(context: int, rows: list[Row]) -> Table:
+    table = _table(CACHE_SPEED, f"{context} tokens: speed of one sequence")
+    for row in rows:
+        if (speed := row.speed) is None:
+            continue
+        table.add_row(
+            row.recipe,
+            f"{speed.encode_us:.1f}",
+            _number(speed.read_ms, 2),
+            _number(speed.attend_ms, 2),
+            f"{speed.exact_attend_ms:.2f}",
+            *(_number(x, 1) for x in (speed.decoded_rate, speed.fused_rate, speed.growing_rate, speed.fixed_rate)),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

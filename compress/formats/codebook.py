@@ -48,18 +48,18 @@ SCALE_LEVELS = 16
 
 @dataclass(frozen=True)
 class Params:
-    bits: tuple[int, ...]  # of a code, one for each stage, 1..16
-    vector_dim: int  # weights of an entry
-    tile_words: int  # words of a tile along the codes, from `tile_words()`
+    bits: tuple[int, ...]  # [bits] of a code, one number for each stage: 1 to 16
+    vector_dim: int  # [weights] of an entry
+    tile_words: int  # [words] of a tile along the codes, from `tile_words()`
     axis: str = "in"  # along which a vector lies: "in" or "out"
-    group_columns: int = -1  # columns that share a codebook; -1: all
-    group_rows: int = -1  # rows that share a codebook; -1: all
-    codebook_dtype: str = "int8"
-    scale_columns: int = 0  # columns that share a 4-bit scale; 0: no scales
-    norm: str = "none"  # "columns" or "rows": a float16 scale for each
-    bias: bool = False  # and a bias
-    outliers: int = 0  # columns with an added integer part
-    outlier_bits: int = 4  # of it: 4 or 8
+    group_columns: int = -1  # [columns] that share a codebook; -1: all
+    group_rows: int = -1  # [rows] that share a codebook; -1: all
+    codebook_dtype: str = "int8"  # of the entries: int8 (beside float16 scales) or float16
+    scale_columns: int = 0  # [columns] that share a 4-bit scale; 0: no scales
+    norm: str = "none"  # float16 scales stored beside the codes: none, or one for each of "columns" or "rows"
+    bias: bool = False  # a stored bias beside each scale of `norm`
+    outliers: int = 0  # [columns] with an added integer part
+    outlier_bits: int = 4  # [bits] of the added integer part: 4 or 8
     permuted: bool = False  # columns are stored in an order of their own
     svd_rank: int = 0  # of the codebooks as a product of two factors; 0: stored whole
 

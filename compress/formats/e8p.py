@@ -44,8 +44,8 @@ NORM12 = """123 023 013 012 367 357 347 356 346 345 267 257 247 256 246 245 167 
 
 @dataclass(frozen=True)
 class Params:
-    bits: int  # 2, 3 or 4 stored bits of one weight
-    row_scales: bool  # a scale for each row beside the tensor's
+    bits: int  # [bits] stored of one weight: 2, 3 or 4
+    row_scales: bool  # a scale for each row, beside that of the tensor
 
     def __post_init__(self) -> None:
         if self.bits not in (2, *RHO):

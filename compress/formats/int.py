@@ -38,11 +38,11 @@ FP16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Params:
-    bits: int  # of one code, 2..8
-    group_size: int  # columns that share a scale; -1: the whole row
-    symmetric: bool
-    tile_words: int  # words of a tile along K, from `tile_words()`
-    scale_dtype: str = "float16"
+    bits: int  # [bits] of one code: 2 to 8
+    group_size: int  # [columns] that share a scale; -1: the whole row
+    symmetric: bool  # no zero points are stored: the middle code stands for 0
+    tile_words: int  # [words] of a tile along K, from `tile_words()`
+    scale_dtype: str = "float16"  # of the scales
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:

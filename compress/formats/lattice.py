@@ -38,11 +38,11 @@ DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporar
 
 @dataclass(frozen=True)
 class Params:
-    bits: int  # mean over the groups, 2 to 4
-    dim: int  # columns of a lattice vector
-    group_size: int  # columns that share a lattice, a multiple of dim and 16
-    compand: bool
-    row_scales: bool  # a scale for each row beside the tensor's
+    bits: int  # [bits] of a coordinate, the mean over the groups: 2 to 4
+    dim: int  # [columns] of a lattice vector
+    group_size: int  # [columns] that share a lattice: a multiple of dim and 16
+    compand: bool  # lattice points are bent by a mu-law curve
+    row_scales: bool  # a scale for each row, beside that of the tensor
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 3, 4):

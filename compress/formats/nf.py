@@ -32,12 +32,12 @@ CHUNK = 1 << 22  # weights decoded at a time
 
 @dataclass(frozen=True)
 class Params:
-    bits: int  # of one code, 2..8
-    block_size: int  # columns that share a size; the last block of a row may be shorter
-    tile_words: int  # words of a tile along the columns, from `tile_words()`
-    scale_bits: int = 8  # of a size, 2..8
-    scale_block: int = 256  # sizes that share a step
-    scale_dtype: str = "float32"  # of the steps; or bfloat16, float16
+    bits: int  # [bits] of one code: 2 to 8
+    block_size: int  # [columns] that share a size; the last block of a row may be shorter
+    tile_words: int  # [words] of a tile along the columns, from `tile_words()`
+    scale_bits: int = 8  # [bits] of a size: 2 to 8
+    scale_block: int = 256  # [sizes] that share a step
+    scale_dtype: str = "float32"  # of the steps: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
         if not (2 <= self.bits <= 8 and 2 <= self.scale_bits <= 8):

@@ -43,10 +43,10 @@ DECODE_CHUNK = 1 << 18  # weights coded or decoded at a time: bounds the int64 t
 
 @dataclass(frozen=True)
 class Params:
-    vector_dim: int  # D, columns of a vector
-    pulses: int  # K, sum of |y|
-    gain_bits: int
-    scale_dtype: str = "float16"
+    vector_dim: int  # [columns] of a vector, D
+    pulses: int  # [pulses] in a vector, K: the sum of |y|
+    gain_bits: int  # [bits] of the length of a vector
+    scale_dtype: str = "float16"  # of the scales of rows
 
     def __post_init__(self) -> None:
         if self.vector_dim not in VECTOR_DIMS:

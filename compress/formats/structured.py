@@ -16,9 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Params:
-    rows: int  # that are stored
-    columns: int  # that are stored
-    dtype: str = "bfloat16"  # or float16, float32
+    rows: int  # [rows] that are stored
+    columns: int  # [columns] that are stored
+    dtype: str = "bfloat16"  # of the stored values: bfloat16, float16 or float32
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:

@@ -45,11 +45,11 @@ CODES = (*BYTE_SUMS, *HALVES, "hyb")
 
 @dataclass(frozen=True)
 class Params:
-    bits: int  # of one weight, 1..8
-    state_bits: int  # length of the window
-    tile_rows: int  # rows of one circular stream
-    code: str = "mul1"  # one of CODES
-    row_scales: bool = False
+    bits: int  # [bits] of one weight: 1 to 8
+    state_bits: int  # [bits] of the window that decodes to a weight
+    tile_rows: int  # [rows] of one circular stream
+    code: str = "mul1"  # how a window becomes a number: one of CODES
+    row_scales: bool = False  # a scale for each row, beside that of the tensor
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

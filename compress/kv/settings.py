@@ -43,9 +43,9 @@ class Policy:
     A prompt in chunks that divide `flush` and `residual_length` is read like one that came token by token.
     """
 
-    sink: int = 4  # first tokens
-    residual_length: int = 128  # newest tokens, at least; flush - 1 more at most
-    flush: int = 32  # tokens coded at a time, rounded up to whole groups of the codec
+    sink: int = 4  # [tokens] at the start that stay exact
+    residual_length: int = 128  # [tokens] at the end that stay exact: at least so many, at most flush - 1 more
+    flush: int = 32  # [tokens] coded at a time, rounded up to whole groups of the codec
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.residual_length < 0 or self.flush < 1:
@@ -123,14 +123,19 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """All settings of a cache, before it is known how many layers the model has."""
+    """How generation stores keys and values: beside these keys those of recipe/kv_policy and of the codec.
 
-    keys: Coding
-    values: Coding
-    layers: tuple[LayerRule, ...] = ()
-    skip_layers: tuple[int, ...] = ()
-    exact_prefill: bool = True
-    other_layers: OtherLayers = "error"
+    It is not known yet how many layers the model has.
+    """
+
+    keys: Coding  # method and settings for the keys alone, over those of the section
+    values: Coding  # method and settings for the values alone, over those of the section
+    layers: tuple[LayerRule, ...] = ()  # rules {match: [0, 1], ...} with what differs in some layers
+    skip_layers: tuple[int, ...] = ()  # [layers] whose keys and values stay exact, by number: 0, -1
+    exact_prefill: bool = True  # tokens of one forward pass attend to each other exactly; false: as later steps read
+    # them
+    other_layers: OtherLayers = "error"  # sliding, linear and such layers: an error, or exact: they stay as
+    # transformers has them
 
     def of(self, kind: str) -> Coding:
         """Return the coding of "keys" or "values" where no rule says otherwise."""

@@ -32,13 +32,13 @@ CONVERGED = 1e-4  # of the loss: EM stops when an iteration gains less
 class SearchConfig:
     """Recipe keys that every method with learned codebooks has."""
 
-    codebook_dtype: str = "int8"  # or float16
-    seeding: str = "kmeans++"  # or mahalanobis
-    iterations: int = 30  # of EM, at most
-    rounds: int = 1  # times that the loop runs again with refitted codebooks
-    sweeps: int = 6  # of coordinate descent, each after a refit
-    refit_steps: int = 20  # of conjugate gradients, at most
-    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
+    codebook_dtype: str = "int8"  # in which entries are stored: int8 or float16
+    seeding: str = "kmeans++"  # how the first codebook is chosen: kmeans++ or mahalanobis
+    iterations: int = 30  # [iterations] of expectation maximization, at most
+    rounds: int = 1  # [rounds] of the column loop after the first, each with refitted codebooks
+    sweeps: int = 6  # [sweeps] of coordinate descent, each after a refit of the codebooks; 0: none
+    refit_steps: int = 20  # [steps] of conjugate gradients in a refit, at most
+    damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
 
     def __post_init__(self) -> None:
         check(self, "iterations", "rounds", "sweeps", "refit_steps")

@@ -54,11 +54,12 @@ FAR = 1e4  # targets in units of the scale are cut here, so that squares stay fi
 class Config:
     """Settings of E8P."""
 
-    bits: int = 2  # stored bits of a weight: 2, 3 or 4
-    row_scales: bool = False  # a scale for each row, 16 bits each, beside the tensor's
-    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
-    sweeps: int = 2  # of coordinate descent after the loop, each at twice its cost
-    candidates: int = 2  # points of each of the two shifts that are compared in the block's metric
+    bits: int = 2  # [bits] stored of a weight: 2, 3 or 4
+    row_scales: bool = False  # a 16-bit scale for each row, beside that of the tensor
+    damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
+    sweeps: int = 2  # [sweeps] of coordinate descent after the column loop, each at twice its cost; 0: none
+    candidates: int = 2  # [points] of each of the two shifted lattices that are compared in the metric of the Hessian
+    # block
 
     def __post_init__(self) -> None:
         e8p_format.Params(self.bits, self.row_scales)

@@ -56,16 +56,16 @@ FAR = 1e3  # targets in units of the scale are cut here
 class Config:
     """Settings of GLVQ."""
 
-    bits: int = 2  # mean bits of a lattice coordinate, that is of a weight: 2, 3 or 4
-    dim: int = 8  # columns of a lattice vector: 8, 16 or 32
-    group_size: int = 128  # columns that share a lattice; fewer where the layer has fewer
-    mixed_bits: bool = True  # a bit more for important groups, a bit less for as many others
-    compand: bool = False  # bend the lattice by a mu-law curve
-    row_scales: bool = True  # a scale for each row, 16 bits each, beside the tensor's
-    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
-    iterations: int = 6  # of learning a lattice, before its group is rounded
-    sweeps: int = 2  # of coordinate descent and refitting after the loop
-    beam: int = 2  # beginnings that the nearest-plane search keeps
+    bits: int = 2  # [bits] of a lattice coordinate, that is of a weight, on average: 2, 3 or 4
+    dim: int = 8  # [columns] of a lattice vector: 8, 16 or 32
+    group_size: int = 128  # [columns] that share a lattice; fewer where the layer has fewer
+    mixed_bits: bool = True  # one bit more for the groups that matter most, one less for as many others
+    compand: bool = False  # bend the lattice by a mu-law curve before rounding
+    row_scales: bool = True  # a 16-bit scale for each row, beside that of the tensor
+    damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
+    iterations: int = 6  # [iterations] of learning a lattice, before its group is rounded
+    sweeps: int = 2  # [sweeps] of coordinate descent and refitting after the column loop; 0: none
+    beam: int = 2  # [vectors] partly rounded, that the nearest-plane search keeps at each step
 
     def __post_init__(self) -> None:
         lattice_format.Params(self.bits, self.dim, self.group_size, self.compand, self.row_scales)

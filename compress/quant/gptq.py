@@ -42,10 +42,10 @@ INCOHERENCE = False
 class Config(grid.GridConfig):
     """Settings of GPTQ."""
 
-    act_order: bool = True  # columns with large inputs first
-    static_groups: bool = True  # fit all scales before the loop; false: each group when the loop reaches it
-    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
-    sweeps: int = 1  # coordinate-descent sweeps after the loop, each at twice its cost; 0: plain GPTQ
+    act_order: bool = True  # round the columns with the largest inputs first
+    static_groups: bool = True  # fit all scales before the column loop; false: each group when the loop reaches it
+    damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
+    sweeps: int = 1  # [sweeps] of coordinate descent after the column loop, each at twice its cost; 0: plain GPTQ
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,12 +51,13 @@ OCTAVES = 8  # that the scales of a block of columns span at most: rows of zeros
 class Config(codebooks.SearchConfig):
     """Settings of GPTVQ. bits / vector_dim is the rate without side information."""
 
-    bits: int = 8  # of one code, 1..12
-    vector_dim: int = 4  # columns of a vector: 1, 2 or 4
-    group_weights: int = 65536  # weights that share a codebook; -1: the whole matrix
-    scale_columns: int = 0  # columns that share a 4-bit scale; 0: no scales
-    permute: bool = True  # store an order of columns that the codebook can exploit
-    svd_rank: int = 0  # of all codebooks together, stored as two factors; 0: stored whole. vector_dim 1 only
+    bits: int = 8  # [bits] of one code: 1 to 12
+    vector_dim: int = 4  # [columns] of a vector: 1, 2 or 4
+    group_weights: int = 65536  # [weights] that share a codebook; -1: the whole matrix
+    scale_columns: int = 0  # [columns] that share a 4-bit scale; 0: no scales
+    permute: bool = True  # store an order of the columns that the codebooks can exploit
+    svd_rank: int = 0  # of all codebooks together, stored as a product of two factors; 0: stored whole. With vector_dim
+    # 1 only
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,10 +31,10 @@ REFINEMENTS = 2  # halvings of the step between ratios, around the best
 class GridConfig:
     """Recipe keys that every method with an integer grid has."""
 
-    bits: int = 4  # of one code, 2..8
-    group_size: int = 128  # columns that share a scale; -1: the whole row
-    symmetric: bool = True  # full-range signed scale; false: integer zero points, stored
-    clip_search: bool = True  # search the scale instead of taking min-max
+    bits: int = 4  # [bits] of one code: 2 to 8
+    group_size: int = 128  # [columns] that share a scale; -1: the whole row
+    symmetric: bool = True  # full-range signed scale; false: integer zero points, stored beside the scales
+    clip_search: bool = True  # search the scale with the least error; false: take the range of the weights
 
     def __post_init__(self) -> None:
         if self.bits not in int_format.PLANES:

@@ -36,12 +36,14 @@ INCOHERENCE = False
 
 @dataclass(frozen=True)
 class Config:
-    ratio: float = 0.8  # of the parameters that are left; a square weight of full rank has 2
-    bits: int = 16  # of an entry of the factors: 16, 8 or 4
-    group_size: int = 64  # entries that share a scale, where there are fewer than 16 bits; -1: the whole row
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of entries with 16 bits, of the scales otherwise
-    metric: Literal["inputs", "sizes", "none"] = "inputs"  # the Hessian of the inputs, its diagonal; none: plain SVD
-    alpha: float = 0.5  # with `sizes`: 0 is the plain SVD, 1 the sizes as they are
+    ratio: float = 0.8  # [fraction] of the parameters that are left; factors of full rank would have 2 of a square
+    # weight
+    bits: int = 16  # [bits] of an entry of the factors: 16, 8 or 4
+    group_size: int = 64  # [entries] that share a scale, where they have fewer than 16 bits; -1: the whole row
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of entries with 16 bits; of the scales otherwise
+    metric: Literal["inputs", "sizes", "none"] = "inputs"  # error to minimize: weighted by the Hessian of the inputs,
+    # by its diagonal (sizes), or none (plain SVD)
+    alpha: float = 0.5  # exponent of the sizes, with `metric: sizes`: 0 is the plain SVD, 1 the sizes as they are
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 2:

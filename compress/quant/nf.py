@@ -32,12 +32,12 @@ CHUNK = 1 << 20  # weights at a time
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 4  # of a weight, 2 to 8
-    block_size: int = 64  # columns that share a size
-    scale_bits: int = 8  # of a size, 2 to 8
-    scale_block: int = 256  # sizes that share a step
+    bits: int = 4  # [bits] of a weight: 2 to 8
+    block_size: int = 64  # [columns] that share a size, the largest magnitude of the block
+    scale_bits: int = 8  # [bits] of a size, which is quantized itself: 2 to 8
+    scale_block: int = 256  # [sizes] that share a step
     scale_dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of a step
-    clip_search: bool = True  # false: the size of a block is its largest magnitude
+    clip_search: bool = True  # search the size of a block with the least error; false: take its largest magnitude
 
     def __post_init__(self) -> None:
         _params(self, 1)

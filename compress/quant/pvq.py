@@ -47,12 +47,13 @@ LLOYD_STEPS = 200
 class Config:
     """Settings of PVQ."""
 
-    bpw: float = 3.0  # stored bits per weight, all overhead of the layer counted but that of incoherence
-    pulses: int | None = None  # sum of |y| in a vector; null: the most that `bpw` allows
-    vector_dim: int = 128  # columns of a vector
-    gain_bits: int = 4  # of a vector's length
-    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
-    sweeps: int = 1  # coordinate-descent sweeps after the loop, each at about its cost; 0: none
+    bpw: float = 3.0  # [bits per weight] stored, all overhead of the layer counted but that of the random rotation
+    # (incoherence)
+    pulses: int | None = None  # [pulses] in a vector, the sum of |y|; null: the most that `bpw` allows
+    vector_dim: int = 128  # [columns] of a vector
+    gain_bits: int = 4  # [bits] of the length of a vector
+    damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
+    sweeps: int = 1  # [sweeps] of coordinate descent after the column loop, each at about its cost; 0: none
 
     def __post_init__(self) -> None:
         if not 0 < self.bpw <= 8:

@@ -25,9 +25,9 @@ INCOHERENCE = False
 
 @dataclass(frozen=True)
 class Config:
-    rows: float = 1.0  # share of the rows (outputs) that are kept
-    columns: float = 1.0  # share of the columns (inputs) that are kept
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of a stored weight
+    rows: float = 1.0  # [fraction] of the rows (output channels) that are kept
+    columns: float = 1.0  # [fraction] of the columns (input channels) that are kept
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # in which the weights that are left are stored
 
     def __post_init__(self) -> None:
         if not (0 < self.rows <= 1 and 0 < self.columns <= 1):

@@ -53,15 +53,16 @@ BATCH = 16  # tiles that fill the search
 class Config:
     """Settings of trellis-coded quantization."""
 
-    bits: int = 2  # of a weight, 1..8
-    state_bits: int = 12  # of the window that decodes to a weight, up to 16; time doubles with each
-    tile_rows: int = 128  # most rows of one circular stream, a multiple of 16
-    code: str = "mul1"  # mul1, 1mad, 3inst, mcg: computed; hyb: 2 rows at a time from a small table
-    row_scales: bool = False  # a float16 scale for each row beside that of the tensor
-    act_order: bool = True  # columns with large inputs first
-    block_columns: int = 0  # columns rounded at once, without feedback among them; 0: as many as make BATCH tiles
-    damp: float = 0.01  # fraction of the mean diagonal added to the Hessian
-    sweeps: int = 0  # coordinate-descent sweeps after the loop, each at the loop's cost
+    bits: int = 2  # [bits] of a weight: 1 to 8
+    state_bits: int = 12  # [bits] of the window that decodes to a weight: up to 16; time doubles with each
+    tile_rows: int = 128  # [rows] of one circular stream, at most; a multiple of 16
+    code: str = "mul1"  # how a window becomes a number: mul1, 1mad, 3inst, mcg (computed) or hyb (2 rows at a time from
+    # a small table)
+    row_scales: bool = False  # a float16 scale for each row, beside that of the tensor
+    act_order: bool = True  # round the columns with the largest inputs first
+    block_columns: int = 0  # [columns] rounded at once, without feedback among them; 0: as many as make BATCH tiles
+    damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
+    sweeps: int = 0  # [sweeps] of coordinate descent after the column loop, each at the cost of the loop; 0: none
 
     def __post_init__(self) -> None:
         Params(self.bits, self.state_bits, self.tile_rows, self.code)  # the format's own checks

@@ -46,14 +46,14 @@ RATIOS = tuple(1 - 0.05 * i for i in range(12))  # of the min-max scale of an ou
 class Config(codebooks.SearchConfig):
     """Settings of VPTQ. (bits + residual_bits) / vector_dim is the rate without side information."""
 
-    bits: int = 8  # of the main code, 1..16
-    vector_dim: int = 4  # rows of a vector
-    residual_bits: int = 0  # of a second code for what the first leaves, 0..16
-    group_columns: int = -1  # columns that share codebooks; -1: all
-    norm: str = "none"  # or columns: a float16 scale for each column
-    bias: bool = False  # with norm: and a bias
-    outliers: float = 0.0  # fraction of the columns with an added integer part, those with the largest inputs
-    outlier_bits: int = 4  # of it: 4 or 8
+    bits: int = 8  # [bits] of the main code: 1 to 16
+    vector_dim: int = 4  # [rows] of a vector
+    residual_bits: int = 0  # [bits] of a second code for what the first one leaves: 0 (none) to 16
+    group_columns: int = -1  # [columns] that share codebooks; -1: all
+    norm: str = "none"  # scales stored beside the codes: none, or columns (a float16 scale for each column)
+    bias: bool = False  # store a bias for each column, too; with `norm: columns`
+    outliers: float = 0.0  # [fraction] of the columns, those with the largest inputs, that get an added integer part
+    outlier_bits: int = 4  # [bits] of the added integer part: 4 or 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

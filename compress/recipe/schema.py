@@ -34,12 +34,15 @@ Importance = Literal[
 
 @dataclass(frozen=True)
 class CalibrationConfig:
-    num_samples: int = 128  # sequences
-    seq_len: int = 2048  # tokens of each; capped by the model's maximum
-    target_correction: float = 0.0  # share of the way to the targets of compress/quant/target_correction.py; 0: off
-    importance: Importance = "none"  # what tokens weigh in the statistics (calib/token_importance.py)
-    importance_min: float = 0.005  # weight of the least important token of a sample, of that of the most important one
-    rolled: int = 1  # of each sample this many copies are used, each shifted in a circle
+    """The text that statistics are collected on, and how its tokens count."""
+
+    num_samples: int = 128  # [sequences] of calibration text
+    seq_len: int = 2048  # [tokens] of each sequence; capped by the maximum of the model
+    target_correction: float = 0.0  # [fraction] of the way from each weight to its target
+    # (compress/quant/target_correction.py); 0: off
+    importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)
+    importance_min: float = 0.005  # [fraction] of the largest weight of a sample that its least important token has
+    rolled: int = 1  # [copies] of each sample that are used, each shifted in a circle
 
     def __post_init__(self) -> None:
         for key in ("num_samples", "seq_len", "rolled"):
@@ -111,15 +114,18 @@ class Target:
 class Allocation:
     """A choice among options for each unit of the model, to be made by a method of compress/allocate."""
 
-    method: str
-    config: Any
-    options: tuple[Scheme | None, ...]  # None: keep the weight as it is
-    target: Target | None = None
-    units: Units = "fused"  # what is stored alike: q, k, v and gate, up (all experts of a block); one linear; one
-    # expert; a block
-    samples: int = 32  # calibration sequences that measured choices are scored on
-    context: int | None = None  # tokens whose cache is within the target, too; its bits are chosen with the weights'
-    cache_bits: tuple[float, ...] = ()  # offered to the keys and values of each layer; none: those the method takes
+    method: str  # how options are chosen: a file of compress/allocate/methods; its settings stand beside it
+    config: Any  # settings of the method
+    options: tuple[Scheme | None, ...]  # what a unit may get, like rules: {bits: 2}, {method: NAME, bits: 4}, {keep:
+    # true}; default: bits 2 to 8
+    target: Target | None = None  # what is aimed at: 3.25bpw, 2.1GiB of all tensors, or 0.05kl
+    units: Units = "fused"  # what gets one option together: fused (what is stored alike: q, k, v and gate, up; all
+    # experts of a block), one linear, one expert, or a block
+    samples: int = 32  # [sequences] of calibration on which measured choices are scored
+    context: int | None = None  # [tokens] whose cache is within the target, too; its bits are chosen with those of the
+    # weights
+    cache_bits: tuple[float, ...] = ()  # [bits] offered to the keys and values of each layer; empty: those that the
+    # method takes
     cache_estimator: CacheEstimator = "swap"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
 
 

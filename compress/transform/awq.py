@@ -59,10 +59,10 @@ CLIPPED_AT_ONCE = 64  # linears whose inputs are kept at the same time
 class Config:
     """Settings of AWQ."""
 
-    ratios: int = 20  # exponents tried, from 0 in steps of 1 / ratios
-    clip: bool = True  # clamp the weights after scaling
-    tokens: int = 512  # of a sequence, that the search compares outputs on
-    sequences: int = 4  # that the search uses
+    ratios: int = 20  # [exponents] of the activation sizes that are tried for the scales, from 0 in steps of 1 / ratios
+    clip: bool = True  # clamp the largest weights of each group after scaling, where that lowers the error
+    tokens: int = 512  # [tokens] of each sequence, on which the search compares outputs
+    sequences: int = 4  # [sequences] on which the search compares outputs
 
     def __post_init__(self) -> None:
         check(self, "ratios", "tokens", "sequences", least=1)

@@ -57,13 +57,13 @@ SCOPE = "block"
 
 @dataclass(frozen=True)
 class Config:
-    prune: float = 0.0  # share of the value channels of a block that become zero
-    prune_keys: float | None = None  # share of its query-key channels that do; null: queries and keys are left alone
-    measure: Literal["inputs", "weights"] = (
-        "inputs"  # what query-key channels are sized by: as they come, or plain norms
-    )
-    train: int = 0  # steps in which what is left of the singular values is trained; 0: not at all
-    train_rate: float = 1e-2  # the largest learning rate
+    prune: float = 0.0  # [fraction] of the value channels of a block that become zero
+    prune_keys: float | None = None  # [fraction] of the query-key channels of a block that become zero; null: queries
+    # and keys are left alone
+    measure: Literal["inputs", "weights"] = "inputs"  # size of a query-key channel: with its inputs as they come, or
+    # the norm of its weights alone
+    train: int = 0  # [steps] in which the singular values that are left are trained; 0: none
+    train_rate: float = 1e-2  # learning rate of the training, at its largest
 
     def __post_init__(self) -> None:
         for key in ("prune", "prune_keys"):

@@ -51,10 +51,10 @@ SCOPE = "block"
 class Config:
     """Settings of Outlier Suppression+."""
 
-    thresholds: int = 20  # tried at each site; 10 to 40 do alike on planted outliers
-    shift: bool = True  # move channels to their middle where biases allow it
-    tokens: int = 512  # of a sequence, that the search compares outputs on
-    sequences: int = 4  # that the search uses
+    thresholds: int = 20  # [thresholds] tried at each site; 10 to 40 do alike on planted outliers
+    shift: bool = True  # move channels to the middle of their range, where biases allow it
+    tokens: int = 512  # [tokens] of each sequence, on which the search compares outputs
+    sequences: int = 4  # [sequences] on which the search compares outputs
 
     def __post_init__(self) -> None:
         check(self, "thresholds", "tokens", "sequences", least=1)

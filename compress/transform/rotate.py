@@ -54,12 +54,14 @@ CHUNK = 1 << 20  # numbers of a matrix that are widened at a time
 
 @dataclass(frozen=True)
 class Config:
-    residual: bool = True  # R1: the residual stream, merged into weights; unties embeddings
-    values: bool = True  # R2: the values of each head, merged into weights
-    online: bool = True  # R4 and head mixing: Hadamard transforms at run time, of what quantized projections back read
-    seeds: int = 1  # random rotations that are tried; costs as many passes of `search_samples` through the blocks
-    search_samples: int = 8  # calibration samples they are tried on
-    learn: int = 0  # steps of learning from there, about ten times a pass of 2048 tokens each; see spin.py for memory
+    residual: bool = True  # R1: rotate the residual stream; merged into weights; unties embeddings
+    values: bool = True  # R2: rotate the values of each head; merged into weights
+    online: bool = True  # R4 and head mixing: Hadamard transforms at run time of the inputs of quantized down and
+    # output projections
+    seeds: int = 1  # [rotations] drawn at random and tried; each is one pass of `search_samples` through the blocks
+    search_samples: int = 8  # [samples] of calibration on which rotations are tried
+    learn: int = 0  # [steps] of learning the rotation, each about ten times a pass of 2048 tokens; spin.py says how
+    # much memory
 
     def __post_init__(self) -> None:
         for key, least in (("seeds", 1), ("search_samples", 1), ("learn", 0)):

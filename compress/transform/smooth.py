@@ -36,8 +36,9 @@ SMALLEST, LARGEST = 1e-5, 1e5  # of a scale
 class Config:
     """Settings of SmoothQuant."""
 
-    alpha: float = 0.5  # 0: all of the difficulty stays in the activations, 1: all of it goes into the weights
-    sites: Literal["all", "norms"] = "all"  # norms: only what a norm makes, as in the paper
+    alpha: float = 0.5  # share of the outliers that moves from the activations into the weights: 0 none, 1 all of it
+    sites: Literal["all", "norms"] = "all"  # what is smoothed: all inputs, or only those that a norm makes (norms), as
+    # in the paper
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

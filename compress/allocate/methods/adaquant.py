@@ -24,9 +24,9 @@ LEAST = 1e-6  # nats a token
 
 @dataclass(frozen=True)
 class Config:
-    low: str | None = None  # the option below the base; none: any smaller one
-    seconds: float = 60.0  # that the solver may take
-    gap: float = 1e-6  # relative gap at which it stops
+    low: str | None = None  # name of the option that layers below the base may get; null: any smaller one
+    seconds: float = 60.0  # [seconds] that the solver may take
+    gap: float = 1e-6  # [fraction] between the solution and the bound at which the solver stops
 
     def __post_init__(self) -> None:
         Limits(self.seconds, self.gap)

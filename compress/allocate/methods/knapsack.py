@@ -27,11 +27,11 @@ Scale = Literal["none", "fisher", "gradient", "swap", "swap_base", "noise"]
 
 @dataclass(frozen=True)
 class Config:
-    estimator: Estimator = "swap"  # damage that is added up
-    scale: Scale = "none"  # damage that sets the level of each block
-    solver: Solver = "hull"
-    seconds: float = 60.0  # that milp may take
-    gap: float = 1e-6  # relative gap at which milp stops
+    estimator: Estimator = "swap"  # measured or estimated damage of each unit at each option, which is added up
+    scale: Scale = "none"  # damage to which the sum of each block is scaled; none: not scaled
+    solver: Solver = "hull"  # hull: greedy on convex hulls; milp: a 0/1 program, exact to `gap`
+    seconds: float = 60.0  # [seconds] that milp may take
+    gap: float = 1e-6  # [fraction] between the solution and the bound at which milp stops
 
     def __post_init__(self) -> None:
         Limits(self.seconds, self.gap)

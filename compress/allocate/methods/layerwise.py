@@ -24,10 +24,11 @@ from compress.errors import BudgetError, RecipeError
 
 @dataclass(frozen=True)
 class Config:
-    score: Literal["lim", "zd"] = "lim"
-    high: str | None = None  # an option's name; none: the largest
-    low: str | None = None  # an option's name; none: the smallest
-    fill: bool = True  # spend what is left on units of the next blocks
+    score: Literal["lim", "zd"] = "lim"  # of a block: lim, how far it turns its input, or zd, the share of its weights
+    # far above their mean (no text)
+    high: str | None = None  # name of the option of the blocks that matter most; null: the largest
+    low: str | None = None  # name of the option of the others; null: the smallest
+    fill: bool = True  # spend the bytes that are left on units of the next blocks
 
 
 def needs(config: Config) -> frozenset[str]:

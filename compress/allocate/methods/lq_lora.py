@@ -22,9 +22,10 @@ from compress.allocate.solver import Limits, damages_of, solve
 
 @dataclass(frozen=True)
 class Config:
-    estimator: Literal["weight", "fisher"] = "weight"
-    seconds: float = 60.0  # that the solver may take
-    gap: float = 1e-6  # relative gap at which it stops
+    estimator: Literal["weight", "fisher"] = "weight"  # damage that is added up: squared weight error, or that weighted
+    # by the Fisher information
+    seconds: float = 60.0  # [seconds] that the solver may take
+    gap: float = 1e-6  # [fraction] between the solution and the bound at which the solver stops
 
     def __post_init__(self) -> None:
         Limits(self.seconds, self.gap)

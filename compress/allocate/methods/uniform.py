@@ -20,8 +20,9 @@ from compress.errors import BudgetError
 
 @dataclass(frozen=True)
 class Config:
-    option: str | None = None  # its name; none: the largest that fits
-    fill: Literal["none", "order"] = "none"  # order: what is left goes to the first and the last blocks
+    option: str | None = None  # name of the option of all units; null: the largest that fits
+    fill: Literal["none", "order"] = "none"  # bytes that are left over: unused (none), or for the first and the last
+    # blocks (order)
 
 
 def needs(config: Config) -> frozenset[str]:

@@ -41,11 +41,13 @@ EXTRA = 4  # directions beyond the rank that the iteration carries
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 2  # of one code, 1..8
-    group_size: int | None = 64  # tokens (keys) or channels (values) of a scale and a minimum; None: all of them
+    bits: int = 2  # [bits] of one code: 1 to 8
+    group_size: int | None = 64  # [tokens or channels] of a scale and a minimum: tokens for keys, channels for values;
+    # null: all of them
     rank: int = 2  # of the low-rank part of each head; 0: none
-    sparse: float = 0.02  # share of entries that are set aside, below 0.5; 0: none
-    block_tokens: int = 128  # that are coded together
+    sparse: float = 0.02  # [fraction] of the entries, the extremes, that float16 differences make exact, below 0.5; 0:
+    # none
+    block_tokens: int = 128  # [tokens] that are coded together
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

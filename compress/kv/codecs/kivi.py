@@ -33,9 +33,10 @@ ALL = 1 << 40  # tokens
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 2  # of one code, 1..8
-    group_size: int = 32  # tokens (keys) or channels (values) that share a scale and a minimum
-    axis: Literal["channel", "token"] | None = None  # what a group lies in; None: channel for keys, token for values
+    bits: int = 2  # [bits] of one code: 1 to 8
+    group_size: int = 32  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels for values
+    axis: Literal["channel", "token"] | None = None  # what a group of numbers lies in; null: the channel for keys, the
+    # token for values
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

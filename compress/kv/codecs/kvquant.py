@@ -45,9 +45,9 @@ PASSES = 2  # of k-means, each without the outliers of the one before
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 3  # of one code, 1..8
-    outliers: float = 0.01  # share of a token's channels stored beside the codes, below 0.5; 0: none
-    q_norm: bool = False  # read with levels that keep mean and variance; published: at 2 bits
+    bits: int = 3  # [bits] of one code: 1 to 8
+    outliers: float = 0.01  # [fraction] of the channels of a token that are stored beside the codes, below 0.5; 0: none
+    q_norm: bool = False  # decode with levels that keep mean and variance (Q-Norm); published for 2 bits
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

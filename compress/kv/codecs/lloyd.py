@@ -50,12 +50,14 @@ ALL = 1 << 40  # tokens
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 2  # of one code, 1..8
-    rope: Literal["pre", "post"] = "pre"  # keys before or after the rotary embedding
-    centre: Literal["first", "none"] | None = None  # None: first for keys before the rotary embedding, else none
-    norm: Literal["preserved", "least_squares"] | None = None  # None: preserved for keys, least_squares for values
-    norm_bits: Literal[8, 16] = 16
-    seed: int = 0  # of the signs
+    bits: int = 2  # [bits] of one code: 1 to 8
+    rope: Literal["pre", "post"] = "pre"  # code keys before (pre) or after (post) the rotary embedding
+    centre: Literal["first", "none"] | None = None  # subtract the mean of the first tokens, or nothing; null: first for
+    # keys before the rotary embedding, else none
+    norm: Literal["preserved", "least_squares"] | None = None  # stored length: that of the exact vector, or that of
+    # least error; null: preserved for keys, else least_squares
+    norm_bits: Literal[8, 16] = 16  # [bits] of the length of a vector
+    seed: int = 0  # of the random signs of the rotation
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

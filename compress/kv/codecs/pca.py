@@ -54,8 +54,8 @@ ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.0
 
 @dataclass(frozen=True)
 class Config:
-    bits: float = 2.0  # of one element on average, codes alone
-    unit: int = 8  # components that have the same bits
+    bits: float = 2.0  # [bits] of one element on average, codes alone
+    unit: int = 8  # [components] that have the same number of bits
 
     def __post_init__(self) -> None:
         if not 0 < self.bits <= MOST:

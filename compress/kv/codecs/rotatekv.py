@@ -37,9 +37,9 @@ CLIP = 0.8  # of a group's range at 2 bits and below
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 2  # of one code, 1..8
-    group_size: int = 128  # channels of a token, across heads, that share a scale and a minimum
-    clip: float | None = None  # None: 0.8 up to 2 bits, 1 above
+    bits: int = 2  # [bits] of one code: 1 to 8
+    group_size: int = 128  # [channels] of a token, across heads, that share a scale and a minimum
+    clip: float | None = None  # [fraction] of the range of a group that is coded; null: 0.8 up to 2 bits, 1 above
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

@@ -39,12 +39,13 @@ NEEDS = frozenset({"queries"})
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 2  # of one code, 1..8
-    group_size: int = 32  # tokens (keys) or channels (values) that share a scale and a minimum
-    columns: int = 8  # channels of keys that are coded before their error is passed on
-    strength: float = 10.0  # of the queries' second moment, whose mean diagonal is 1, beside the identity
-    rank: int | None = None  # directions of queries that count; None: all
-    subspace: Literal["calibrated", "prompt"] = "calibrated"  # whose queries
+    bits: int = 2  # [bits] of one code: 1 to 8
+    group_size: int = 32  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels for values
+    columns: int = 8  # [channels] of keys that are coded before their error is passed on
+    strength: float = 10.0  # weight of the queries' second moment (mean diagonal 1) beside the identity
+    rank: int | None = None  # [directions] of the queries that count; null: all
+    subspace: Literal["calibrated", "prompt"] = "calibrated"  # whose queries count: those of calibration, or those of
+    # the prompt
 
     def __post_init__(self) -> None:
         kivi.Config(self.bits, self.group_size)

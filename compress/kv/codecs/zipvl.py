@@ -38,12 +38,13 @@ TIERS = ("high", "low")
 
 @dataclass(frozen=True)
 class Config:
-    high: int = 4  # bits of important tokens
-    low: int = 2  # bits of the others
-    important: float = 0.25  # share of the tokens, in whole tokens of a span of 64
-    judge: Literal["probes", "length"] = "length"  # of importance; probes: keys only, values are judged by length
-    norm_bits: Literal[8, 16] = 16
-    seed: int = 0  # of the rotation's signs
+    high: int = 4  # [bits] of one code of an important token
+    low: int = 2  # [bits] of one code of the other tokens
+    important: float = 0.25  # [fraction] of the tokens that are important, in whole tokens of a span of 64
+    judge: Literal["probes", "length"] = "length"  # of importance: attention of the last queries of the prompt (probes,
+    # for keys alone), or length of the vector
+    norm_bits: Literal[8, 16] = 16  # [bits] of the length of a vector
+    seed: int = 0  # of the random signs of the rotation
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high <= 8:

@@ -1,0 +1,125 @@
+"""Score a model, let it write, and time it: `compress eval`, `compress generate` and `compress bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from compress.cli.kv import Cache, CacheCalib, cache_recipes
+from compress.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Seed,
+    TextFile,
+    app,
+    device_named,
+    dtype_named,
+    errors,
+    text_given,
+)
+
+
+@app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
+def evaluate(
+    model: Model,
+    text: TextFile = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of the text, from its start.")] = 131072,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    kv: Cache = None,
+    calib: CacheCalib = None,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity over windows that do not overlap; against a base also KL divergence and top-1 agreement.
+
+    With --kv every window is read through that cache; without --base against the uncompressed one.
+    """
+    with errors():
+        from compress import evaluate as evaluation
+        from compress.cli import tables
+        from compress.evaluate import cache
+        from compress.run.prepare import resolve
+
+        text = text_given(text)
+        execution = evaluation.Execution(dtype=dtype_named(dtype), device=device_named(device))
+        directory, against = resolve(model), None if base is None else resolve(base)
+        with tables.progress_bar() as progress:
+            if kv is None:
+                scores = evaluation.evaluate(
+                    directory,
+                    text,
+                    against,
+                    seq_len,
+                    max_tokens,
+                    execution,
+                    lambda done, total: progress("scoring", done, total),
+                )
+            else:
+                asked = cache.Request(cache_recipes([kv]), text, calib, max_tokens=max_tokens)
+                directories = [directory, *([] if against is None else [against])]
+                scores = cache.evaluate(directories, asked, seq_len, execution, progress)
+        values = dataclasses.asdict(scores)
+        print(json.dumps(values)) if as_json else tables.out.print(tables.evaluation_table(values))
+
+
+@app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    kv: Cache = None,
+    calib: CacheCalib = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on writing from a prompt; with the checkpoint's own cache if it has one, or with that of --kv."""
+    with errors():
+        from compress import evaluate as evaluation
+        from compress.run.prepare import resolve
+
+        if kv is None:
+            written = evaluation.generate(
+                resolve(model), prompt, max_new_tokens, temperature=temperature, seed=seed, device=device_named(device)
+            )
+        else:
+            from compress.evaluate import cache
+
+            asked = cache.Request(cache_recipes([kv]), "", calib)
+            written = cache.generate(
+                resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
+            )
+        print(json.dumps({"prompt": prompt, "text": written}) if as_json else written)
+
+
+@app.command(epilog="Example: compress bench models_out/my-model-int4 --device cpu")
+def bench(
+    model: Model,
+    device: Device = "auto",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that is prefilled.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="That are decoded after it.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second in bfloat16, and the time of each shape of packed layer beside a bfloat16 linear."""
+    with errors():
+        from compress.cli import tables
+        from compress.evaluate import speed
+        from compress.run.prepare import resolve
+
+        found = speed.measure(resolve(model), device_named(device), batch, prompt_tokens, new_tokens)
+        if as_json:
+            print(json.dumps(dataclasses.asdict(found)))
+            return
+        for line in tables.speed_lines(found):
+            print(line)
+        if found.layers:
+            tables.out.print(tables.speed_table(found))

@@ -1,0 +1,176 @@
+"""List the built-in recipes by purpose, with what their headers and their settings say about bits, data and cost.
+
+A header is the comment block at the top of a recipe: `# Goal: ...`, `# Method: ...`, and what was measured (`# Measured
+DATE on ...` or `# Not measured ...`). `compress recipes` and docs/generate_recipes.py show the same list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Set
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from compress import plugins
+from compress.recipe.read import names, text
+
+SMALLER_LAYERS = {"lord", "cut", "structured"}  # methods that store fewer numbers instead of fewer bits
+BLOCK_SCORES = {"lim", "zd"}  # of allocators: scores that need no measurement of every option
+
+PURPOSES = (  # in the order in which they are shown
+    "Weights, 2 bits",
+    "Weights, 3 bits",
+    "Weights, 4 bits",
+    "Weights, 8 bits",
+    "Weights and activations",
+    "Key-value cache",
+    "Weights and key-value cache",
+    "Bit allocation",
+    "Low rank and smaller layers",
+)
+WHERE_TO_START = {
+    "int4": "for 4 bits",
+    "vq2bit": "for 2 bits",
+    "mixed3bit": "to fit a size",
+    "kv4": "for the key-value cache",
+}
+Cost = Literal["data-free", "one pass", "search", "training"]
+COSTS: dict[Cost, str] = {
+    "data-free": "needs no text",
+    "one pass": "runs calibration text through the model once",
+    "search": "measures or scores many choices first",
+    "training": "takes gradient steps on the calibration text",
+}
+
+
+class Header(NamedTuple):
+    """The three parts of a recipe's comment block, each one line of text."""
+
+    goal: str
+    method: str
+    measured: str
+
+
+class Entry(NamedTuple):
+    """One built-in recipe: its name, its YAML data and its header."""
+
+    name: str
+    data: dict[str, Any]
+    header: Header
+
+    @property
+    def description(self) -> str:
+        return str(self.data["description"])
+
+    @property
+    def bits(self) -> str:
+        """Stored bits per weight, or per coded number of a cache, as measured; else those aimed at, or ""."""
+        bits = figure(r"([\d.]+) (?:stored bits per weight|bits a coded number)", self.header.measured)
+        bits = bits or figure(r"; (\d+) bits a coded number", self.header.method)
+        return bits or figure(r"^([\d.]+)bpw$", str(self.data.get("allocate", {}).get("target")))
+
+    @property
+    def purpose(self) -> str:
+        """One of PURPOSES."""
+        quantize = self.data.get("quantize")
+        if quantize is None:
+            return "Key-value cache"
+        if "allocate" in self.data:
+            return "Bit allocation"
+        if "activations" in quantize:
+            return "Weights and activations"
+        if "kv_cache" in self.data:
+            return "Weights and key-value cache"
+        if "lowrank" in quantize or quantize["method"] in SMALLER_LAYERS:
+            return "Low rank and smaller layers"
+        return f"Weights, {round(float(self.bits))} bits"
+
+    @property
+    def cost(self) -> Cost:
+        """The most expensive thing that the recipe asks for; all but "data-free" read calibration text."""
+        schemes, transforms = _schemes(self.data), self.data.get("transform", [])
+        if any(map(_trains, [*(scheme.get("lowrank") or {} for scheme in schemes), *transforms])):
+            return "training"
+        if "allocate" in self.data and _damages(self.data["allocate"]) - BLOCK_SCORES:
+            return "search"
+        by_block = any(plugins.constant("transform", step["method"], "SCOPE") == "block" for step in transforms)
+        cached = any(plugins.constant("kv", codec, "NEEDS") for codec in _codecs(self.data.get("kv_cache", {})))
+        if by_block or cached or "experts" in self.data or any(map(_reads_inputs, schemes)):
+            return "one pass"
+        return "data-free"
+
+
+def entries() -> list[Entry]:
+    """The built-in recipes by name; ValueError if a header lacks a part."""
+    return [Entry(name, yaml.safe_load(text(name)), header(name)) for name in names()]
+
+
+def by_purpose() -> dict[str, list[Entry]]:
+    """Purpose -> its recipes, those of fewer bits first, then those of less loss; ValueError if one has no purpose."""
+    groups: dict[str, list[Entry]] = {purpose: [] for purpose in PURPOSES}
+    for entry in sorted(entries(), key=_order):
+        if entry.purpose not in groups:
+            raise ValueError(f"{entry.name}: PURPOSES has no {entry.purpose!r}")
+        groups[entry.purpose].append(entry)
+    return groups
+
+
+def header(name: str) -> Header:
+    """The header of a built-in recipe."""
+    comment = []
+    for line in text(name).splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# ").strip())
+    parts = re.fullmatch(r"Goal: (.+?) Method: (.+?) ((?:Measured|Not measured).+)", " ".join(comment))
+    if parts is None:
+        raise ValueError(f"{name}.yaml: the header needs Goal:, Method: and Measured or Not measured, in this order")
+    return Header(*parts.groups())
+
+
+def figure(pattern: str, words: str) -> str:
+    """The first group of the pattern's first match, "" if there is none."""
+    match = re.search(pattern, words)
+    return match[1] if match else ""
+
+
+def _schemes(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of all linears that are quantized: those of the recipe, of its rules and of its options."""
+    base = data.get("quantize")
+    if base is None:
+        return []
+    over = [*data.get("rules", []), *data.get("allocate", {}).get("options", [])]
+    return [base, *({**base, **settings} for settings in over if not settings.get("keep"))]
+
+
+def _reads_inputs(scheme: dict[str, Any]) -> bool:
+    """Whether a weight is quantized with statistics of its inputs."""
+    static = (scheme.get("activations") or {}).get("scale") == "tensor"
+    corrected = (scheme.get("lowrank") or {"metric": "none"}).get("metric") != "none"
+    return static or corrected or bool(plugins.constant("quant", scheme["method"], "NEEDS"))
+
+
+def _trains(settings: dict[str, Any]) -> bool:
+    """Whether settings of a transform or of a low-rank part ask for gradient steps."""
+    return any(settings.get(key, 0) > 0 for key in ("train", "train_blocks", "learn"))
+
+
+def _damages(settings: dict[str, Any]) -> Set[str]:
+    """What the allocator of a recipe needs measured."""
+    module = plugins.load("allocate", settings["method"])
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    needed: Set[str] = module.needs(module.Config(**{key: settings[key] for key in settings.keys() & fields}))
+    return needed
+
+
+def _codecs(block: dict[str, Any]) -> set[str]:
+    """The methods that a kv_cache section names, for all layers or for some."""
+    inner = [block.get("keys", {}), block.get("values", {}), *block.get("layers", [])]
+    return {block[key] for key in ("method",) if key in block}.union(*map(_codecs, filter(None, inner)))
+
+
+def _order(entry: Entry) -> tuple[float, float]:
+    loss = figure(r"KL to the (?:original|exact cache) ([\d.]+)", entry.header.measured)
+    return float(entry.bits or "inf"), float(loss or "inf")
