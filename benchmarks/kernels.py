@@ -13,6 +13,7 @@ CUDA graphs, with weights that are not in the cache. Rows go to benchmarks/resul
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -88,13 +89,8 @@ def product(layer: Any, x: Any) -> Any:
     """The layer's own forward; in the interpreter the Triton kernel, which a CPU would not take."""
     if not os.environ.get("TRITON_INTERPRET"):
         return layer(x)
-    return triton_kernel(layer).matmul(x, layer.stored, layer.params, layer.shape).to(x.dtype)
-
-
-def triton_kernel(layer: Any) -> Any:
-    from compress.kernels import dispatch
-
-    return dispatch.supported("cuda", layer.format, layer.params, layer.shape)
+    kernel = importlib.import_module(f"compress.kernels.triton.{layer.format}")
+    return kernel.prepare(layer.stored, layer.params, layer.shape)(x)
 
 
 def path(entry: str, shape: tuple[int, int], batch: int, device: str) -> str:
@@ -108,7 +104,7 @@ def path(entry: str, shape: tuple[int, int], batch: int, device: str) -> str:
     if not os.environ.get("TRITON_INTERPRET"):
         return "kernel" if dispatch.taken(format, params, shape, x) else "decode"
     kernel = dispatch.supported("cuda", format, params, shape)
-    return "kernel" if kernel is not None and dispatch.suits(kernel, params, shape, x) else "no kernel"
+    return "kernel" if kernel is not None and dispatch.suits(kernel, x) else "no kernel"
 
 
 def time_rows(entry: str, shape: tuple[int, int], batches: list[int], device: str, copied: float) -> list[Row]:

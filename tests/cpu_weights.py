@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import stored
 from compress.formats import codebook, e8p, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm
+from compress.kernels.contract import Prepared
 from compress.types import PackedWeight
 
 INT = [  # shape, bits, group, symmetric
@@ -86,8 +88,10 @@ WEIGHTS = [
 ]
 
 
-def kernel_of(weight: PackedWeight) -> dispatch.Kernel:
-    kernel = dispatch.supported("cpu", weight.format, weight.params, weight.shape)
+def kernel_of(weight: PackedWeight) -> Prepared:
+    """The kernel of a weight, as long as its tensors stay where they are."""
+    x = torch.empty(1, weight.shape[1])
+    kernel = dispatch.prepare(x, weight.tensors, weight.format, weight.params, weight.shape)
     if weight.format == "codebook" and "avx512vbmi" not in llvm.features():
         assert kernel is None
         pytest.skip("no byte permutations on this processor")

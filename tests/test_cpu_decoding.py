@@ -14,7 +14,7 @@ import problems
 from compress import formats
 from compress.formats import trellis
 from compress.kernels import dispatch, llvm
-from compress.kernels.cpu import codebook_decode, row_decoder
+from compress.kernels.cpu import row_decoder
 from compress.kernels.cpu.trellis import two_floats
 from compress.runtime.linear import PackedLinear
 
@@ -40,8 +40,8 @@ def test_decoders(make: Any, case: Any, dtype: torch.dtype, monkeypatch: pytest.
     expected = formats.decode_stored(weight, dtype)
     if getattr(weight.params, "permuted", False):
         original, expected = expected, expected[:, weight.tensors["order"].int()]
-        assert torch.equal(kernel.arranged(original, weight.tensors, weight.params), expected)
-    write = kernel.decoder(weight.tensors, weight.params, weight.shape, dtype)
+        assert torch.equal(kernel.arranged(original), expected)
+    write = kernel.decoder(dtype)
     for start in {0, weight.shape[0] // 32 * 16}:
         space = torch.full((weight.shape[0] - start + 1, weight.shape[1]), 7.0, dtype=dtype)
         write(space[:-1], start)
@@ -57,7 +57,7 @@ def test_rounding_to_the_middle_and_of_what_is_not_finite() -> None:
     kernel: Any = kernel_of(weight)
     for dtype in (torch.bfloat16, torch.float16):
         found = torch.empty(32, 64, dtype=dtype)
-        kernel.decoder(weight.tensors, weight.params, weight.shape, dtype)(found, 0)
+        kernel.decoder(dtype)(found, 0)
         assert found[3:6].isfinite().logical_not().all()
         torch.testing.assert_close(found, formats.decode_stored(weight, dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -68,12 +68,10 @@ def test_decoders_without_some_instructions(make: Any, case: Any, monkeypatch: p
     weight = make(*case)
     kernel: Any = kernel_of(weight)
     monkeypatch.setattr(llvm, "features", frozenset)
-    module = codebook_decode if weight.format == "codebook" else kernel
-    name = "_compiled" if weight.format == "codebook" else "_compiled_decode"
-    monkeypatch.setattr(module, name, lambda *settings: llvm.compiled(module._Decode(*settings)))
+    monkeypatch.setattr(llvm, "function", lambda kind, *settings: llvm.compiled(kind(*settings)))
     for dtype in (torch.bfloat16, torch.float16):
         found = torch.empty(weight.shape, dtype=dtype)
-        kernel.decoder(weight.tensors, weight.params, weight.shape, dtype)(found, 0)
+        kernel.decoder(dtype)(found, 0)
         assert torch.equal(found, formats.decode_stored(weight, dtype))
 
 

@@ -32,7 +32,7 @@ def test_products(make: Any, case: Any) -> None:
     kernel = kernel_of(weight)
     for count in (1, 3, 12):
         x = problems.random(count, weight.shape[1], seed=count) + 0.5  # not centred: an error in zeros would add up
-        y = kernel.matmul(x, weight.tensors, weight.params, weight.shape)
+        y = kernel(x)
         expected = stored.product(x, weight)
         assert y.shape == (count, weight.shape[0])
         assert (y - expected).norm() < 1e-4 * expected.norm()
@@ -45,11 +45,11 @@ def test_a_row_does_not_depend_on_others(make: Any, case: Any, monkeypatch: pyte
     weight = make(*case)
     kernel = kernel_of(weight)
     x = problems.random(13, weight.shape[1])
-    whole = kernel.matmul(x, weight.tensors, weight.params, weight.shape)
+    whole = kernel(x)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        apart = [kernel.matmul(row[None], weight.tensors, weight.params, weight.shape) for row in x]
+        apart = [kernel(row[None]) for row in x]
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(whole, torch.cat(apart))
@@ -59,8 +59,7 @@ def test_a_row_does_not_depend_on_others(make: Any, case: Any, monkeypatch: pyte
 def test_outputs_are_rounded_once(make: Any, case: Any) -> None:
     """To bfloat16 and float16 as to float32, from the same activations; any shape in front; nothing past the end."""
     weight = make(*case)
-    kernel: Any = kernel_of(weight)
-    product = kernel.bind(weight.tensors, weight.params, weight.shape)
+    product = kernel_of(weight)
     for dtype in (torch.bfloat16, torch.float16):
         x = problems.random(5, weight.shape[1]).to(dtype)
         expected = product(x.float()).to(dtype)
@@ -90,12 +89,12 @@ def test_indices_of_a_damaged_file_stay_inside() -> None:
     """Orders and outlier columns that point nowhere are read as the last column."""
     settings = {"bits": (4,), "vector_dim": 2, "tile_words": 16, "permuted": True, "outliers": 2}
     weight = codebook_weight((32, 256), settings)
-    kernel: Any = kernel_of(weight)
+    kernel = kernel_of(weight)
     x = problems.random(2, 256)
     results = []
     for wrong in (255, 32000):
         weight.tensors["order"][7], weight.tensors["outlier_index"][0] = wrong, wrong
-        results.append(kernel.matmul(x, weight.tensors, weight.params, weight.shape))
+        results.append(kernel(x))
     assert torch.equal(*results)
 
 
@@ -108,7 +107,7 @@ def test_extreme_activations() -> None:
     x[1] = 0
     x[2, 200] = float("inf")
     x[3, 3] = float("nan")
-    y = kernel.matmul(x, weight.tensors, weight.params, weight.shape)
+    y = kernel(x)
     expected = stored.product(x[:1], weight)
     assert (y[0] - expected).norm() < 1e-4 * expected.norm()
     assert not y[1].any() and y[2:].isnan().all()
@@ -132,7 +131,7 @@ def test_a_layer_takes_the_kernel_for_few_rows(dtype: torch.dtype, monkeypatch: 
     layer = PackedLinear.from_packed(weight, torch.ones(64, dtype=dtype))
     kernel = kernel_of(weight)
     x = (problems.random(emitter.MOST, 256) + 0.5).to(dtype)
-    few = kernel.matmul(x, weight.tensors, weight.params, weight.shape).to(dtype) + layer.bias
+    few = kernel(x).to(dtype) + layer.bias
     assert torch.equal(layer(x), few)
     many = torch.cat([x, x])
     assert torch.equal(layer(many), F.linear(many, layer.dequantize(dtype)) + layer.bias)
@@ -194,16 +193,16 @@ def test_the_defaults_of_torch_do_not_matter(make: Any, case: Any) -> None:
     weight = make(*case)
     kernel = kernel_of(weight)
     x = problems.random(3, weight.shape[1])
-    expected = kernel.matmul(x, weight.tensors, weight.params, weight.shape)
+    expected = kernel(x)
     before = torch.get_default_dtype()
     try:
         for dtype in (torch.float64, torch.bfloat16):
             torch.set_default_dtype(dtype)
-            assert torch.equal(kernel.matmul(x, weight.tensors, weight.params, weight.shape), expected)
+            assert torch.equal(kernel(x), expected)
     finally:
         torch.set_default_dtype(before)
     with torch.device("meta"):
-        assert torch.equal(kernel.matmul(x, weight.tensors, weight.params, weight.shape), expected)
+        assert torch.equal(kernel(x), expected)
 
 
 def test_stored_tensors_that_a_kernel_cannot_read() -> None:

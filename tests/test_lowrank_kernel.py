@@ -40,7 +40,7 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
         for rank in {1, 2, min(5, *shape), min(32, *shape)}:
             params, tensors = stored(shape, rank, kind)
             x = problems.random(1, shape[1], seed=2).to(dtype)
-            y, wanted = kernel.matmul(x, tensors, params, shape), expected(x, tensors)
+            y, wanted = kernel._LowRank(tensors, params, shape)(x), expected(x, tensors)
             assert y.dtype == dtype and y.shape == (1, shape[0])
             error = (y.double() - wanted).abs() - HALF_STEP[dtype] * wanted.abs()
             assert error.max() < 2e-6 * wanted.abs().max() + 1e-30, (shape, rank)
@@ -55,19 +55,19 @@ def test_nothing_past_the_end_is_read_or_written() -> None:
         views = {name: around[name][: t.numel()].view_as(t) for name, t in tensors.items()}
         row = torch.full((shape[1] + 64,), torch.nan, dtype=torch.bfloat16)
         row[: shape[1]] = problems.random(shape[1], seed=2).bfloat16()
-        y = kernel.matmul(row[None, : shape[1]], views, params, shape)
-        assert torch.equal(y, kernel.matmul(row[None, : shape[1]].clone(), tensors, params, shape))
+        y = kernel._LowRank(views, params, shape)(row[None, : shape[1]])
+        assert torch.equal(y, kernel._LowRank(tensors, params, shape)(row[None, : shape[1]].clone()))
         assert torch.isfinite(y).all()
 
 
 def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     params, tensors = stored((103, 64), 13)
     x = problems.random(1, 64, seed=2).bfloat16()
-    alone = kernel.matmul(x, tensors, params, (103, 64))
+    alone = kernel._LowRank(tensors, params, (103, 64))(x)
     monkeypatch.setattr(emitter, "THREAD", 1)
     for threads in (2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert torch.equal(kernel.matmul(x, tensors, params, (103, 64)), alone)
+        assert torch.equal(kernel._LowRank(tensors, params, (103, 64))(x), alone)
 
 
 def test_which_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +88,12 @@ def test_which_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer(x).sum().backward()
     assert x.grad is not None and len(calls) == 4
     trained = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
-    kernel.matmul(problems.random(1, 96, seed=2).bfloat16(), trained, params, shape).sum().backward()
+    kernel._LowRank(trained, params, shape)(problems.random(1, 96, seed=2).bfloat16()).sum().backward()
     assert all(tensor.grad is not None for tensor in trained.values()) and len(calls) == 4
     few = lowrank.Params(5, 8)
     x = problems.random(1, 96, seed=2)
     packed = lowrank.pack(problems.random(5, 96), problems.random(5, 48), few)
-    kernel.matmul(x, packed, few, shape)
+    kernel._LowRank(packed, few, shape)(x)
     assert len(calls) == 4
 
 
@@ -101,4 +101,4 @@ def test_what_is_not_finite_stays_so() -> None:
     params, tensors = stored((48, 96), 5)
     x = problems.random(1, 96, seed=2)
     x[0, 3] = torch.nan
-    assert kernel.matmul(x, tensors, params, (48, 96)).isnan().all()
+    assert kernel._LowRank(tensors, params, (48, 96))(x).isnan().all()

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress import formats
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
@@ -51,8 +52,8 @@ def written(model: Any, **options: Any) -> torch.Tensor:
 def test_generate_with_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both caches, with left padding: the same tokens, from the kernels."""
     model, calls = load(checkpoint), []
-    for name in ("_decoded", "_decoded_product"):
-        monkeypatch.setattr(dispatch, name, lambda *args: pytest.fail("a weight was decoded"))
+    for module, name in ((dispatch, "_decoded_product"), (formats, "decode_stored")):
+        monkeypatch.setattr(module, name, lambda *args: pytest.fail("a weight was decoded"))
     run = Product.__call__
     monkeypatch.setattr(Product, "__call__", lambda *args: calls.append(args) or run(*args))
     dynamic = written(model)

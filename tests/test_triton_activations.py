@@ -41,7 +41,7 @@ def test_large_and_small_activations(kernel: Any, format: str, params: Any, dtyp
     sizes = torch.tensor([1e30, 1e6, 1.0, 1e-20, 0.0])
     x = torch.randn(5, SHAPE[1], generator=torch.Generator().manual_seed(0)) * sizes[:, None]
     x = x.to(dtype)
-    found, wanted = kernel.matmul(x, weight.tensors, params, SHAPE), product(x, weight)
+    found, wanted = kernel.prepare(weight.tensors, params, SHAPE)(x), product(x, weight)
     for row in range(4):
         error = (found[row] - wanted[row]).abs().max() / wanted[row].abs().max()
         assert error < (2**-7 if dtype == torch.bfloat16 else 2**-10), row
@@ -53,8 +53,8 @@ def test_large_and_small_activations(kernel: Any, format: str, params: Any, dtyp
 def test_a_row_that_is_not_finite_leaves_the_others_alone(kernel: Any, format: str, params: Any) -> None:
     weight = made(format, params)
     x = torch.randn(3, SHAPE[1], generator=torch.Generator().manual_seed(0))
-    alone = kernel.matmul(x, weight.tensors, params, SHAPE)
+    alone = kernel.prepare(weight.tensors, params, SHAPE)(x)
     x[1, 7] = math.inf
-    found = kernel.matmul(x, weight.tensors, params, SHAPE)
+    found = kernel.prepare(weight.tensors, params, SHAPE)(x)
     assert torch.equal(found[::2], alone[::2])
     assert not found[1].isfinite().any()

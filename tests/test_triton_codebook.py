@@ -14,7 +14,8 @@ import offline
 import ptx
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
-from compress.kernels.triton import codebook, split_k
+from compress.kernels import dispatch
+from compress.kernels.triton import _codebook, codebook, split_k
 
 GPTVQ = Params((8,), 4, 128, group_columns=256, group_rows=256, permuted=True)  # what recipes/gptvq2bit.yaml makes
 VPTQ = Params((8,), 4, 128, axis="out", outliers=82)  # and vptq2bit.yaml, of 4096 columns
@@ -40,7 +41,7 @@ def test_assembly_widens_every_byte(along_rows: bool) -> None:
     entries = torch.randint(-128, 128, (512, 8), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     entries[:256] = torch.arange(-128, 128)[:, None]
     words = entries.view(torch.int32)  # two entries
-    made = ptx.run(codebook.entries_text(along_rows), 4, [words[:, 0], words[:, 1]])
+    made = ptx.run(_codebook.entries_text(along_rows), 4, [words[:, 0], words[:, 1]])
     found = torch.stack([half for register in made for half in ptx.halves(register)], -1)
     order = [0, 4, 1, 5, 2, 6, 3, 7] if along_rows else list(range(8))
     assert torch.equal(found, entries[:, order].half())
@@ -59,12 +60,12 @@ def test_assembly_widens_every_byte(along_rows: bool) -> None:
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
-    assert codebook.four_bytes(params) and codebook.supports(params, shape)
+    assert codebook.four_bytes(params) and dispatch.supported("cuda", "codebook", params, shape)
     tensors = stored(params, shape)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).half()
     wanted = x.double() @ codebook_format.decode(tensors, params, shape, torch.float64).T
     for dtype, bound in ((torch.float32, 1e-4 if params.outliers else 1e-6), (torch.float16, 2e-3)):
-        found = codebook.matmul(x.to(dtype), tensors, params, shape)  # outlier activations are scaled in float16
+        found = codebook.prepare(tensors, params, shape)(x.to(dtype))  # outlier activations are scaled in float16
         assert found.dtype == dtype and found.shape == wanted.shape
         assert (found - wanted).abs().max() < bound * wanted.abs().max()
 
@@ -72,12 +73,12 @@ def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, 
 def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     params, shape = replace(VPTQ, tile_words=32, outliers=3), (40, 600)
     tensors, x = stored(params, shape), torch.randn(3, 600)
-    first = codebook.matmul(x, tensors, params, shape)
+    first = codebook.prepare(tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
     split_k.forget()
-    assert torch.equal(codebook.matmul(x, tensors, params, shape), first)
-    assert torch.equal(codebook.matmul(x, tensors, params, shape), first)  # the counters are 0 again
+    assert torch.equal(codebook.prepare(tensors, params, shape)(x), first)
+    assert torch.equal(codebook.prepare(tensors, params, shape)(x), first)  # the counters are 0 again
 
 
 def test_what_the_kernel_of_four_bytes_takes() -> None:
@@ -96,7 +97,7 @@ def test_what_the_kernel_of_four_bytes_takes() -> None:
         replace(VPTQ, outlier_bits=8),
         Params((4,), 1, 128, svd_rank=3),
     ):
-        assert not codebook.four_bytes(other) and codebook.supports(other, shape), other
+        assert not codebook.four_bytes(other) and dispatch.supported("cuda", "codebook", other, shape), other
 
 
 SIGNATURE = {

@@ -16,7 +16,8 @@ from compress import formats
 from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
-from compress.kernels.triton import codebook, e8p, trellis
+from compress.kernels import dispatch
+from compress.kernels.triton import _trellis, codebook, e8p, trellis
 from stored import random_weight
 
 Book = codebook_format.Params
@@ -50,13 +51,13 @@ def test_decode_is_that_of_the_format(
     format: str, params: Any, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, weight = KERNELS[format], random_weight(format, params, shape)
-    assert kernel.supports(params, shape)
+    assert dispatch.supported("cuda", weight.format, params, shape) is not None
     wanted = {dtype: formats.decode_stored(weight, dtype) for dtype in (torch.float32, torch.float64)}
     monkeypatch.setattr(trellis, "DECODED", 64)  # columns of a program, here several
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
-    assert torch.equal(kernel.decode(weight.tensors, params, shape, torch.float32), wanted[torch.float32])
-    found = kernel.decode(weight.tensors, params, shape, torch.bfloat16).double()
+    assert torch.equal(kernel.prepare(weight.tensors, params, shape).decode(torch.float32), wanted[torch.float32])
+    found = kernel.prepare(weight.tensors, params, shape).decode(torch.bfloat16).double()
     exact = wanted[torch.float64]
     assert ((found - exact).abs() <= exact.abs() * 2**-7).all()  # the interpreter cuts off instead of rounding
 
@@ -72,7 +73,7 @@ def test_assembly_sums_the_halves(bits: int, state_bits: int, code: str) -> None
     words = weight.tensors["words"]
     for row in range(16):
         at = ((row + 1) * bits - 1) // 16
-        text = trellis.row_text(bits, state_bits, row, known.factor, known.addend, known.halves, True)
+        text = _trellis.row_text(bits, state_bits, row, known.factor, known.addend, known.halves, True)
         register = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])[0]
         found = torch.stack(ptx.halves(register), -1).flatten().double()
         assert torch.equal(found, wanted[row] if known.halves else wanted[row].round()), row

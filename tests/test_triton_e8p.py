@@ -12,7 +12,8 @@ import offline
 import ptx
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import Params
-from compress.kernels.triton import e8p, split_k
+from compress.kernels import dispatch
+from compress.kernels.triton import _e8p, e8p, split_k
 
 PAIRS = [0, 2, 4, 6, 1, 3, 5, 7]  # columns of the four registers of a code
 STEP = 2.0**-24  # of a subnormal float16
@@ -44,13 +45,13 @@ def values(made: list[Tensor], offset: float) -> Tensor:
 def test_assembly_gives_the_point_of_every_code() -> None:
     codes = torch.arange(1 << 16).view(-1, 2)
     word = e8p.tables(codes.device)[0][codes >> 8]
-    made = ptx.run(e8p.point_text(True), 8, [word[:, 0], word[:, 1], codes[:, 0] | codes[:, 1] << 16])
+    made = ptx.run(_e8p.point_text(True), 8, [word[:, 0], word[:, 1], codes[:, 0] | codes[:, 1] << 16])
     assert torch.equal(values(made, 7.5), e8p_format.points().double().view(-1, 2, 8) / 4)
 
 
 def test_assembly_gives_every_residual_point() -> None:
     word = e8p.tables(torch.device("cpu"))[1].view(-1, 2)
-    made = ptx.run(e8p.point_text(False), 8, [word[:, 0], word[:, 1]])
+    made = ptx.run(_e8p.point_text(False), 8, [word[:, 0], word[:, 1]])
     assert torch.equal(values(made, 8), e8p_format.ball().double().view(-1, 2, 8))
 
 
@@ -65,12 +66,12 @@ def test_assembly_gives_every_residual_point() -> None:
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
-    assert e8p.supports(params, shape)
+    assert dispatch.supported("cuda", "e8p", params, shape)
     tensors = stored(params, shape)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).half()
     wanted = x.double() @ e8p_format.decode(tensors, params, shape, torch.float64).T
     for dtype, bound in ((torch.float32, 2e-6), (torch.float16, 2e-3)):
-        found = e8p.matmul(x.to(dtype), tensors, params, shape)
+        found = e8p.prepare(tensors, params, shape)(x.to(dtype))
         assert found.dtype == dtype and found.shape == wanted.shape
         assert (found - wanted).abs().max() < bound * wanted.abs().max()
 
@@ -78,12 +79,12 @@ def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, 
 def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     params, shape = Params(2, False), (40, 1100)
     tensors, x = stored(params, shape), torch.randn(3, 1100)
-    first = e8p.matmul(x, tensors, params, shape)
+    first = e8p.prepare(tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
     split_k.forget()
-    assert torch.equal(e8p.matmul(x, tensors, params, shape), first)
-    assert torch.equal(e8p.matmul(x, tensors, params, shape), first)  # the counters are 0 again
+    assert torch.equal(e8p.prepare(tensors, params, shape)(x), first)
+    assert torch.equal(e8p.prepare(tensors, params, shape)(x), first)  # the counters are 0 again
 
 
 SIGNATURE = {

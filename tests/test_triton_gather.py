@@ -11,6 +11,7 @@ import torch
 import interpreter  # noqa: F401
 import offline
 from compress.formats.codebook import Params
+from compress.kernels import dispatch
 from compress.kernels.triton import codebook, split_k
 from stored import product, random_weight
 
@@ -33,12 +34,12 @@ from stored import product, random_weight
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
-    assert codebook.supports(params, shape) and not codebook.four_bytes(params)
+    assert dispatch.supported("cuda", "codebook", params, shape) and not codebook.four_bytes(params)
     weight = random_weight("codebook", params, shape)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).half()
     wanted = product(x, weight)
     for dtype, bound in ((torch.float32, 1e-3), (torch.float16, 2e-3)):  # weights are rounded to float16
-        found = codebook.matmul(x.to(dtype), weight.tensors, params, shape)
+        found = codebook.prepare(weight.tensors, params, shape)(x.to(dtype))
         assert found.dtype == dtype and found.shape == wanted.shape
         assert (found - wanted).abs().max() < bound * wanted.abs().max()
 
@@ -47,30 +48,30 @@ def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, 
 def test_permuted_weights_take_any_number_of_rows(params: Params) -> None:
     shape = (20, 150)
     weight = random_weight("codebook", params, shape)
-    assert codebook.most_rows(params, shape, torch.float16) == sys.maxsize
+    assert dispatch.supported("cuda", "codebook", params, shape).most_rows(torch.float16) == sys.maxsize
     x = torch.randn(17, shape[1], generator=torch.Generator().manual_seed(1))
     wanted = product(x, weight)
-    found = codebook.matmul(x, weight.tensors, params, shape)
+    found = codebook.prepare(weight.tensors, params, shape)(x)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     params, shape = Params((6,), 2, 64), (20, 600)
     weight, x = random_weight("codebook", params, shape), torch.randn(3, 600)
-    first = codebook.matmul(x, weight.tensors, params, shape)
+    first = codebook.prepare(weight.tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
     split_k.forget()
-    assert torch.equal(codebook.matmul(x, weight.tensors, params, shape), first)
-    assert torch.equal(codebook.matmul(x, weight.tensors, params, shape), first)  # the counters are 0 again
+    assert torch.equal(codebook.prepare(weight.tensors, params, shape)(x), first)
+    assert torch.equal(codebook.prepare(weight.tensors, params, shape)(x), first)  # the counters are 0 again
 
 
 def test_what_is_supported() -> None:
     shape = (4096, 4096)
-    assert not codebook.supports(Params((15,), 4, 16), shape)  # four planes
-    assert not codebook.supports(Params((8, 8, 8), 4, 16), shape)
-    assert not codebook.supports(Params((8,), 64, 16), shape)
-    assert codebook.most_rows(Params((8,), 4, 16), shape, torch.float16) == codebook.MOST_ROWS
+    assert not dispatch.supported("cuda", "codebook", Params((15,), 4, 16), shape)  # four planes
+    assert not dispatch.supported("cuda", "codebook", Params((8, 8, 8), 4, 16), shape)
+    assert not dispatch.supported("cuda", "codebook", Params((8,), 64, 16), shape)
+    assert dispatch.supported("cuda", "codebook", Params((8,), 4, 16), shape).most_rows(torch.float16) == 16
 
 
 PLANES = "words_a words_b words_c words2_a words2_b words2_c order"

@@ -13,6 +13,7 @@ from torch import Tensor
 import interpreter  # noqa: F401
 from compress.formats import int as int_format
 from compress.formats.int import Params
+from compress.kernels import dispatch
 from compress.kernels.triton import configs, split_k
 from compress.kernels.triton import int as kernel
 
@@ -76,7 +77,7 @@ def test_every_width(bits: int, symmetric: bool) -> None:
     shape = (24, 300)  # neither rows nor columns fill the stored blocks
     params, tensors = stored(bits, 32, symmetric, shape)
     x = activations(3, shape[1])
-    assert_product(kernel.matmul(x, tensors, params, shape), x, tensors, params, shape)
+    assert_product(kernel.prepare(tensors, params, shape)(x), x, tensors, params, shape)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 33, 64, 65])
@@ -85,7 +86,7 @@ def test_every_number_of_rows(bits: int, rows: int) -> None:
     shape = (48, 512)
     params, tensors = stored(bits, 64, bits == 3, shape)
     x = activations(rows, shape[1])
-    assert_product(kernel.matmul(x, tensors, params, shape), x, tensors, params, shape)
+    assert_product(kernel.prepare(tensors, params, shape)(x), x, tensors, params, shape)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +97,14 @@ def test_every_number_of_rows(bits: int, rows: int) -> None:
 )  # fmt: skip
 def test_every_kind_of_group(bits: int, group: int, shape: tuple[int, int]) -> None:
     params, tensors = stored(bits, group, False, shape)
-    assert kernel.supports(params, shape)
+    assert dispatch.supported("cuda", "int", params, shape)
     x = activations(2, shape[1])
-    assert_product(kernel.matmul(x, tensors, params, shape), x, tensors, params, shape)
+    assert_product(kernel.prepare(tensors, params, shape)(x), x, tensors, params, shape)
 
 
 def test_groups_that_words_cannot_follow_are_declined() -> None:
-    assert not kernel.supports(Params(4, 24, True, 16), (16, 240))
-    assert kernel.supports(Params(4, -1, True, 16), (16, 240))
+    assert not dispatch.supported("cuda", "int", Params(4, 24, True, 16), (16, 240))
+    assert dispatch.supported("cuda", "int", Params(4, -1, True, 16), (16, 240))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-7)])
@@ -111,7 +112,7 @@ def test_types_of_activations(dtype: torch.dtype, bound: float) -> None:
     shape = (32, 256)
     params, tensors = stored(4, 64, False, shape, "bfloat16")
     x = activations(3, shape[1]).to(dtype)
-    assert_product(kernel.matmul(x, tensors, params, shape), x, tensors, params, shape, bound)
+    assert_product(kernel.prepare(tensors, params, shape)(x), x, tensors, params, shape, bound)
 
 
 def test_large_and_small_activations() -> None:
@@ -119,7 +120,7 @@ def test_large_and_small_activations() -> None:
     params, tensors = stored(8, 64, True, shape)
     sizes = torch.tensor([1e30, 1e6, 1.0, 1e-20, 0.0])
     x = (activations(5, shape[1]) * sizes[:, None]).bfloat16()
-    found = kernel.matmul(x, tensors, params, shape)
+    found = kernel.prepare(tensors, params, shape)(x)
     wanted = reference(x, tensors, params, shape)
     for row in range(4):
         error = (found[row] - wanted[row]).abs().max() / wanted[row].abs().max()
@@ -132,9 +133,9 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
     shape = (16, 256)
     params, tensors = stored(4, 64, False, shape)
     x = activations(3, shape[1])
-    alone = kernel.matmul(x, tensors, params, shape)
+    alone = kernel.prepare(tensors, params, shape)(x)
     x[1, 7] = math.inf
-    found = kernel.matmul(x, tensors, params, shape)
+    found = kernel.prepare(tensors, params, shape)(x)
     assert torch.equal(found[::2], alone[::2])
     assert not found[1].isfinite().any()
 
@@ -155,7 +156,7 @@ def test_parts_of_unequal_length(parts: int) -> None:
 def test_no_rows() -> None:
     params, tensors = stored(4, 64, True, (16, 256))
     for dtype in (torch.float16, torch.float32):
-        assert kernel.matmul(torch.empty(0, 256, dtype=dtype), tensors, params, (16, 256)).shape == (0, 16)
+        assert kernel.prepare(tensors, params, (16, 256))(torch.empty(0, 256, dtype=dtype)).shape == (0, 16)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -168,10 +169,10 @@ def test_decode_is_that_of_the_format(bits: int, group: int, shape: tuple[int, i
     params, tensors = stored(bits, group, symmetric, shape, "bfloat16" if bits == 4 else "float16")
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(
-            kernel.decode(tensors, params, shape, dtype), int_format.decode(tensors, params, shape, dtype)
+            kernel.prepare(tensors, params, shape).decode(dtype), int_format.decode(tensors, params, shape, dtype)
         )
     wanted = int_format.decode(tensors, params, shape, torch.float64)
-    found = kernel.decode(tensors, params, shape, torch.bfloat16).double()
+    found = kernel.prepare(tensors, params, shape).decode(torch.bfloat16).double()
     assert ((found - wanted).abs() <= wanted.abs() * 2**-7).all()  # the interpreter cuts off instead of rounding
 
 
@@ -218,6 +219,6 @@ def test_a_low_rank_part_is_added(rank: int, rows: int, shape: tuple[int, int], 
     generator = torch.Generator().manual_seed(rank)
     hidden, factor = (torch.randn(size, generator=generator).half() for size in ((rows, rank), (rank, shape[0])))
     wanted = reference(x.double(), tensors, params, shape) + hidden.double() @ factor.double()
-    found = kernel.matmul(x, tensors, params, shape, (hidden, factor))
+    found = kernel.prepare(tensors, params, shape).plus(x, hidden, factor)
     assert (found.double() - wanted).abs().max() < 1e-3 * wanted.abs().max()
-    assert rank <= kernel.MOST_RANK
+    assert rank <= kernel._Int.most_rank

@@ -15,7 +15,8 @@ import ptx
 from compress import formats
 from compress.formats import lattice as lattice_format
 from compress.formats.lattice import Params
-from compress.kernels.triton import lattice, split_k
+from compress.kernels import dispatch
+from compress.kernels.triton import _lattice, lattice, split_k
 from compress.types import PackedWeight
 from stored import product, random_weight
 
@@ -48,12 +49,13 @@ def random_lattice(params: Params, shape: tuple[int, int]) -> PackedWeight:
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
-    assert lattice.supports(params, shape) and rows <= lattice.most_rows(params, shape, torch.float16)
+    known = dispatch.supported("cuda", "lattice", params, shape)
+    assert known is not None and rows <= known.most_rows(torch.float16)
     weight = random_lattice(params, shape)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).half()
     wanted = product(x, weight)
     for dtype, bound in ((torch.float32, 1e-3), (torch.float16, 2e-3)):  # G^T x is rounded to float16
-        found = lattice.matmul(x.to(dtype), weight.tensors, params, shape)
+        found = lattice.prepare(weight.tensors, params, shape)(x.to(dtype))
         assert found.dtype == dtype and found.shape == wanted.shape
         assert (found - wanted).abs().max() < bound * wanted.abs().max()
 
@@ -74,26 +76,26 @@ def test_decode_is_that_of_the_format(params: Params, shape: tuple[int, int], mo
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
     for dtype, bound in ((torch.float32, 2e-6), (torch.float16, 2**-10)):
-        found = lattice.decode(weight.tensors, params, shape, dtype)
+        found = lattice.prepare(weight.tensors, params, shape).decode(dtype)
         assert found.dtype == dtype
         assert ((found - wanted).abs() <= bound * wanted.abs() + 2**-24).all()
 
 
 def test_long_groups_and_curved_products_are_declined() -> None:
-    assert not lattice.supports(Params(2, 8, 2048, False, True), (64, 2048))
-    assert not lattice.supports(Params(2, 8, 16 * 63, False, True), (64, 2048))
-    assert lattice.most_rows(Params(2, 8, 128, True, True), (64, 128), torch.float16) == 0
+    assert not dispatch.supported("cuda", "lattice", Params(2, 8, 2048, False, True), (64, 2048))
+    assert not dispatch.supported("cuda", "lattice", Params(2, 8, 16 * 63, False, True), (64, 2048))
+    assert dispatch.supported("cuda", "lattice", Params(2, 8, 128, True, True), (64, 128)).most_rows(torch.float16) == 0
 
 
 def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     params, shape = Params(2, 8, 32, False, True), (20, 330)
     weight, x = random_lattice(params, shape), torch.randn(3, 330)
-    first = lattice.matmul(x, weight.tensors, params, shape)
+    first = lattice.prepare(weight.tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
     split_k.forget()
-    assert torch.equal(lattice.matmul(x, weight.tensors, params, shape), first)
-    assert torch.equal(lattice.matmul(x, weight.tensors, params, shape), first)  # the counters are 0 again
+    assert torch.equal(lattice.prepare(weight.tensors, params, shape)(x), first)
+    assert torch.equal(lattice.prepare(weight.tensors, params, shape)(x), first)  # the counters are 0 again
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -103,7 +105,7 @@ def test_assembly_gives_every_coordinate(bits: int) -> None:
     places = range(0, 17 - bits, bits)
     for shifts in zip(places, reversed(places), strict=True):
         operands = [words | others << 16, *(torch.full_like(words, shift) for shift in shifts)]
-        made = ptx.halves(ptx.run(lattice.coordinate_text(bits), 1, operands)[0])
+        made = ptx.halves(ptx.run(_lattice.coordinate_text(bits), 1, operands)[0])
         for half, word, shift in zip(made, (words, others), shifts, strict=True):
             assert torch.equal(half.double(), (word >> shift & (1 << bits) - 1).double() - (2**bits - 1) / 2)
 
@@ -112,7 +114,7 @@ def test_assembly_gathers_spare_bits() -> None:
     tops = torch.tensor(list(itertools.product(range(2), repeat=6)))  # of the words of two columns
     words = (tops << 15 | 0x2AAA).view(-1, 2, 3)
     operands = [words[:, 0, i] | words[:, 1, i] << 16 for i in range(3)]
-    for column, half in enumerate(ptx.halves(ptx.run(lattice.spare_text(), 1, operands)[0])):
+    for column, half in enumerate(ptx.halves(ptx.run(_lattice.spare_text(), 1, operands)[0])):
         bits = tops.view(-1, 2, 3)[:, column]
         assert torch.equal(half.double(), (bits * torch.tensor([1, 2, 4])).sum(1).double() - 3.5)
 

@@ -14,7 +14,8 @@ import offline
 import ptx
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
-from compress.kernels.triton import split_k, trellis
+from compress.kernels import dispatch
+from compress.kernels.triton import _trellis, split_k, trellis
 
 WINDOWS = [(2, 16), (3, 16), (4, 16), (1, 16), (8, 16), (2, 12), (3, 14), (5, 11)]  # bits, state_bits
 
@@ -35,7 +36,7 @@ def operands(params: Params, words: Tensor) -> Tensor:
     code = trellis.computed(params.code)
     for row in range(params.tile_rows):
         at = ((row + 1) * params.bits - 1) // 16
-        text = trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves, False)
+        text = _trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves, False)
         both = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])
         made.append(torch.stack([sum(half.double() for half in ptx.halves(r)) for r in both], -1).flatten())
     return torch.stack(made)
@@ -73,7 +74,7 @@ def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, 
     wanted = x.double() @ trellis_format.decode(tensors, params, shape, torch.float64).T
     exact = 1e-3 if trellis.computed(params.code).halves else 1e-5  # the format rounds the sums of halves
     for dtype, bound in ((torch.float32, exact), (torch.float16, 2e-3)):
-        found = trellis.matmul(x.to(dtype), tensors, params, shape)
+        found = trellis.prepare(tensors, params, shape)(x.to(dtype))
         assert found.dtype == dtype and found.shape == wanted.shape
         assert (found - wanted).abs().max() < bound * wanted.abs().max()
 
@@ -81,7 +82,7 @@ def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, 
 def test_results_do_not_depend_on_old_contents_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     params, shape = Params(2, 16, 32), (40, 600)
     tensors, x = stored(params, shape), torch.randn(3, 600)
-    first = trellis.matmul(x, tensors, params, shape)
+    first = trellis.prepare(tensors, params, shape)(x)
     empty = torch.empty
 
     def poisoned(*size: int, **options: Any) -> Tensor:
@@ -89,8 +90,8 @@ def test_results_do_not_depend_on_old_contents_of_the_workspace(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", poisoned)
     split_k.forget()
-    assert torch.equal(trellis.matmul(x, tensors, params, shape), first)
-    assert torch.equal(trellis.matmul(x, tensors, params, shape), first)  # the counters are 0 again
+    assert torch.equal(trellis.prepare(tensors, params, shape)(x), first)
+    assert torch.equal(trellis.prepare(tensors, params, shape)(x), first)  # the counters are 0 again
 
 
 def test_large_activations_of_wide_types_fit() -> None:
@@ -99,13 +100,13 @@ def test_large_activations_of_wide_types_fit() -> None:
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     x[0, 3] = 5e5
     wanted = x.double() @ trellis_format.decode(tensors, params, shape, torch.float64).T
-    found = trellis.matmul(x, tensors, params, shape)
+    found = trellis.prepare(tensors, params, shape)(x)
     assert (found - wanted).abs().max() < 2**-7 * wanted.abs().max()
 
 
 def test_what_is_supported() -> None:
-    assert trellis.supports(Params(2, 16, 128), (4096, 4096))
-    assert not trellis.supports(Params(2, 16, 128, "hyb"), (4096, 4096))
+    assert dispatch.supported("cuda", "trellis", Params(2, 16, 128), (4096, 4096))
+    assert not dispatch.supported("cuda", "trellis", Params(2, 16, 128, "hyb"), (4096, 4096))
 
 
 SIGNATURE = {name: "*fp32" for name in ("scale", "partials")} | {

@@ -1,21 +1,9 @@
-"""Which kernel multiplies activations with a stored weight: a table (format, device, type, rows) -> kernel.
+"""Find the kernel that multiplies activations with a stored weight, by device and format, or decode the weight.
 
-The table is the files: `compress/kernels/<folder of the device>/<format>.py` with
-
-- `supports(params, shape) -> bool`: whether it can run a weight [out, in] with these parameters, and is worth it;
-- `most_rows(params, shape, dtype) -> int`: rows of activations up to which it beats decoding the weight and F.linear;
-- `matmul(x, tensors, params, shape) -> Tensor`: x [rows, in] of a type in TYPES, contiguous, and the stored tensors as
-  they lie on disk -> [rows, out], of the type of x or float32;
-- optional `TYPES`: the types of activations that it takes, where they are others;
-- optional `bind(tensors, params, shape) -> Bound`: `matmul` for tensors that stay where they are, prepared once;
-- optional `MOST_RANK`: up to which `matmul` takes (hidden [rows, rank], factor [rank, out]) as `added`, a fifth
-  argument, and adds their product where it writes its results;
-- optional `decode(tensors, params, shape, dtype) -> Tensor`: a faster way to what the format's own decoder gives, or
-- optional `decoder(tensors, params, shape, dtype) -> Decoder`, which writes some of the rows of that at a time, and
-  `arranged(x, tensors, params) -> Tensor` beside it, if it writes columns in an order of its own: x in this order.
-
-Where there is none, or more rows, or a gradient to pass back, the weight is decoded: always possible and always right.
-(Traced by torch.compile, a product that passes a gradient back still takes the kernel: the operator cannot tell.)
+Kernels are files, `compress/kernels/<folder of the device>/<format>.py` (compress/kernels/contract.py), and so are
+those that read keys and values, `kv_<name>.py`. Where there is no kernel, or where there are more rows of activations
+than it is good for, or a gradient to pass back, the weight is decoded: always possible and always right. (Traced by
+torch.compile, a product that passes a gradient back still takes the kernel: the operator cannot tell.)
 """
 
 from __future__ import annotations
@@ -24,10 +12,10 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, NamedTuple, Protocol, cast
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,27 +24,12 @@ from torch import Tensor
 from compress import formats
 from compress.formats import transforms as operations
 from compress.kernels import llvm
+from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
 from compress.types import Ops, PackedWeight
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
 PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is still in the cache of a CPU
-PANEL_ROWS = 16
-TYPES = (torch.bfloat16, torch.float16)  # kernels round activations more than a float32 user would expect
-
-Shape = tuple[int, int]
-Bound = Callable[[Tensor], Tensor]  # x [..., in] of a type in TYPES, contiguous -> [..., out] of the same type
-Decoder = Callable[[Tensor, int], None]  # (out [n, in], contiguous; first of the n rows, a multiple of PANEL_ROWS)
-
-
-class Kernel(Protocol):
-    """The contract of a kernel file."""
-
-    def supports(self, params: Any, shape: Shape) -> bool: ...
-
-    def most_rows(self, params: Any, shape: Shape, dtype: torch.dtype) -> int: ...
-
-    def matmul(self, x: Tensor, tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Tensor: ...
 
 
 class Processor(NamedTuple):
@@ -68,7 +41,7 @@ class Processor(NamedTuple):
 
 
 def processor(device: torch.device | str) -> Processor:
-    """The processor behind a device; a type alone stands for the current device of that type."""
+    """Return the processor behind a device; a type alone stands for the current device of that type."""
     device = torch.device(device) if isinstance(device, str) else device
     if device.type == "cpu":
         return Processor("cpu", features=llvm.features() if llvm.available() else frozenset())
@@ -86,91 +59,111 @@ def _gpu(index: int) -> Processor:
 
 
 @cache
-def _module(device: str, format: str) -> Kernel | None:
-    if device not in FOLDERS or (device == "cuda" and not _has_triton()):
+def _module(on: Processor, name: str) -> Any:
+    """Return the kernel file of this name for a processor, None if there is none or the processor is too old."""
+    if on.type not in FOLDERS or (on.type == "cuda" and not _has_triton(on)):
         return None
-    name = f"{FOLDERS[device]}.{format}"
-    return cast(Kernel, importlib.import_module(name)) if importlib.util.find_spec(name) else None
+    path = f"{FOLDERS[on.type]}.{name}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) else None
 
 
 @cache
-def _has_triton() -> bool:
-    """Whether kernels for NVIDIA's GPUs can be compiled; AMD's go by the same name."""
-    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
-
-
-def _is_able(on: Processor) -> bool:
+def _has_triton(on: Processor) -> bool:
+    """Return whether kernels for this GPU of NVIDIA can be compiled; AMD's go by the same name."""
+    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
+        return False
     return on.capability is None or on.capability >= LEAST_CAPABILITY
 
 
-def supported(device: torch.device | str, format: str, params: Any, shape: Shape) -> Kernel | None:
-    """The kernel for this weight on a device, None if it has to be decoded there."""
+def kv(device: torch.device | str, name: str) -> Any:
+    """Return the kernel file `kv_<name>` that reads keys and values on a device, None if there is none."""
+    return _module(processor(device), f"kv_{name}")
+
+
+def supported(device: torch.device | str, format: str, params: Any, shape: Shape) -> Prepared | None:
+    """Return what a kernel would do with such a weight on a device, None if it has to be decoded there by its format.
+
+    It has no tensors: only its limits may be asked for.
+    """
     return _supported(processor(device), format, params, shape)
 
 
 @cache
-def _supported(on: Processor, format: str, params: Any, shape: Shape) -> Kernel | None:
-    module = _module(on.type, format) if _is_able(on) else None
-    return module if module is not None and module.supports(params, shape) else None
+def _supported(on: Processor, format: str, params: Any, shape: Shape) -> Prepared | None:
+    module = _module(on, format)
+    if module is None:
+        return None
+    specs = formats.specs(format, params, shape).items()
+    tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in specs}
+    return module.prepare(tensors, params, shape)
 
 
 def forget() -> None:
     """Choose anew from now on: what a choice depends on has changed that is not part of `Processor`."""
-    _supported.cache_clear()
-    _gpu.cache_clear()
+    for choice in (_supported, _module, _has_triton, _gpu):
+        choice.cache_clear()
 
 
-def find(format: str, params: Any, shape: Shape, x: Tensor) -> Kernel | None:
-    """The kernel for this weight and the type and device of x; `suits` says whether these rows may take it."""
-    kernel = supported(x.device, format, params, shape)
-    return kernel if x.dtype in getattr(kernel, "TYPES", TYPES) else None
+def prepare(x: Tensor, tensors: Mapping[str, Tensor | None], format: str, params: Any, shape: Shape) -> Prepared | None:
+    """Return the kernel for a stored weight on the device of x; None if there is none that can read its tensors."""
+    module = _module(processor(x.device), format)
+    readable = {name: t for name, t in tensors.items() if t is not None and _readable(t, x)}
+    return None if module is None or len(readable) < len(tensors) else module.prepare(readable, params, shape)
 
 
-def suits(kernel: Kernel, params: Any, shape: Shape, x: Tensor) -> bool:
-    """Whether these activations may take the kernel: few enough rows, and no gradient to pass back."""
-    if x.shape[-1] != shape[1] or (x.requires_grad and torch.is_grad_enabled()):
+def _readable(stored: Tensor, x: Tensor) -> bool:
+    """Return whether a kernel that is given an address finds there what it expects; decoding raises or copes if not."""
+    return stored.device == x.device and stored.is_contiguous()
+
+
+def suits(kernel: Prepared, x: Tensor) -> bool:
+    """Return whether the kernel multiplies these activations: few enough rows, and no gradient to pass back."""
+    return x.dtype in kernel.types and _are_few(x, kernel.shape[1], kernel.most_rows(x.dtype))
+
+
+def _are_few(x: Tensor, columns: int, most: int) -> bool:
+    if x.shape[-1] != columns or not 0 < x.numel() // columns <= most:
         return False
-    return 0 < x.numel() // shape[1] <= kernel.most_rows(params, shape, x.dtype)
+    return not (x.requires_grad and torch.is_grad_enabled())
 
 
 def taken(format: str, params: Any, shape: Shape, x: Tensor) -> bool:
-    """Whether a kernel multiplies these activations, rather than that the weight is decoded."""
-    kernel = find(format, params, shape, x)
-    return kernel is not None and suits(kernel, params, shape, x)
+    """Return whether a kernel multiplies these activations, rather than that the weight is decoded."""
+    kernel = supported(x.device, format, params, shape)
+    return kernel is not None and suits(kernel, x)
 
 
 def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape) -> Tensor:
-    """x [..., in] times the stored weight [out, in] -> [..., out] of the type of x, by the kernel or by decoding."""
-    kernel = find(format, params, shape, x) if all(_readable(t, x) for t in tensors.values()) else None
+    """Return x [..., in] times the stored weight [out, in]: [..., out] of the type of x, by kernel or by decoding."""
+    kernel = prepare(x, tensors, format, params, shape)
+    if kernel is None or x.dtype not in kernel.types:
+        return F.linear(x, formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), x.dtype))
     with _on(x.device):
-        if kernel is None or not suits(kernel, params, shape, x):
-            return _decoded_product(kernel, x, tensors, format, params, shape)
-        y = kernel.matmul(x.reshape(-1, shape[1]).contiguous(), tensors, params, shape)
-    return y.to(x.dtype).view(*x.shape[:-1], shape[0])
+        return kernel(x.contiguous()) if suits(kernel, x) else _decoded_product(kernel, x)
 
 
-def _decoded_product(
-    kernel: Any, x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape
-) -> Tensor:
-    """F.linear with the decoded weight; without a gradient to pass back some rows of the weight at a time."""
-    decoder = getattr(kernel, "decoder", None)
-    if decoder is None or x.shape[-1] != shape[1] or (x.requires_grad and torch.is_grad_enabled()):
-        return F.linear(x, _decoded(kernel, tensors, format, params, shape, x.dtype))
-    write: Decoder = decoder(tensors, params, shape, x.dtype)
-    x = kernel.arranged(x, tensors, params) if hasattr(kernel, "arranged") else x
-    count = -(-shape[0] * shape[1] * x.element_size() // PANEL)
-    rows = -(-shape[0] // (count * PANEL_ROWS)) * PANEL_ROWS  # panels have the same size, but the last one
-    y = x.new_empty(*x.shape[:-1], shape[0])
-    panel = x.new_empty(rows, shape[1])
-    for first in range(0, shape[0], rows):
-        part = panel[: shape[0] - first]
-        write(part, first)
-        y[..., first : first + rows] = F.linear(x, part)
+def _decoded_product(kernel: Prepared, x: Tensor) -> Tensor:
+    """Return F.linear with the decoded weight; without a gradient to pass back some rows of the weight at a time."""
+    outputs, inputs = kernel.shape
+    if x.shape[-1] != inputs or (x.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, kernel.decode(x.dtype))
+    write = kernel.decoder(x.dtype)
+    if write is None:
+        return F.linear(x, kernel.decode(x.dtype))
+    x = kernel.arranged(x)
+    count = -(-outputs * inputs * x.element_size() // PANEL)
+    rows = -(-outputs // (count * PANEL_ROWS)) * PANEL_ROWS  # panels have the same size, but the last one
+    y = x.new_empty(*x.shape[:-1], outputs)
+    panel = x.new_empty(rows, inputs)
+    for first in range(0, outputs, rows):
+        weights = panel[: outputs - first]
+        write(weights, first)
+        y[..., first : first + rows] = F.linear(x, weights)
     return y
 
 
-class Prepared:
-    """A stored weight that is multiplied many times: its kernel is looked up, and told where its tensors are, once."""
+class Weight:
+    """A stored weight that is multiplied many times: prepared once, and anew where its tensors have moved."""
 
     def __init__(self, format: str, params: Any, shape: Shape) -> None:
         self.format, self.params, self.shape = format, params, shape
@@ -178,69 +171,51 @@ class Prepared:
         self.forget()
 
     def __reduce__(self) -> Any:
-        return Prepared, (self.format, self.params, self.shape)  # addresses do not go into copies
+        return Weight, (self.format, self.params, self.shape)  # addresses do not go into copies
 
     def forget(self) -> None:
         """Let go of the tensors: a layer that is about to replace them calls this, so that their memory is freed."""
-        self._places: list[int] = []  # addresses of the tensors that were prepared
-        self._bound: Bound | None = None
-        self._most: dict[torch.dtype, int] = {}  # rows of activations
+        self._addresses: list[int] = []  # of the tensors that were prepared
+        self._device: torch.device | None = None
+        self._kernel: Prepared | None = None
+        self._most: dict[torch.dtype, int] = {}  # rows of activations that the kernel takes, by their types
+
+    def prepared(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Prepared | None:
+        """Return the kernel for the type and device of x, given the tensors of a layer by name; None: there is none."""
+        stored = [tensors[name] for name in self._names]
+        addresses = [t.data_ptr() if t is not None and t.is_contiguous() else 0 for t in stored]
+        if addresses != self._addresses or x.device != self._device:
+            by_name = dict(zip(self._names, stored, strict=True))
+            self._kernel = kernel = prepare(x, by_name, self.format, self.params, self.shape)
+            self._most = {dtype: kernel.most_rows(dtype) for dtype in kernel.types} if kernel is not None else {}
+            self._addresses, self._device = addresses, x.device
+        return self._kernel if x.dtype in self._most else None
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """As the function `product`, of the tensors of a layer by name; None if that has to be called."""
-        if not x.is_cpu:
+        """As the function `product`, of the tensors of a layer; None if the weight has to be decoded by its format."""
+        kernel = self.prepared(x, tensors)
+        if kernel is None:
             return None
-        stored = [tensors[name] for name in self._names]
-        places = [t.data_ptr() if t is not None and t.is_contiguous() else 0 for t in stored]
-        if places != self._places:
-            self._prepare(x, tensors, places)
-        bound, most = self._bound, self._most.get(x.dtype, 0)
-        if bound is None or x.shape[-1] != self.shape[1] or not 0 < x.numel() // self.shape[1] <= most:
+        run = kernel if _are_few(x, self.shape[1], self._most[x.dtype]) else partial(_decoded_product, kernel)
+        if x.is_cpu:
+            return run(x.contiguous())
+        with _on(x.device):
+            return run(x.contiguous())
+
+    def product_with_lowrank(
+        self, x: Tensor, tensors: Mapping[str, Tensor | None], a: Tensor, b: Tensor
+    ) -> Tensor | None:
+        """Return the product plus x A^T B, by a kernel that adds; None if there is none."""
+        kernel = self.prepared(x, tensors)
+        if kernel is None or a.shape[0] > kernel.most_rank or not suits(kernel, x):
             return None
-        return None if x.requires_grad and torch.is_grad_enabled() else bound(x.contiguous())
-
-    def _prepare(self, x: Tensor, tensors: Mapping[str, Tensor | None], places: list[int]) -> None:
-        kernel: Any = supported(x.device, self.format, self.params, self.shape)
-        stored = {name: tensors[name] for name in self._names}
-        able = hasattr(kernel, "bind") and all(t is not None and _readable(t, x) for t in stored.values())
-        self._bound = kernel.bind(stored, self.params, self.shape) if able else None
-        types = getattr(kernel, "TYPES", TYPES)
-        self._most = {dtype: kernel.most_rows(self.params, self.shape, dtype) for dtype in types} if able else {}
-        self._places = places
-
-
-def _readable(stored: Tensor, x: Tensor) -> bool:
-    """Whether a kernel that is given an address finds there what it expects; decoding raises or copes where not."""
-    return stored.device == x.device and stored.is_contiguous()
+        with _on(x.device):
+            return kernel.plus(x.contiguous(), F.linear(x, a), b.contiguous())
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _decoded(
-    kernel: Kernel | None, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape, dtype: torch.dtype
-) -> Tensor:
-    if kernel is not None and hasattr(kernel, "decode"):
-        return kernel.decode(tensors, params, shape, dtype)
-    return formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), dtype)
-
-
-def product_with_lowrank(
-    x: Tensor, tensors: Mapping[str, Tensor], weight: tuple[str, Any, Shape], a: Tensor, b: Tensor
-) -> Tensor | None:
-    """`product` with a weight (format, params, shape), plus x A^T B, by a kernel that adds; None if there is none."""
-    format, params, shape = weight
-    kernel: Any = find(format, params, shape, x)
-    if a.shape[0] > getattr(kernel, "MOST_RANK", 0) or not suits(kernel, params, shape, x):
-        return None
-    if not all(_readable(t, x) for t in tensors.values()):
-        return None
-    with _on(x.device):
-        flat = x.reshape(-1, shape[1]).contiguous()
-        y = kernel.matmul(flat, tensors, params, shape, (F.linear(flat, a), b.contiguous()))
-    return y.to(x.dtype).view(*x.shape[:-1], shape[0])
 
 
 def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -262,7 +237,7 @@ def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on the inputs of a stored matrix: x [..., in] -> [..., in] of the same type."""
     if _one_launch(x, ops.input, ("signs", "hadamard")):
         with _on(x.device):
-            return _hadamard().transform(x, before=tensors["in_signs"])
+            return _module(processor(x.device), "hadamard").transform(x, before=tensors["in_signs"])
     return operations.apply_input(x, ops, tensors)
 
 
@@ -270,20 +245,14 @@ def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on its outputs [..., out]."""
     if _one_launch(y, ops.output, ("hadamard", "signs")):
         with _on(y.device):
-            return _hadamard().transform(y, after=tensors["out_signs"])
+            return _module(processor(y.device), "hadamard").transform(y, after=tensors["out_signs"])
     return operations.apply_output(y, ops, tensors)
 
 
 def _one_launch(x: Tensor, names: tuple[str, ...], fused: tuple[str, ...]) -> bool:
-    if names != fused or x.device.type != "cuda" or torch.compiler.is_compiling() or not _has_triton():
+    if names != fused or x.device.type != "cuda" or torch.compiler.is_compiling():
         return False
-    if not _is_able(processor(x.device)):
-        return False
-    return not (x.requires_grad and torch.is_grad_enabled())
-
-
-def _hadamard() -> Any:
-    return importlib.import_module(f"{FOLDERS['cuda']}.hadamard")
+    return _has_triton(processor(x.device)) and not (x.requires_grad and torch.is_grad_enabled())
 
 
 # For torch.compile and CUDA graphs: one operator, opaque to the compiler.

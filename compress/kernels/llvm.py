@@ -173,8 +173,14 @@ def _bytes(kind: Any) -> int:
     return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
 
 
+@cache
+def function(kind: Callable[..., Emitter], *settings: Any) -> Callable[..., None]:
+    """Return the function that kind(*settings) writes, compiled once for a process."""
+    return compiled(kind(*settings))
+
+
 def compiled(emitter: Emitter) -> Callable[..., None]:
-    """What was written, as a function of addresses and then integers."""
+    """Return what was written, as a function of addresses and then integers."""
     from llvmlite import binding
 
     source = str(emitter.module)

@@ -162,7 +162,7 @@ class PackedLinear(nn.Module):
         self._matrix = list(formats.specs(format, params, shape))  # names of the tensors of M alone
         self._described = dispatch.described(format, params, shape)
         self._described_inputs = "" if activations is None else json.dumps(inputs.to_dict(activations))
-        self._prepared = dispatch.Prepared(format, params, shape)
+        self._weight = dispatch.Weight(format, params, shape)
         for name, (size, kind) in self.specs.items():
             tensor = torch.empty(size, dtype=kind, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -223,8 +223,7 @@ class PackedLinear(nn.Module):
     def _corrected(self, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
         if self.activations is None and not trained and not _traced():
-            tensors = {name: getattr(self, name) for name in self._matrix}
-            y = dispatch.product_with_lowrank(x, tensors, (self.format, self.params, self.shape), a, b)
+            y = self._weight.product_with_lowrank(x, self._parameters, a, b)
             if y is not None:
                 return _plus(y, bias)
         return _plus(dispatch.with_lowrank(self._matrix_product(x, None), x, a, b), bias)
@@ -268,18 +267,13 @@ class PackedLinear(nn.Module):
         if _traced():
             y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
             return _plus(y, bias)
-        few = self._prepared.product(x, self._parameters)
-        if few is not None:
-            return _plus(few, bias)
-        kernel = dispatch.find(self.format, self.params, self.shape, x)
-        if kernel is None:
-            (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
-            if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
-                return _plus(F.linear(x, weight), bias)
-            return F.linear(x, weight, bias)
-        tensors = {name: getattr(self, name) for name in self._matrix}
-        y = dispatch.product(x, tensors, self.format, self.params, self.shape)
-        return _plus(y, bias)
+        product = self._weight.product(x, self._parameters)
+        if product is not None:
+            return _plus(product, bias)
+        (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
+        if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
+            return _plus(F.linear(x, weight), bias)
+        return F.linear(x, weight, bias)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -299,6 +293,6 @@ class PackedLinear(nn.Module):
             return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
 
         CACHE.drop(self)
-        self._prepared.forget()  # it holds the tensors that are replaced
+        self._weight.forget()  # it holds the tensors that are replaced
         super()._apply(move, recurse)
         return self

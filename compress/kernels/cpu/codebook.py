@@ -8,8 +8,7 @@ into registers once; outlier columns are a thin product of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import codebook_decode, emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.small_matmul import Layout, Product
@@ -28,13 +28,16 @@ REGISTER = 64  # bytes
 DIMENSIONS = (1, 2, 4)
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with one stage of int8 entries of DIMENSIONS, without norms and scales of blocks."""
     if not emitter.worthwhile(shape) or "avx512vbmi" not in llvm.features():
-        return False
+        return None
     plain = params.codebook_dtype == "int8" and not params.svd_rank and not params.scale_columns
     simple = len(params.bits) == 1 and params.bits[0] <= 8 and params.vector_dim in DIMENSIONS
     rows_fit = params.group_rows == -1 or params.group_rows % ROW_MULTIPLE == 0
-    return plain and simple and rows_fit and params.norm == "none" and span_codes(params) > 0
+    if not (plain and simple and rows_fit and params.norm == "none" and span_codes(params)):
+        return None
+    return _Product(tensors, params, shape)
 
 
 def span_codes(params: Params) -> int:
@@ -49,51 +52,62 @@ def span_codes(params: Params) -> int:
     return group if params.tile_words % group == 0 and group % min(2 * LANES, params.tile_words) == 0 else 0
 
 
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return emitter.most_rows(dtype, emitter.MOST_OF_CODEBOOKS)
-
-
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
-    return bind(tensors, params, shape)(x)
-
-
-def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
-    """`matmul`, as long as these tensors stay where they are."""
-    code_rows, code_columns = codebook_format.padded_shape(params, shape)
-    span, groups = span_codes(params), codebook_format.groups(params, shape)
-    width, padded = params.width, code_rows * params.height
-    words = [tensors[f"words{bits}"] for bits in plane_widths(params.bits[0])]
-    stored = [t.data_ptr() for t in (*words, tensors["codebook"], tensors["codebook_scales"])]
-    columns = code_columns if params.group_columns == -1 else params.group_columns // width
-    per_group = code_rows if params.group_rows == -1 else params.group_rows // params.height
-    space = ROW_MULTIPLE * LANES
-    layout = Layout(shape[1], shape[0], code_columns * width, padded, span * width, lanes(params.tile_words), space)
-    sizes = (code_columns // span, code_rows, columns, per_group, *groups)
-    settings = (params.bits[0], params.vector_dim, params.axis, params.tile_words, span, groups[0] == 1)
-    product = _Product(layout, stored, sizes, lambda tokens: _compiled(*settings, tokens))
-    product.params, product.tensors = params, tensors
-    product.gathers = params.permuted or width > 1
-    return product
-
-
 class _Product(Product):
     """With vectors along the input, an order of columns, and outliers."""
 
-    params: Params
-    tensors: Mapping[str, Tensor]
+    most = emitter.MOST_OF_CODEBOOKS
+
+    def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
+        code_rows, code_columns = codebook_format.padded_shape(params, shape)
+        span, groups, width = span_codes(params), codebook_format.groups(params, shape), params.width
+        words = [tensors[f"words{bits}"] for bits in plane_widths(params.bits[0])]
+        stored = [t.data_ptr() for t in (*words, tensors["codebook"], tensors["codebook_scales"])]
+        rows, columns, space = code_rows * params.height, code_columns * width, ROW_MULTIPLE * LANES
+        layout = Layout(shape[1], shape[0], columns, rows, span * width, lanes(params.tile_words), space)
+        sizes = (code_columns // span, code_rows, *codebook_decode.group_codes(params, shape), *groups)
+        super().__init__(tensors, params, shape, layout, stored, sizes)
+        self._settings = (params.bits[0], params.vector_dim, params.axis, params.tile_words, span, groups[0] == 1)
+        self.gathers = params.permuted or width > 1
+
+    def kernel(self, tokens: int) -> Callable[..., None]:
+        return llvm.function(_Sums, *self._settings, tokens)
+
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        return codebook_decode.decoder(self.tensors, self.params, self.shape, dtype)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        weight = super().decode(dtype)
+        if not self.params.permuted:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.tensors["order"].long(), weight)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
+        if not self.params.permuted:
+            return x
+        x, order = x.contiguous(), self.tensors["order"]
+        out, inputs = torch.empty_like(x), x.shape[-1]
+        kernel = llvm.function(_Gather, x.element_size(), 1, 8 * order.element_size())
+
+        def work(first: int, last: int) -> None:
+            skip = first * inputs * x.element_size()
+            kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
+
+        llvm.parallel(work, x.numel() // inputs, -(-row_decoder.THREAD // inputs))
+        return out
 
     def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
         order = self.tensors["order"] if self.params.permuted else None
         layout, bits = self.layout, 8 * order.element_size() if order is not None else 0
-        kernel = _compiled_gather(dtype.itemsize, self.params.width, bits)
+        kernel = llvm.function(_Gather, dtype.itemsize, self.params.width, bits)
         address = source if order is None else order.data_ptr()
         kernel(source, address, target, tokens, layout.inputs, layout.spans, layout.span // self.params.width)
 
     def add(self, source: int, sums: int, tokens: int, dtype: torch.dtype) -> None:
         if not self.params.outliers:
             return
-        kernel, layout, count = _compiled_outliers(self.params.outlier_bits, dtype), self.layout, self.params.outliers
+        kernel = llvm.function(_Outliers, self.params.outlier_bits, dtype)
+        layout, count = self.layout, self.params.outliers
         names = ("outliers", "outlier_scale", "outlier_index")
         stored = [self.tensors[name].data_ptr() for name in names]
 
@@ -101,30 +115,6 @@ class _Product(Product):
             kernel(*stored, source, sums, first, last, count, layout.rows, tokens, layout.inputs)
 
         llvm.parallel(work, layout.rows // ROW_MULTIPLE, -(-emitter.THREAD // (ROW_MULTIPLE * count * tokens)))
-
-
-decoder = codebook_decode.decoder
-
-
-def arranged(x: Tensor, tensors: Mapping[str, Tensor], params: Params) -> Tensor:
-    """x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
-    if not params.permuted:
-        return x
-    x, order = x.contiguous(), tensors["order"]
-    out, inputs = torch.empty_like(x), x.shape[-1]
-    kernel = _compiled_gather(x.element_size(), 1, 8 * order.element_size())
-
-    def work(first: int, last: int) -> None:
-        skip = first * inputs * x.element_size()
-        kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
-
-    llvm.parallel(work, x.numel() // inputs, -(-row_decoder.THREAD // inputs))
-    return out
-
-
-@cache
-def _compiled_gather(*settings: int) -> Any:
-    return llvm.compiled(_Gather(*settings))
 
 
 class _Gather(emitter.Emitter):
@@ -148,11 +138,6 @@ class _Gather(emitter.Emitter):
             line = b.mul(row, b.mul(spans, span))
             self.store(value, out, b.add(b.add(line, first), b.add(b.mul(p, codes), i)))
         b.ret_void()
-
-
-@cache
-def _compiled(*settings: Any) -> Any:
-    return llvm.compiled(_Sums(*settings))
 
 
 class _Sums(emitter.Emitter):
@@ -297,11 +282,6 @@ class _Sums(emitter.Emitter):
                 vector = self.load(self.space, b.mul(cell, self.i64(LANES)), self.float, LANES)
                 line = b.mul(b.mul(self.code_rows, self.i64(self.height)), self.i64(m))
                 self.store(self.total(vector), self.out, b.add(line, b.add(first, row)))
-
-
-@cache
-def _compiled_outliers(bits: int, dtype: torch.dtype) -> Any:
-    return llvm.compiled(_Outliers(bits, dtype))
 
 
 class _Outliers(emitter.Emitter):

@@ -7,7 +7,7 @@ tables are of the type that is asked for, or float32 where outliers are added be
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import row_decoder
 from compress.kernels.cpu.unpack import Planar
 from compress.numerics.packing import plane_fields, plane_widths
@@ -24,34 +25,36 @@ UNROLLED = 8  # codes; groups of columns have a multiple of sixteen
 STORED = 2 * row_decoder.LANES  # weights that are rounded together
 
 
-def decoder(
-    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> row_decoder.Decoder:
-    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit.
+def decoder(tensors: Mapping[str, Tensor], params: Params, shape: Shape, dtype: torch.dtype) -> Decoder:
+    """Return what writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit.
 
     For weights that the kernel of the format supports; the columns are in the order in which they are stored.
     """
     code_rows, code_columns = codebook_format.padded_shape(params, shape)
     entries = codebook_format.entries(tensors, params, 0).to(torch.float32 if params.outliers else dtype).contiguous()
-    groups = codebook_format.groups(params, shape)
-    kernel = _compiled(
-        (params.bits[0], params.vector_dim, params.axis, params.tile_words),
-        params.outlier_bits if params.outliers else 0,
-        dtype,
-    )
+    codes = (params.bits[0], params.vector_dim, params.axis, params.tile_words)
+    kernel = llvm.function(_Decode, codes, params.outlier_bits if params.outliers else 0, dtype)
     words = [tensors[f"words{width}"] for width in plane_widths(params.bits[0])]
     outliers = _outliers(tensors, params) if params.outliers else [entries] * 3
     held = (*words, *outliers, entries)  # some of them live no longer than this decoder
-    columns = code_columns if params.group_columns == -1 else params.group_columns // params.width
-    per_group = code_rows if params.group_rows == -1 else params.group_rows // params.height
-    sizes = (shape[1], code_columns, columns, per_group, *groups, params.outliers, code_rows * params.height)
+    groups = (*group_codes(params, shape), *codebook_format.groups(params, shape))
+    sizes = (shape[1], code_columns, *groups, params.outliers, code_rows * params.height)
     space = code_columns * (1 + params.vector_dim)  # int16 codes and weights of up to 32 bits
 
-    def write(first: int, last: int, out: int, start: int, stop: int) -> None:
+    def write(*given: int) -> None:
         own = torch.empty(space, dtype=torch.float32, device="cpu")
-        kernel(*(t.data_ptr() for t in held), own.data_ptr(), out, first, last, start, stop, *sizes)
+        kernel(*(t.data_ptr() for t in held), own.data_ptr(), *given)
 
-    return row_decoder.in_blocks(write, shape[1])
+    return row_decoder.in_rows(write, (), sizes, shape[1])
+
+
+def group_codes(params: Params, shape: Shape) -> tuple[int, int]:
+    """Return the columns and the rows of codes that share a codebook."""
+    rows, columns = codebook_format.padded_shape(params, shape)
+    return (
+        columns if params.group_columns == -1 else params.group_columns // params.width,
+        rows if params.group_rows == -1 else params.group_rows // params.height,
+    )
 
 
 def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
@@ -62,16 +65,10 @@ def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
     return [tensors["outliers"], tensors["outlier_scale"], place]
 
 
-@cache
-def _compiled(*settings: Any) -> Any:
-    return llvm.compiled(_Decode(*settings))
-
-
 class _Decode(row_decoder.Writer):
     """void decode(words..., outliers, their scales, their columns, entries, space, out, first, last, start, stop, in
     features, code columns, codes of a column group, code rows of a row group, column groups, row groups, outliers,
-    stored rows): rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row
-    `start` at the beginning of out."""
+    stored rows)."""
 
     def __init__(self, codes: tuple[int, int, str, int], outlier_bits: int, dtype: torch.dtype) -> None:
         self.bits, self.dim, axis, self.tile_words = codes
@@ -146,16 +143,13 @@ class _Decode(row_decoder.Writer):
             with self.loop(self.count) as c:
                 self._add_outlier(row, c, weights)
         line = b.mul(b.sub(row, self.start), self.features)
-        whole = b.udiv(self.features, self.i64(STORED))
-        with self.loop(whole) as i:
-            place = b.mul(i, self.i64(STORED))
-            values = self.load(weights, place, self.kind, STORED)
-            self.store(self.rounded(values) if self.outlier_bits else values, self.out, b.add(line, place))
-        place = b.mul(whole, self.i64(STORED))
-        left = b.sub(self.features, place)
-        with b.if_then(b.icmp_signed(">", left, self.i64(0))):
-            values = self.load_some(weights, place, self.kind, STORED, left)
-            self.store_some(self.rounded(values) if self.outlier_bits else values, self.out, b.add(line, place), left)
+        self.in_chunks(self.features, STORED, partial(self._write, weights, line))
+
+    def _write(self, weights: Any, line: Any, column: Any, rest: Any) -> None:
+        values = self.load_some(weights, column, self.kind, STORED, rest)
+        if self.outlier_bits:
+            values = self.rounded(values)
+        self.store_some(values, self.out, self.b.add(line, column), rest)
 
     def _add_outlier(self, row: Any, c: Any, weights: Any) -> None:
         b, (codes, scales, index) = self.b, self.outliers

@@ -11,8 +11,8 @@ counts beside a quarter. The 15 are taken off the sums, times the sum of the act
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from itertools import product as pairs
 from math import gcd
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, Params
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.small_matmul import Factors, Layout, Product
@@ -34,49 +35,29 @@ UNIT = {3: 0.5, 4: 0.25}  # of the integers in the table of residuals
 BIAS = 15  # of the integers in all tables
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    return emitter.worthwhile(shape)
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with a weight of any width."""
+    return _E8p(tensors, params, shape) if emitter.worthwhile(shape) else None
 
 
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return emitter.most_rows(dtype)
+class _E8p(Product):
+    def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
+        rows, columns = e8p_format.padded_shape(shape)
+        span = gcd(columns, SPAN)
+        codes = [tensors["codes"], tensors["residual"]] if params.bits in RHO else [tensors["codes"]]
+        by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
+        factors = Factors(tensors["scale"].data_ptr(), by_row, 4.0)
+        layout = Layout(shape[1], shape[0], columns, rows, span, CHUNK, 0)
+        stored = [t.data_ptr() for t in (*codes, *_tables())]
+        super().__init__(tensors, params, shape, layout, stored, (columns, rows, span), factors)
 
+    def kernel(self, tokens: int) -> Callable[..., None]:
+        return llvm.function(_Sums, self.params.bits, tokens)
 
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
-    return bind(tensors, params, shape)(x)
-
-
-def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
-    """`matmul`, as long as these tensors stay where they are."""
-    padded, columns = e8p_format.padded_shape(shape)
-    span = gcd(columns, SPAN)
-    by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
-    factors = Factors(tensors["scale"].data_ptr(), by_row, 4.0)
-    layout = Layout(shape[1], shape[0], columns, padded, span, CHUNK, 0)
-    sizes = (columns, padded, span)
-    return Product(layout, _stored(tensors, params), sizes, lambda tokens: _compiled(params.bits, tokens), factors)
-
-
-def decoder(
-    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> row_decoder.Decoder:
-    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
-    kernel = _compiled_decode(params.bits, params.row_scales, dtype)
-    scales = [tensors[name].data_ptr() for name in ("scale", "row_scales" if params.row_scales else "scale")]
-    stored = (*_stored(tensors, params), *scales)
-    _, columns = e8p_format.padded_shape(shape)
-
-    def write(first: int, last: int, out: int, start: int) -> None:
-        kernel(*stored, out, first, last, start, shape[1], columns)
-
-    return row_decoder.in_rows(write, shape[1])
-
-
-def _stored(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
-    """Addresses of codes and residuals, and of the tables."""
-    codes = [tensors["codes"], tensors["residual"]] if params.bits in RHO else [tensors["codes"]]
-    return [t.data_ptr() for t in (*codes, *_tables())]
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        function = llvm.function(_Decode, self.params.bits, self.params.row_scales, dtype)
+        stored = (*self.stored, *self.factors.addresses)
+        return row_decoder.in_rows(function, stored, (self.shape[1], self.layout.columns), self.shape[1])
 
 
 @cache
@@ -90,16 +71,6 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
     low = 28 * bits + 2 * (1 - parity)[:, None]
     ball = e8p_format.ball() / UNIT[3] + BIAS
     return (4 * numbers).to(torch.uint8), low.to(torch.uint8), ball.to(torch.uint8)
-
-
-@cache
-def _compiled(*settings: int) -> Any:
-    return llvm.compiled(_Sums(*settings))
-
-
-@cache
-def _compiled_decode(*settings: Any) -> Any:
-    return llvm.compiled(_Decode(*settings))
 
 
 class _Points(row_decoder.Writer):
@@ -197,32 +168,24 @@ class _Sums(_Points):
 
 
 class _Decode(_Points):
-    """void decode(codes[, residuals], tables..., scale, row scales, out, first, last, start, in features, columns)
-
-    writes the rows of the weight from first to last; the row `start` is at the beginning of out.
-    """
+    """void decode(codes[, residuals], tables..., scale, row scales, out, first, last, start, stop, in features,
+    columns)."""
 
     def __init__(self, bits: int, by_row: bool, dtype: torch.dtype) -> None:
-        super().__init__("decode", 3, 5, bits, dtype)
+        super().__init__("decode", 3, 6, bits, dtype)
         self.kind = self.vector(self.float, CHUNK)
         scales, row_scales, self.out = self.pointers[-3:]
-        first, last, start, self.features, self.columns = self.integers
-        b = self.b
-        whole = b.udiv(self.features, self.i64(CHUNK))
-        rest = b.urem(self.features, self.i64(CHUNK))
-        with self.loop(last, first) as row:
+        first, last, self.start, stop, self.features, self.columns = self.integers
+        with self.rows_between(first, last, stop) as row:
             scale = self.load(scales, self.i64(0), self.float)
             if by_row:
-                scale = b.fmul(scale, self.load_floats(row_scales, row, torch.float16))
-            scale = self.splat(scale, CHUNK)
-            line = b.mul(b.sub(row, start), self.features)
-            with self.loop(whole) as chunk:
-                column = b.mul(chunk, self.i64(CHUNK))
-                self.store(self._weights(row, column, scale), self.out, b.add(line, column))
-            with b.if_then(b.icmp_signed(">", rest, self.i64(0))):
-                column = b.mul(whole, self.i64(CHUNK))
-                self.store_some(self._weights(row, column, scale), self.out, b.add(line, column), rest)
-        b.ret_void()
+                scale = self.b.fmul(scale, self.load_floats(row_scales, row, torch.float16))
+            self.in_chunks(self.features, CHUNK, partial(self._write, row, self.splat(scale, CHUNK)))
+        self.b.ret_void()
+
+    def _write(self, row: Any, scale: Any, column: Any, rest: Any) -> None:
+        line = self.b.mul(self.b.sub(row, self.start), self.features)
+        self.store_some(self._weights(row, column, scale), self.out, self.b.add(line, column), rest)
 
     def _weights(self, row: Any, column: Any, scale: Any) -> Any:
         b = self.b

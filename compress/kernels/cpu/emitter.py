@@ -8,6 +8,7 @@ approximated but the activations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,10 +86,7 @@ class Emitter(llvm.Emitter):
     def load_floats(self, pointer: Any, offset: Any, dtype: torch.dtype, lanes: int = 0, count: Any = None) -> Any:
         """The element, or `lanes` of them, of this type as float32; with `count` only so many, 0 for the others."""
         kind = {torch.float32: self.float, torch.float16: self.half, torch.bfloat16: self.short}[dtype]
-        if count is None:
-            value = self.load(pointer, offset, kind, lanes)
-        else:
-            value = self.load_some(pointer, offset, kind, lanes, count)
+        value = self.load_some(pointer, offset, kind, lanes, count) if lanes else self.load(pointer, offset, kind)
         if dtype == torch.float32:
             return value
         if dtype == torch.float16:
@@ -102,7 +100,9 @@ class Emitter(llvm.Emitter):
         return self.b.bitcast(high, self.vector(self.float, lanes) if lanes else self.float)
 
     def load_some(self, pointer: Any, offset: Any, kind: Any, lanes: int, count: Any) -> Any:
-        """The first `count` of `lanes` elements, 0 for the others, whose memory is not touched."""
+        """Return the first `count` of `lanes` elements, 0 for the others, whose memory is not touched; None: all."""
+        if count is None:
+            return self.load(pointer, offset, kind, lanes)
         b, vector = self.b, self.vector(kind, lanes)
         places = self.ir.Constant(self.vector(self.word, lanes), list(range(lanes)))
         mask = b.icmp_signed("<", places, self.splat(b.trunc(count, self.word), lanes))
@@ -114,7 +114,10 @@ class Emitter(llvm.Emitter):
         return self.intrinsic(name, vector, here, mask, zeros)
 
     def store_some(self, value: Any, pointer: Any, offset: Any, count: Any) -> None:
-        """Store the first `count` elements of a vector, none if it is negative; memory of the others is not touched."""
+        """Store the first `count` elements of a vector, none if it is negative, and touch no others; None: all."""
+        if count is None:
+            self.store(value, pointer, offset)
+            return
         b, kind, lanes = self.b, value.type.element, value.type.count
         places = self.ir.Constant(self.vector(self.index, lanes), list(range(lanes)))
         mask = b.icmp_signed("<", places, self.splat(count, lanes))
@@ -124,6 +127,18 @@ class Emitter(llvm.Emitter):
             self.intrinsic(name, self.ir.VoidType(), value, here, self.word(1), mask)
         else:
             self.intrinsic(name, self.ir.VoidType(), value, here, mask)
+
+    def in_chunks(self, count: Any, size: int, body: Callable[[Any, Any], None]) -> None:
+        """Write body(first, None) for whole chunks of `size` out of range(count), then body(first, rest) for the rest.
+
+        `rest`, a value, is what `load_some` and `store_some` take as count.
+        """
+        b = self.b
+        whole, rest = b.udiv(count, self.i64(size)), b.urem(count, self.i64(size))
+        with self.loop(whole) as chunk:
+            body(b.mul(chunk, self.i64(size)), None)
+        with b.if_then(b.icmp_signed(">", rest, self.i64(0))):
+            body(b.mul(whole, self.i64(size)), rest)
 
     def clamped(self, index: Any, size: Any) -> Any:
         """A stored index, unsigned, as an offset below size: a damaged file leads nowhere out of a tensor."""

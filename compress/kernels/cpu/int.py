@@ -10,7 +10,7 @@ scales are multiplied with those of the activations once, and the zero points ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import partial
 from itertools import product as pairs
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.formats.int import PLANES, Params
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.small_matmul import Layout, Product
@@ -44,32 +45,29 @@ def span_blocks(params: Params) -> int:
     return blocks if fields % blocks == 0 else 1
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    return emitter.worthwhile(shape) and span_blocks(params) > 0
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with a weight of any width, if its groups are whole blocks of TW columns."""
+    return _Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
 
 
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return emitter.most_rows(dtype)
+class _Int(Product):
+    def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
+        rows, columns = int_format.padded_shape(params, shape)
+        span = span_blocks(params) * params.tile_words
+        zeros = tensors["scales" if params.symmetric else "zeros"]
+        words = [tensors[f"words{width}"] for width in PLANES[params.bits]]
+        layout = Layout(shape[1], shape[0], columns, rows, span, lanes(params.tile_words), columns // span * ROWS)
+        group = columns if params.group_size == -1 else params.group_size
+        stored = [t.data_ptr() for t in (*words, tensors["scales"], zeros)]
+        super().__init__(tensors, params, shape, layout, stored, (columns // span, rows, group))
+        self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype)
 
+    def kernel(self, tokens: int) -> Callable[..., None]:
+        return llvm.function(_Sums, *self._settings, tokens)
 
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
-    return bind(tensors, params, shape)(x)
-
-
-def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
-    """`matmul`, as long as these tensors stay where they are."""
-    padded_rows, columns = int_format.padded_shape(params, shape)
-    span = span_blocks(params) * params.tile_words
-    layout = Layout(shape[1], shape[0], columns, padded_rows, span, lanes(params.tile_words), columns // span * ROWS)
-    settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype)
-    sizes = (columns // span, padded_rows, columns if params.group_size == -1 else params.group_size)
-    return Product(layout, _addresses(tensors, params), sizes, lambda tokens: _compiled(*settings, tokens))
-
-
-@cache
-def _compiled(*settings: Any) -> Any:
-    return llvm.compiled(_Sums(*settings))
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        sizes = (self.shape[1], self.layout.columns, *self.sizes[1:])
+        return row_decoder.in_rows(llvm.function(_Decode, *self._settings, dtype), self.stored, sizes, self.shape[1])
 
 
 class _Sums(emitter.Emitter):
@@ -78,7 +76,7 @@ class _Sums(emitter.Emitter):
     def __init__(self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, tokens: int) -> None:
         super().__init__("product", len(PLANES[bits]) + 7, 5)
         self.bits, self.tile_words, self.span, self.tokens = bits, tile_words, span, tokens
-        self.symmetric, self.scale_dtype = symmetric, scale_dtype
+        self.symmetric, self.scale_dtype = symmetric, getattr(torch, scale_dtype)
         self.planes = self.pointers[: len(PLANES[bits])]
         self.scales, self.zeros, self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers[-7:]
         first, last, self.spans, self.rows, self.group = self.integers
@@ -106,7 +104,7 @@ class _Sums(emitter.Emitter):
             b.store(self.floats(0.0), self.shift[m])
         with self.loop(self.spans) as u:
             group = b.udiv(b.mul(u, self.i64(self.span)), self.group)
-            scale = self._scale(b.add(b.mul(group, self.rows), start))
+            scale = self.load_floats(self.scales, b.add(b.mul(group, self.rows), start), self.scale_dtype, ROWS)
             zero = self._zero(group, start)
             for m in range(self.tokens):
                 cell = b.add(b.mul(self.spans, self.i64(m)), u)
@@ -114,16 +112,6 @@ class _Sums(emitter.Emitter):
                 self.store(both, self.space, b.mul(cell, self.i64(ROWS)))
                 total = self.splat(self.load(self.x_sums, cell, self.float), LANES)
                 b.store(self.multiply_add(b.fmul(both, zero), total, b.load(self.shift[m])), self.shift[m])
-
-    def _scale(self, offset: Any) -> Any:
-        b = self.b
-        if self.scale_dtype == "float16":
-            return b.fpext(self.load(self.scales, offset, self.half, ROWS), self.floats16)
-        words = self.vector(self.word, ROWS)
-        high = b.shl(
-            b.zext(self.load(self.scales, offset, self.short, ROWS), words), self.constant(self.word, ROWS, 16)
-        )
-        return b.bitcast(high, self.floats16)
 
     def _zero(self, group: Any, start: Any) -> Any:
         """Zero points of sixteen rows."""
@@ -181,69 +169,37 @@ class _Sums(emitter.Emitter):
         return self.b.add(self.b.mul(self.rows, self.i64(m)), start)
 
 
-def decoder(
-    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> row_decoder.Decoder:
-    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
-    padded_rows, columns = int_format.padded_shape(params, shape)
-    span = span_blocks(params) * params.tile_words
-    kernel = _compiled_decode(params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, dtype)
-    group = columns if params.group_size == -1 else params.group_size
-    stored = _addresses(tensors, params)
-
-    def write(first: int, last: int, out: int, start: int) -> None:
-        kernel(*stored, out, first, last, start, shape[1], columns, padded_rows, group)
-
-    return row_decoder.in_rows(write, shape[1])
-
-
-def _addresses(tensors: Mapping[str, Tensor], params: Params) -> list[int]:
-    zeros = tensors["scales" if params.symmetric else "zeros"]
-    return [t.data_ptr() for t in (*(tensors[f"words{w}"] for w in PLANES[params.bits]), tensors["scales"], zeros)]
-
-
-@cache
-def _compiled_decode(*settings: Any) -> Any:
-    return llvm.compiled(_Decode(*settings))
-
-
 class _Decode(row_decoder.Writer):
-    """void decode(words..., scales, zeros, out, first, last, start, in features, columns, rows, group): rows of the
-    weight from first to last, the row `start` at the beginning of out."""
+    """void decode(words..., scales, zeros, out, first, last, start, stop, in features, columns, rows, group)."""
 
     def __init__(
         self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, dtype: torch.dtype
     ) -> None:
-        super().__init__("decode", len(PLANES[bits]) + 3, 7, dtype)
+        super().__init__("decode", len(PLANES[bits]) + 3, 8, dtype)
         self.bits, self.tile_words, self.span, self.symmetric = bits, tile_words, span, symmetric
-        self.scale_dtype = scale_dtype
+        self.scale_dtype = getattr(torch, scale_dtype)
         planes, (self.scales, self.zeros, self.out) = self.pointers[:-3], self.pointers[-3:]
-        first, last, self.start, self.features, columns, self.rows, self.group = self.integers
+        first, last, self.start, stop, self.features, columns, self.rows, self.group = self.integers
         fields = max(FIELDS[w] for w in PLANES[bits])
         self.columns = fields * tile_words  # of a tile
         self.planar = Planar(self, planes, PLANES[bits], tile_words, self.b.udiv(columns, self.i64(self.columns)))
-        whole = self.b.udiv(self.features, self.i64(self.columns))
-        with self.loop(last, first) as row:
-            with self.loop(whole) as tile:
-                self._tile(row, tile, ragged=False)
-            with self.b.if_then(self.b.icmp_signed("<", self.b.mul(whole, self.i64(self.columns)), self.features)):
-                self._tile(row, whole, ragged=True)
+        with self.rows_between(first, last, stop) as row:
+            self.in_chunks(self.features, self.columns, partial(self._tile, row))
         self.b.ret_void()
 
-    def _tile(self, row: Any, tile: Any, ragged: bool) -> None:
+    def _tile(self, row: Any, first: Any, rest: Any) -> None:
+        """Write the columns of a tile that begin at `first`, only `rest` of them if it is given."""
         b, lanes = self.b, self.planar.lanes
-        first = b.mul(tile, self.i64(self.columns))
+        tile = b.udiv(first, self.i64(self.columns))
         line = b.mul(b.sub(row, self.start), self.features)
         values: Callable[[Any], Any] = self.rounded
         for position in range(0, self.columns, lanes):
             column = b.add(first, self.i64(position))
             if position % self.span == 0:
                 values = self._values(row, column)
-            found = values(self.planar.codes(tile, row, *divmod(position, self.tile_words)))
-            if ragged:
-                self.store_some(found, self.out, b.add(line, column), b.sub(self.features, column))
-            else:
-                self.store(found, self.out, b.add(line, column))
+            weights = values(self.planar.codes(tile, row, *divmod(position, self.tile_words)))
+            left = None if rest is None else b.sub(rest, self.i64(position))
+            self.store_some(weights, self.out, b.add(line, column), left)
 
     def _values(self, row: Any, column: Any) -> Callable[[Any], Any]:
         """What takes vectors of codes in the group of this column to rounded weights.
@@ -269,12 +225,7 @@ class _Decode(row_decoder.Writer):
         b = self.b
         group = b.udiv(column, self.group)
         cell = b.add(b.mul(group, self.rows), row)
-        if self.scale_dtype == "float16":
-            scale = b.fpext(self.load(self.scales, cell, self.half), self.float)
-        else:
-            scale = b.bitcast(
-                b.shl(b.zext(self.load(self.scales, cell, self.short), self.word), self.word(16)), self.float
-            )
+        scale = self.load_floats(self.scales, cell, self.scale_dtype)
         if self.symmetric:
             return scale, self.float(2.0 ** (self.bits - 1))
         return scale, b.uitofp(self.bit_field(self.zeros, cell, self.bits), self.float)

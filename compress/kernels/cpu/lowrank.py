@@ -8,8 +8,8 @@ small dense one would be slower than it, and other types of activations than the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,83 +19,60 @@ from torch import Tensor
 from compress.formats import lowrank
 from compress.formats.lowrank import Params
 from compress.kernels import llvm
+from compress.kernels.contract import Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.row_decoder import Writer
 
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
 MANY = 1 << 40  # rows
 SIDE = 4  # rows of a factor that are summed side by side
 WIDE = 32  # columns at a time: two registers of 512 bits, so that sums wait less for each other
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    """Where the factors are smaller than their product."""
-    return params.rank * sum(shape) < shape[0] * shape[1]
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prepared | None:
+    """Return the product with factors that are smaller than their product."""
+    return _LowRank(tensors, params, shape) if params.rank * sum(shape) < shape[0] * shape[1] else None
 
 
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return MANY
+class _LowRank(Prepared):
+    types = (torch.bfloat16, torch.float16, torch.float32)
 
-
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] of a type in TYPES -> [rows, out] of the same type."""
-    return bind(tensors, params, shape)(x)
-
-
-def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
-    """`matmul`, as long as these tensors stay where they are."""
-
-    def product(x: Tensor) -> Tensor:
-        a, b = lowrank.factors(tensors, params, shape, x.dtype)
-        return F.linear(F.linear(x, a), b.T)
-
-    if params.bits < 16 or not tensors["a"].is_cpu or not emitter.worthwhile(shape):
-        return product
-    return _Single(tensors, params, shape, product)
-
-
-class _Single:
-    """`product`, one row of activations by compiled functions."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        params: Params,
-        shape: tuple[int, int],
-        product: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.factors = tensors["a"], tensors["b"]
-        self.a, self.b = (factor.data_ptr() for factor in self.factors)
-        self.kind, self.rank, self.product = getattr(torch, params.dtype), params.rank, product
-        self.outputs, self.inputs = shape
+    def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
+        super().__init__(tensors, params, shape)
+        self._factors = (tensors["a"], tensors["b"])
+        self._is_compiled = params.bits == 16 and tensors["a"].is_cpu and emitter.worthwhile(shape)
+        self._kind = getattr(torch, params.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in], contiguous."""
-        if x.numel() != self.inputs or (torch.is_grad_enabled() and any(t.requires_grad for t in self.factors)):
-            return self.product(x)
-        hidden = torch.empty(self.rank, dtype=torch.float32, device="cpu")  # the defaults may be others
-        out = x.new_empty(*x.shape[:-1], self.outputs)
-        middle = hidden.data_ptr()
-        _multiply(x.data_ptr(), self.a, middle, (self.rank, self.inputs), (x.dtype, self.kind, torch.float32))
-        _multiply(middle, self.b, out.data_ptr(), (self.outputs, self.rank), (torch.float32, self.kind, x.dtype))
+        outputs, inputs = self.shape
+        trained = torch.is_grad_enabled() and any(factor.requires_grad for factor in self._factors)
+        if not self._is_compiled or x.numel() != inputs or trained:
+            a, b = lowrank.factors(self.tensors, self.params, self.shape, x.dtype)
+            return F.linear(F.linear(x, a), b.T)
+        rank, kind = self.params.rank, self._kind
+        hidden = torch.empty(rank, dtype=torch.float32, device="cpu")  # the defaults may be others
+        out = x.new_empty(*x.shape[:-1], outputs)
+        a_at, b_at, middle = self._factors[0].data_ptr(), self._factors[1].data_ptr(), hidden.data_ptr()
+        _multiply(x.data_ptr(), a_at, middle, (rank, inputs), (x.dtype, kind, torch.float32))
+        _multiply(middle, b_at, out.data_ptr(), (outputs, rank), (torch.float32, kind, x.dtype))
         return out
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        return MANY
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        return lowrank.decode(self.tensors, self.params, self.shape, dtype)
 
 
 def _multiply(x: int, matrix: int, out: int, shape: tuple[int, int], kinds: tuple[torch.dtype, ...]) -> None:
     """The product of a matrix [rows, columns] and a vector, all of them addresses."""
     count, columns = shape
     side = SIDE if count >= SIDE else 1
-    function = _compiled(*kinds, side)
+    function = llvm.function(_Dots, *kinds, side)
 
     def work(first: int, last: int) -> None:
         function(x, matrix, out, side * first, min(side * last, count), columns)
 
     llvm.parallel(work, -(-count // side), -(-emitter.THREAD // (side * columns)))
-
-
-@cache
-def _compiled(x: torch.dtype, matrix: torch.dtype, out: torch.dtype, side: int) -> Callable[..., None]:
-    return llvm.compiled(_Dots(x, matrix, out, side))
 
 
 class _Dots(Writer):
@@ -118,15 +95,10 @@ class _Dots(Writer):
         b.ret_void()
 
     def _rows(self, row: Any) -> None:
-        b, wide = self.b, self.i64(WIDE)
+        b = self.b
         for total in self.sums:
             b.store(self.constant(self.float, WIDE, 0.0), total)
-        whole = b.udiv(self.columns, wide)
-        with self.loop(whole) as i:
-            self._add(row, b.mul(i, wide), None)
-        left = b.urem(self.columns, wide)
-        with b.if_then(b.icmp_signed(">", left, self.i64(0))):
-            self._add(row, b.mul(whole, wide), left)
+        self.in_chunks(self.columns, WIDE, partial(self._add, row))
         kind = self.vector(self.float, self.side)
         totals = kind(self.ir.Undefined)
         for place, total in enumerate(self.sums):

@@ -6,15 +6,16 @@ asked for, so that both give the same bits (but for bfloat16 below 2^-126, zero 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder
 from compress.kernels.cpu.emitter import LANES, Emitter
-from compress.kernels.dispatch import Decoder
 
 THREAD = 1 << 20  # weights that are worth waking a thread
 
@@ -42,26 +43,28 @@ class Writer(Emitter):
         up = b.select(b.fcmp_unordered("uno", values, values), self.constant(self.word, lanes, 0x7FC00000), up)
         return b.trunc(b.lshr(up, sixteen), self.vector(self.short, lanes))
 
-
-def in_rows(write: Callable[[int, int, int, int], None], columns: int) -> Decoder:
-    """A decoder that runs write(first row, last row, address of the row `start`, start) on the threads of torch."""
-
-    def decode(out: Tensor, start: int) -> None:
-        address = out.data_ptr()
-        least = -(-THREAD // columns)
-        llvm.parallel(lambda first, last: write(start + first, start + last, address, start), len(out), least)
-
-    return decode
+    @contextmanager
+    def rows_between(self, first: Any, last: Any, stop: Any) -> Iterator[Any]:
+        """for row in the blocks of sixteen from first to last, without those from `stop` on."""
+        begin, end = (self.b.mul(block, self.i64(LANES)) for block in (first, last))
+        with self.loop(self.smaller(end, stop), begin) as row:
+            yield row
 
 
-def in_blocks(write: Callable[[int, int, int, int, int], None], columns: int) -> Decoder:
-    """As `in_rows`: write(first block of sixteen rows, last block, address of the row `start`, start, end of rows)."""
+def in_rows(write: Callable[..., None], stored: Sequence[int], sizes: Sequence[int], columns: int) -> Decoder:
+    """Return a decoder that calls write(*stored, out, first, last, start, stop, *sizes) on the threads of torch.
+
+    That writes the rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row
+    `start` is at the beginning of out.
+    """
 
     def decode(out: Tensor, start: int) -> None:
         address, stop = out.data_ptr(), start + len(out)
-        first = start // LANES  # a whole number
-        least = -(-THREAD // (LANES * columns))
-        blocks = -(-stop // LANES) - first
-        llvm.parallel(lambda one, other: write(first + one, first + other, address, start, stop), blocks, least)
+        block = start // LANES  # a whole number
+
+        def work(first: int, last: int) -> None:
+            write(*stored, address, block + first, block + last, start, stop, *sizes)
+
+        llvm.parallel(work, -(-stop // LANES) - block, -(-THREAD // (LANES * columns)))
 
     return decode

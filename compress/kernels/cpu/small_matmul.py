@@ -7,9 +7,9 @@ weight: in small layers, each operation of torch and each conversion of an argum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder, Prepared, Shape
 from compress.kernels.cpu import emitter as rows
 from compress.kernels.cpu.emitter import LANES, LARGEST, TOKENS
 from compress.kernels.cpu.row_decoder import Writer
@@ -68,10 +69,10 @@ class _Steps(NamedTuple):
     least: int  # blocks of sixteen rows for a thread
 
 
-class Product:
-    """x [..., in], contiguous -> x times the stored weight [..., out] of the same type, bfloat16, float16 or float32.
+class Product(Prepared):
+    """x times a stored weight by compiled functions, for bfloat16, float16 and float32.
 
-    The kernel of a format, `kernel(tokens)`, is called as
+    What `kernel(tokens)` returns is called as
         kernel(*stored, x16, x_scales, x_sums, out, space, first, last, *sizes)
     for a range of blocks of sixteen rows of the weight, with
     - x16 int16 [columns / lanes, tokens, lanes]: vectors of the same columns lie beside each other, because a kernel
@@ -82,19 +83,40 @@ class Product:
     `stored` are addresses: of tensors that have to stay where they are.
     """
 
+    most = rows.MOST  # rows of bfloat16 activations
     gathers = False  # activations go through `gather` first
 
     def __init__(
         self,
+        tensors: Mapping[str, Tensor],
+        params: Any,
+        shape: Shape,
         layout: Layout,
         stored: Sequence[int],
         sizes: Sequence[int],
-        kernel: Callable[[int], Callable[..., None]],
         factors: Factors = NO_FACTORS,
     ) -> None:
-        self.layout, self.stored, self.sizes = layout, tuple(stored), tuple(sizes)
-        self.kernel, self.factors = kernel, factors
+        super().__init__(tensors, params, shape)
+        self.layout, self.stored, self.sizes, self.factors = layout, tuple(stored), tuple(sizes), factors
         self._steps: dict[tuple[int, torch.dtype], _Steps] = {}
+
+    @abstractmethod
+    def kernel(self, tokens: int) -> Callable[..., None]:
+        """Return the function that sums for `tokens` rows of activations."""
+
+    @abstractmethod
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        """Return what writes rows of the weight as bfloat16, float16 or float32, the format's own to the bit."""
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Return the measured number of rows, see `emitter.MOST`."""
+        return rows.most_rows(dtype, self.most)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in], decoded as a whole."""
+        out = torch.empty(self.shape, dtype=dtype, device="cpu")
+        self.decoder(dtype)(out, 0)
+        return out
 
     def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
         """Activations in the order of the kernel's columns, [tokens, columns]."""
@@ -108,7 +130,7 @@ class Product:
         left, size, dtype = x.numel() // inputs, x.element_size(), x.dtype
         source, target = x.data_ptr(), out.data_ptr()
         while left:
-            tokens = next(t for t in TOKENS if t <= left)
+            tokens = 1 if left == 1 else next(t for t in TOKENS if t <= left)  # most calls have one
             self._run(tokens, dtype, source, target)
             source += tokens * inputs * size
             target += tokens * outputs * size
@@ -148,25 +170,15 @@ class Product:
         )
         ends = list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
         steps = _Steps(
-            _quantizer(dtype),
+            llvm.function(_Quantize, dtype),
             self.kernel(tokens),
-            _finisher(dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
+            llvm.function(_Finish, dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
             [0, *ends[:-1]],
             ends[-1],
             -(-rows.THREAD // (LANES * layout.columns * tokens)),
         )
         self._steps[tokens, dtype] = steps
         return steps
-
-
-@cache
-def _quantizer(dtype: torch.dtype) -> Callable[..., None]:
-    return llvm.compiled(_Quantize(dtype))
-
-
-@cache
-def _finisher(dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> Callable[..., None]:
-    return llvm.compiled(_Finish(dtype, divisor, scaled, by_row))
 
 
 class _Quantize(rows.Emitter):

@@ -9,8 +9,8 @@ the activation twice. 510 is taken off the sums, times the sum of the activation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import BYTE_SUMS, CENTRE, Params
 from compress.kernels import llvm
+from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.small_matmul import Factors, Layout, Product
@@ -28,53 +29,30 @@ SPAN = 512  # columns that share the scale of an activation: their sums stay bel
 CHUNK = 2 * LANES  # columns of one vector of words
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    return emitter.worthwhile(shape) and params.code in BYTE_SUMS
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with a weight whose code sums the bytes of a product."""
+    return _Product(tensors, params, shape) if emitter.worthwhile(shape) and params.code in BYTE_SUMS else None
 
 
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return emitter.most_rows(dtype)
+class _Product(Product):
+    def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
+        rows, spans = trellis_format.padded_rows(params, shape[0]), -(-shape[1] // SPAN)
+        layout = Layout(shape[1], shape[0], spans * SPAN, rows, SPAN, CHUNK, 0)
+        sizes = (shape[1], spans, rows, params.tile_rows // ROWS)
+        by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
+        factors = Factors(tensors["scale"].data_ptr(), by_row, BYTE_SUMS[params.code][2])
+        super().__init__(tensors, params, shape, layout, [tensors["words"].data_ptr()], sizes, factors)
 
+    def kernel(self, tokens: int) -> Callable[..., None]:
+        factor, addend, _ = BYTE_SUMS[self.params.code]
+        return llvm.function(_Sums, self.params.bits, self.params.state_bits, factor, addend, tokens)
 
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in] bfloat16, float16 or float32 times the stored weight [out, in] -> [rows, out] of the same type."""
-    return bind(tensors, params, shape)(x)
-
-
-def bind(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Product:
-    """`matmul`, as long as these tensors stay where they are."""
-    padded, spans = trellis_format.padded_rows(params, shape[0]), -(-shape[1] // SPAN)
-    factor, addend, divisor = BYTE_SUMS[params.code]
-    layout = Layout(shape[1], shape[0], spans * SPAN, padded, SPAN, CHUNK, 0)
-    sizes = (shape[1], spans, padded, params.tile_rows // ROWS)
-    by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
-    factors = Factors(tensors["scale"].data_ptr(), by_row, divisor)
-    settings = (params.bits, params.state_bits, factor, addend)
-    return Product(layout, [tensors["words"].data_ptr()], sizes, lambda tokens: _compiled(*settings, tokens), factors)
-
-
-def decoder(
-    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype
-) -> row_decoder.Decoder:
-    """Writes rows of the decoded weight as bfloat16, float16 or float32, the format's own to the bit."""
-    kernel = _compiled_decode(params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
-    row_scales = tensors["row_scales" if params.row_scales else "scale"]
-    stored = [t.data_ptr() for t in (tensors["words"], tensors["scale"], row_scales)]
-
-    def write(first: int, last: int, out: int, start: int, stop: int) -> None:
-        kernel(*stored, out, first, last, start, stop, shape[1], params.tile_rows // ROWS)
-
-    return row_decoder.in_blocks(write, shape[1])
-
-
-@cache
-def _compiled_decode(*settings: Any) -> Any:
-    return llvm.compiled(_Decode(*settings))
-
-
-@cache
-def _compiled(*settings: int) -> Any:
-    return llvm.compiled(_Sums(*settings))
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        params = self.params
+        settings = (params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
+        stored = (*self.stored, *self.factors.addresses)
+        sizes = (self.shape[1], params.tile_rows // ROWS)
+        return row_decoder.in_rows(llvm.function(_Decode, *settings), stored, sizes, self.shape[1])
 
 
 class _Trellis(row_decoder.Writer):
@@ -119,8 +97,6 @@ class _Trellis(row_decoder.Writer):
         return self._states(words[line], words[line + 1], 16 * (line + 1) - end)
 
     def _line(self, offset: Any, rest: Any) -> Any:
-        if rest is None:
-            return self.load(self.words, offset, self.short, CHUNK)
         return self.load_some(self.words, offset, self.short, CHUNK, rest)
 
     def _states(self, before: Any, words: Any, shift: int) -> Any:
@@ -162,9 +138,8 @@ class _Sums(_Trellis):
 
     def _rows(self, block: Any, lines: list[Any], row: int) -> None:
         b = self.b
-        for sums in self.sums:
-            for variable in sums:
-                b.store(self.floats(0.0), variable)
+        for variable in (variable for row_sums in self.sums for variable in row_sums):
+            b.store(self.floats(0.0), variable)
         with self.loop(self.spans) as u:
             self._span(u, lines, row)
         for m in range(self.tokens):
@@ -175,24 +150,18 @@ class _Sums(_Trellis):
 
     def _span(self, u: Any, lines: list[Any], row: int) -> None:
         b = self.b
-        for partial in self.partial:
-            for variable in partial:
-                b.store(self.constant(self.word, LANES, 0), variable)
+        for variable in (variable for row_partials in self.partial for variable in row_partials):
+            b.store(self.constant(self.word, LANES, 0), variable)
         start = b.mul(u, self.i64(SPAN))
         left = b.sub(self.columns, start)
         width = b.select(b.icmp_signed("<", left, self.i64(SPAN)), left, self.i64(SPAN))
-        whole = b.udiv(width, self.i64(CHUNK))
-        with self.loop(whole) as chunk:
-            self._chunk(b.add(start, b.mul(chunk, self.i64(CHUNK))), None, lines, row)
-        rest = b.urem(width, self.i64(CHUNK))
-        with b.if_then(b.icmp_signed(">", rest, self.i64(0))):
-            self._chunk(b.add(start, b.mul(whole, self.i64(CHUNK))), rest, lines, row)
+        self.in_chunks(width, CHUNK, lambda first, rest: self._chunk(b.add(start, first), rest, lines, row))
         for m in range(self.tokens):
             scale = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
             factor = self.splat(scale, LANES)
             for i in range(self.together):
-                partial = b.sitofp(b.load(self.partial[i][m]), self.kind)
-                b.store(self.multiply_add(partial, factor, b.load(self.sums[i][m])), self.sums[i][m])
+                span_sums = b.sitofp(b.load(self.partial[i][m]), self.kind)
+                b.store(self.multiply_add(span_sums, factor, b.load(self.sums[i][m])), self.sums[i][m])
 
     def _chunk(self, column: Any, rest: Any, lines: list[Any], row: int) -> None:
         """Add the products of a vector of columns, of `rest` ones only if it is given."""
@@ -218,11 +187,7 @@ class _Sums(_Trellis):
 
 
 class _Decode(_Trellis):
-    """void decode(words, scale, row scales, out, first, last, start, stop, columns, blocks of a tile)
-
-    writes the rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row `start`
-    is at the beginning of out.
-    """
+    """void decode(words, scale, row scales, out, first, last, start, stop, columns, blocks of a tile)."""
 
     def __init__(
         self, bits: int, state_bits: int, factor: int, addend: int, divisor: float, by_row: bool, dtype: torch.dtype
@@ -232,15 +197,9 @@ class _Decode(_Trellis):
         first, last, self.start, self.stop, self.columns, self.tile_blocks = self.integers
         self.by_row, self.high, self.low = by_row, *two_floats(1 / divisor)
         self.scale = self.splat(self.load(scale, self.i64(0), self.float), LANES)
-        b = self.b
-        whole, rest = b.udiv(self.columns, self.i64(CHUNK)), b.urem(self.columns, self.i64(CHUNK))
         with self.loop(last, first) as block:
-            lines = self._lines(block)
-            with self.loop(whole) as chunk:
-                self._chunk(block, lines, b.mul(chunk, self.i64(CHUNK)), None)
-            with b.if_then(b.icmp_signed(">", rest, self.i64(0))):
-                self._chunk(block, lines, b.mul(whole, self.i64(CHUNK)), rest)
-        b.ret_void()
+            self.in_chunks(self.columns, CHUNK, partial(self._chunk, block, self._lines(block)))
+        self.b.ret_void()
 
     def _chunk(self, block: Any, lines: list[Any], column: Any, rest: Any) -> None:
         b = self.b
@@ -253,10 +212,7 @@ class _Decode(_Trellis):
                 ]
                 values = self.rounded(self.shuffled(parts[0], parts[1], [j // 2 + j % 2 * LANES for j in range(CHUNK)]))
                 place = b.add(b.mul(b.sub(row, self.start), self.columns), column)
-                if rest is None:
-                    self.store(values, self.out, place)
-                else:
-                    self.store_some(values, self.out, place, rest)
+                self.store_some(values, self.out, place, rest)
 
     def _values(self, sums: Any, row: Any) -> Any:
         """Weights of every other column, float32."""

@@ -9,10 +9,23 @@ USE_ASM is off in the interpreter, which knows no inline assembly.
 import triton
 import triton.language as tl
 
-from compress.kernels.triton import codebook
 from compress.kernels.triton._parts import COMPILED, columns_of, finish, powers, row_powers  # noqa: F401
 
-entries_text = triton.constexpr_function(codebook.entries_text)
+
+@triton.constexpr_function
+def entries_text(along_rows: bool) -> str:
+    """PTX: $4, $5 are the entries of two neighbouring codes, $0 to $3 their eight numbers in float16."""
+    text = "{ .reg .b32 a, b, c, z; mov.b32 c, 0x64646464; mov.b32 z, 0xE480E480; "  # bytes over 1024, and -1152
+    if along_rows:
+        text += "prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362; "
+    else:
+        text += "mov.b32 a, $4; mov.b32 b, $5; "
+    text += "xor.b32 a, a, 0x80808080; xor.b32 b, b, 0x80808080; "
+    for i in range(4):
+        register = "$" + str(i)
+        text += "prmt.b32 " + register + (", a" if i < 2 else ", b") + ", c, " + ("0x4342; " if i % 2 else "0x4140; ")
+        text += "add.f16x2 " + register + ", " + register + ", z; "
+    return text + "}"
 
 
 @triton.jit

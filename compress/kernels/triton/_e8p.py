@@ -9,12 +9,33 @@ USE_ASM is off in the interpreter, which knows no inline assembly: there product
 import triton
 import triton.language as tl
 
-from compress.kernels.triton import e8p
 from compress.kernels.triton._parts import COMPILED, columns_of, divided, finish, row_powers  # noqa: F401
 
-point_text = triton.constexpr_function(e8p.point_text)
 MIX = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 STEP = tl.constexpr(2.0**-24)  # of subnormal float16 numbers
+
+
+@triton.constexpr_function
+def point_text(signed: bool) -> str:
+    """PTX: $8, $9 are the words looked up for two neighbouring codes, $10 the codes, the first in the low half (not
+    for residuals of 3 bits, which have no signs); $0 to $3 are the pairs of the first, $4 to $7 those of the second.
+    """
+    text = "{ .reg .b32 c, p, t, u, v; "
+    for code in range(2):
+        text += "mov.b32 v, $" + str(8 + code) + "; "
+        if signed:
+            text += "shr.u32 c, $10, 16; " if code else "mov.b32 c, $10; "
+            text += "and.b32 t, c, 0x0F; mul.lo.u32 t, t, 0x00204081; and.b32 t, t, 0x01010101; "  # bit i to 8 i
+            text += "and.b32 u, c, 0xF0; mul.lo.u32 u, u, 0x00204081; "  # bit 4 + i to 4 + 8 i, and elsewhere
+            text += "mov.b32 c, 0x10101010; lop3.b32 t, u, c, t, 0xEA; "  # (u & c) | t
+            text += "mul.lo.u32 p, t, 0x88888888; shr.s32 p, p, 31; mul.lo.u32 t, t, 14; "  # p: all bits the parity
+            text += "mov.b32 c, 0x1111111F; lop3.b32 v, p, c, v, 0x6A; xor.b32 v, v, t; "  # (p & c) ^ v
+        for half in range(2):
+            register = 4 * code + 2 * half
+            text += "and.b32 $" + str(register) + ", v, 0x000F000F; "
+            text += "and.b32 $" + str(register + 1) + ", v, 0x00F000F0; "
+            text += "shr.u32 v, v, 8; " if half == 0 else ""
+    return text + "}"
 
 
 @triton.jit

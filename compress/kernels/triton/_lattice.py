@@ -9,12 +9,33 @@ A group has one of three widths, BITS - 1 to BITS + 1, that only the device know
 import triton
 import triton.language as tl
 
-from compress.kernels.triton import _planes, lattice
+from compress.kernels.triton import _planes
 from compress.kernels.triton._parts import COMPILED, finish, powers  # noqa: F401
 from compress.kernels.triton._planes import fields, width
 
-coordinate_text = triton.constexpr_function(lattice.coordinate_text)
-spare_text = triton.constexpr_function(lattice.spare_text)
+CENTRES = {1: "0xB800B800", 2: "0xBE00BE00", 3: "0xC300C300", 4: "0xC780C780"}  # -(2**bits - 1) / 2 in float16, twice
+
+
+@triton.constexpr_function
+def coordinate_text(bits: int) -> str:
+    """PTX: $1 are the words of two columns, the first in the low half, $2 and $3 where in them their codes of `bits`
+    bits stand; $0 becomes their coordinates.
+    """
+    mask = "0x" + ("000" + str((1 << bits) - 1) if bits < 4 else "000F") * 2
+    text = "{ .reg .b32 t, u, c; shr.u32 t, $1, $2; shr.u32 u, $1, $3; prmt.b32 t, t, u, 0x7610; "
+    text += "lop3.b32 t, t, " + mask + ", 0x64006400, 0xEA; "  # 1024 + code
+    text += "mov.b32 c, 0xE400E400; add.f16x2 t, t, c; "
+    return text + "mov.b32 c, " + CENTRES[bits] + "; add.f16x2 $0, t, c; }"
+
+
+@triton.constexpr_function
+def spare_text() -> str:
+    """PTX: $0 becomes the coordinates whose bits are the top ones of the words $1, $2 and $3, each of two columns."""
+    text = "{ .reg .b32 t, u, c; shr.u32 t, $1, 15; lop3.b32 t, t, 0x00010001, 0x64006400, 0xEA; "
+    text += "shr.u32 u, $2, 14; lop3.b32 t, u, 0x00020002, t, 0xEA; "
+    text += "shr.u32 u, $3, 13; lop3.b32 t, u, 0x00040004, t, 0xEA; "
+    text += "mov.b32 c, 0xE400E400; add.f16x2 t, t, c; mov.b32 c, " + CENTRES[3] + "; add.f16x2 $0, t, c; "
+    return text + "}"
 
 
 @triton.jit

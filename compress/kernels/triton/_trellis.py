@@ -9,11 +9,38 @@ USE_ASM is off in the interpreter, which knows no inline assembly: there the val
 import triton
 import triton.language as tl
 
-from compress.kernels.triton import trellis
 from compress.kernels.triton._parts import COMPILED, divided, finish, half, row_powers  # noqa: F401
 
 PAIR = tl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")  # each column in both halves
-row_text = triton.constexpr_function(trellis.row_text)
+
+
+@triton.constexpr_function
+def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, halves: bool, summed: bool) -> str:
+    """PTX for row `row` of a group: $2, $3 are the words before and at its last bit, each of two neighbouring columns,
+    the first in the low half; $0 and $1 become the halves of the values of the two or, if `summed`, $0 their sums.
+    """
+    shift = -(row + 1) * bits % 16  # bits of the word below the window
+    text = "{ .reg .b32 t, u, v; "
+    if halves:
+        text += "mov.b32 u, 0x8FFF8FFF; mov.b32 v, 0x3B603B60; "
+    else:
+        text += "mov.b32 u, 0x01010101; mov.b32 v, 0xE5FE6400; "
+    for column in range(2):
+        text += "prmt.b32 t, $3, $2, " + ("0x5410; " if column == 0 else "0x7632; ")
+        if state_bits == 16:  # bytes, after less than 8 shifts that rows 8 bits apart share
+            text += "shr.u32 t, t, " + str(shift % 8) + "; " if shift % 8 else ""
+            text += "prmt.b32 t, t, 0, " + ("0x4410; " if shift < 8 else "0x4421; ")
+        else:
+            text += "shr.u32 t, t, " + str(shift) + "; " if shift else ""
+            text += "and.b32 t, t, " + str((1 << state_bits) - 1) + "; "
+        text += "mad.lo.u32 t, t, " + str(factor) + ", " + str(addend) + "; "
+        if halves:
+            text += "lop3.b32 $" + str(column) + ", t, u, v, 0x6A; "  # (t & u) ^ v
+        else:
+            text += "dp4a.u32.u32 $" + str(column) + ", t, u, v; "
+    if summed:
+        text += "prmt.b32 t, $0, $1, 0x5410; prmt.b32 u, $0, $1, 0x7632; add.f16x2 $0, t, u; "
+    return text + "}"
 
 
 @triton.jit

@@ -26,12 +26,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
+from compress.kernels.contract import Shape
 from compress.kernels.triton import split_k
+from compress.kernels.triton.product import Product, tile_rows
+from compress.kernels.triton.split_k import Grid
 from compress.numerics.packing import plane_fields, plane_widths
 
 BLOCKS = {"in": (128, 32), "out": (64, 64)}  # code rows of a program, words of a step at most; a word has two codes
@@ -39,7 +41,6 @@ LEAST_WORDS = 16
 WARPS = 4
 OCCUPANCY = 4  # programs that the shared memory of a multiprocessor holds
 OUTLIER_BLOCK = 16
-MOST_ROWS = 16  # of activations that a program multiplies
 
 # Of the general kernels.
 STAGES, PLANES, LONGEST = 2, 3, 32
@@ -47,14 +48,10 @@ TILE = (64, 64)  # rows and columns of the weight in a step of the product
 DECODED = {"in": (4, 512), "out": (16, 128)}  # and in a program of the decoder
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    """One or two stages of codes that lie in up to three planes, for entries of up to 32."""
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with one or two stages of codes in up to three planes, for entries of up to 32."""
     few = len(params.bits) <= STAGES and all(len(plane_widths(bits)) <= PLANES for bits in params.bits)
-    return few and params.vector_dim <= LONGEST
-
-
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return sys.maxsize if params.permuted else MOST_ROWS
+    return _Codebook(tensors, params, shape) if few and params.vector_dim <= LONGEST else None
 
 
 def four_bytes(params: Params) -> bool:
@@ -87,95 +84,71 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
     return {
         "ALONG_ROWS": params.axis == "out", "TILE_WORDS": params.tile_words, "GROUP_COLUMNS": columns_of,
         "GROUP_ROWS": rows_of, "OUTLIERS": params.outliers, "OUTLIER_BLOCK": OUTLIER_BLOCK,
-        "BLOCK_N": height, "BLOCK_M": 8 if rows <= 8 else 16, "BLOCK_WORDS": words, "MASKED": columns != shape[1],
+        "BLOCK_N": height, "BLOCK_M": tile_rows(rows), "BLOCK_WORDS": words, "MASKED": columns != shape[1],
     }  # fmt: skip
 
 
-def entries_text(along_rows: bool) -> str:
-    """PTX: $4, $5 are the entries of two neighbouring codes, $0 to $3 their eight numbers in float16."""
-    text = "{ .reg .b32 a, b, c, z; mov.b32 c, 0x64646464; mov.b32 z, 0xE480E480; "  # bytes over 1024, and -1152
-    if along_rows:
-        text += "prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362; "
-    else:
-        text += "mov.b32 a, $4; mov.b32 b, $5; "
-    text += "xor.b32 a, a, 0x80808080; xor.b32 b, b, 0x80808080; "
-    for i in range(4):
-        register = "$" + str(i)
-        text += "prmt.b32 " + register + (", a" if i < 2 else ", b") + ", c, " + ("0x4342; " if i % 2 else "0x4140; ")
-        text += "add.f16x2 " + register + ", " + register + ", z; "
-    return text + "}"
+class _Codebook(Product):
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Return any number for permuted weights: more than `most` rows meet the weight decoded in the stored order."""
+        return sys.maxsize if self.params.permuted else self.most
 
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        if self.params.permuted:
+            x = x.index_select(1, self.tensors["order"].int())
+        if x.shape[0] > self.most:
+            torch.mm(x, self._decoded(x.dtype, ordered=False).T, out=out)
+        elif four_bytes(self.params):
+            self._four_bytes(x, out)
+        else:
+            self._gathered(x, out)
 
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in], contiguous, times the stored weight [out, in] -> [rows, out] of the type of x."""
-    if params.permuted:
-        x = x.index_select(1, tensors["order"].int())
-    if x.shape[0] > MOST_ROWS:
-        return F.linear(x, _decoded(tensors, params, shape, x.dtype, ordered=False))
-    return _four_bytes(x, tensors, params, shape) if four_bytes(params) else _gathered(x, tensors, params, shape)
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in], computed in float32 and rounded once, as formats/codebook.py does."""
+        return self._decoded(dtype, ordered=self.params.permuted)
 
+    def _four_bytes(self, x: Tensor, out: Tensor) -> None:
+        from compress.kernels.triton import _codebook
 
-def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in], computed in float32 and rounded once, as formats/codebook.py does."""
-    return _decoded(tensors, params, shape, dtype, ordered=params.permuted)
+        params, tensors, (outputs, inputs), rows = self.params, self.tensors, self.shape, x.shape[0]
+        constants = configuration(params, rows, self.shape)
+        code_rows, code_columns = codebook_format.padded_shape(params, self.shape)
+        tiles, steps = -(-code_rows // constants["BLOCK_N"]), code_columns // (2 * constants["BLOCK_WORDS"])
+        grid = Grid(tiles, steps, constants["BLOCK_M"] * constants["BLOCK_N"] * params.height, OCCUPANCY)
+        outliers = [self.stored(name, x) for name in ("outliers", "outlier_scale", "outlier_index")]
+        split_k.launch(
+            _codebook.multiply, (x, tensors["words8"], tensors["codebook"], tensors["codebook_scales"], *outliers), out,
+            (rows, inputs, outputs, code_rows, code_columns, *codebook_format.groups(params, self.shape)), grid,
+            USE_ASM=_codebook.COMPILED, num_warps=WARPS, **constants,
+        )  # fmt: skip
 
+    def _gathered(self, x: Tensor, out: Tensor) -> None:
+        from compress.kernels.triton import _gather
 
-def _four_bytes(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    from compress.kernels.triton import _codebook
+        params, rows = self.params, x.shape[0]
+        constants = multiply_constants(params, rows, self.shape)
+        code_rows, code_columns = codebook_format.code_shape(params, self.shape)
+        tiles, steps = -(-code_rows // constants["BLOCK_N"]), -(-code_columns // constants["BLOCK_C"])
+        height = constants["PADDED"] if params.axis == "out" else 1
+        grid = Grid(tiles, steps, constants["BLOCK_M"] * constants["BLOCK_N"] * height, OCCUPANCY)
+        sizes = (rows, *_sizes(params, self.shape), *self.shape[::-1])
+        pointers = (x, *_pointers(self.tensors, params, self.shape))
+        split_k.launch(_gather.multiply, pointers, out, sizes, grid, num_warps=WARPS, **constants)
 
-    rows, (out_features, in_features) = x.shape[0], shape
-    constants = configuration(params, rows, shape)
-    code_rows, code_columns = codebook_format.padded_shape(params, shape)
-    column_groups, row_groups = codebook_format.groups(params, shape)
-    blocks, steps = -(-code_rows // constants["BLOCK_N"]), code_columns // (2 * constants["BLOCK_WORDS"])
-    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY
-    size = constants["BLOCK_M"] * constants["BLOCK_N"] * params.height
-    parts = split_k.count(blocks, steps, slots, size)
-    partials, counters = split_k.workspace(x.device)
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    outliers = [tensors.get(name, x) for name in ("outliers", "outlier_scale", "outlier_index")]
-    _codebook.multiply[blocks, parts](
-        x, tensors["words8"], tensors["codebook"], tensors["codebook_scales"], *outliers, out, partials, counters,
-        rows, in_features, out_features, code_rows, code_columns, column_groups, row_groups, steps, parts,
-        SPLIT=parts > 1, USE_ASM=_codebook.COMPILED, num_warps=WARPS, **constants,
-    )  # fmt: skip
-    return out
+    def _decoded(self, dtype: torch.dtype, *, ordered: bool) -> Tensor:
+        """Return the weight [out, in], its columns in their own or in the stored order."""
+        from compress.kernels.triton import _gather
 
-
-def _gathered(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    from compress.kernels.triton import _gather
-
-    rows, (out_features, in_features) = x.shape[0], shape
-    code_rows, code_columns = codebook_format.code_shape(params, shape)
-    constants = multiply_constants(params, rows, shape)
-    blocks, steps = -(-code_rows // constants["BLOCK_N"]), -(-code_columns // constants["BLOCK_C"])
-    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY
-    size = constants["BLOCK_M"] * constants["BLOCK_N"] * (constants["PADDED"] if params.axis == "out" else 1)
-    parts = split_k.count(blocks, steps, slots, size)
-    partials, counters = split_k.workspace(x.device)
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    _gather.multiply[blocks, parts](
-        x, *_pointers(tensors, params, shape), out, partials, counters, rows, *_sizes(params, shape), in_features,
-        out_features, steps, parts, SPLIT=parts > 1, num_warps=WARPS, **constants,
-    )  # fmt: skip
-    return out
-
-
-def _decoded(
-    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype, *, ordered: bool
-) -> Tensor:
-    """The weight [out, in], its columns in their own or in the stored order."""
-    from compress.kernels.triton import _gather
-
-    pointers = _pointers(tensors, params, shape)
-    out = torch.empty(shape, dtype=dtype, device=pointers[0].device)
-    constants = decode_constants(params, ordered=ordered)
-    code_rows, code_columns = codebook_format.code_shape(params, shape)
-    _gather.decode[-(-code_columns // constants["BLOCK_C"]), -(-code_rows // constants["BLOCK_N"])](
-        *pointers, tensors["order"] if ordered else out, out, *_sizes(params, shape), shape[1], shape[0],
-        num_warps=WARPS, enable_fp_fusion=False, **constants,
-    )  # fmt: skip
-    return out
+        params, (outputs, inputs) = self.params, self.shape
+        pointers = _pointers(self.tensors, params, self.shape)
+        out = torch.empty(self.shape, dtype=dtype, device=pointers[0].device)
+        constants = decode_constants(params, ordered=ordered)
+        code_rows, code_columns = codebook_format.code_shape(params, self.shape)
+        _gather.decode[-(-code_columns // constants["BLOCK_C"]), -(-code_rows // constants["BLOCK_N"])](
+            *pointers, self.tensors["order"] if ordered else out, out, *_sizes(params, self.shape), inputs, outputs,
+            num_warps=WARPS, enable_fp_fusion=False, **constants,
+        )  # fmt: skip
+        return out
 
 
 def general(params: Params) -> dict[str, Any]:
@@ -194,7 +167,7 @@ def multiply_constants(params: Params, rows: int, shape: tuple[int, int]) -> dic
     """The constants of `_gather.multiply` but for SPLIT."""
     cut = block(params, *TILE)
     masked = shape[1] % (cut["BLOCK_C"] * params.width) != 0
-    return general(params) | cut | {"BLOCK_M": 8 if rows <= 8 else 16, "MASKED": masked}
+    return general(params) | cut | {"BLOCK_M": tile_rows(rows), "MASKED": masked}
 
 
 def decode_constants(params: Params, *, ordered: bool) -> dict[str, Any]:

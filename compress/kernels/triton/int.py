@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from compress.formats.int import PLANES, Params, padded_shape
+from compress.kernels.contract import Shape
 from compress.kernels.triton import configs, split_k
 from compress.kernels.triton.configs import LEAST_WORDS, Config
+from compress.kernels.triton.product import Product
 from compress.numerics.packing import FIELDS
-
-# Rows up to which the kernel is taken: the most that one launch has registers for. At 64 rows it issues 2.5 to 3.5
-# instructions a weight, about what an H200 has time for while it reads 4 bits; the crossover to decoding, estimated
-# at 128 to 256 rows for 4 bits, is not measured.
-MOST_ROWS = 64
-MOST_RANK = 128  # of a low-rank part that is added where a product ends; the loop over it is unrolled
 
 # Rows up to which the loop itself sums the activations for the zero points; more have no registers left for that.
 LOOP_SUMS = 8
@@ -31,54 +27,61 @@ DECODE_ROWS = 16  # of the weight, in one program of the decoder
 SUMS_BLOCK = 2048  # activations that a program of the sums takes at a time
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    """Every width; groups must be whole runs of 16 columns, that is of the words that a step can take."""
-    return params.group_size == -1 or params.group_size % LEAST_WORDS == 0
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with codes of any width; groups must be whole runs of the 16 columns that a step can take."""
+    fits = params.group_size == -1 or params.group_size % LEAST_WORDS == 0
+    return _Int(tensors, params, shape) if fits else None
 
 
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return MOST_ROWS
+class _Int(Product):
+    # The most that one launch has registers for. At 64 rows it issues 2.5 to 3.5 instructions a weight, about what an
+    # H200 has time for while it reads 4 bits; the crossover to decoding, estimated at 128 to 256 rows for 4 bits, is
+    # not measured.
+    most = 64
+    most_rank = 128  # the loop over it is unrolled
 
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        self._multiply(x, out, None)
 
-def matmul(
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    params: Params,
-    shape: tuple[int, int],
-    added: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """x [rows, in] floating, contiguous -> [rows, out] of its type. Launches kernels only: graphs can capture it.
+    def plus(self, x: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
+        out = torch.empty(*x.shape[:-1], self.shape[0], dtype=x.dtype, device=x.device)
+        added = hidden.reshape(-1, hidden.shape[-1]), factor
+        self._multiply(x.reshape(-1, x.shape[-1]), out.view(-1, self.shape[0]), added)
+        return out
 
-    added: hidden [rows, rank] and factor [rank, out] of the type that is multiplied, whose product is added.
-    """
-    out = torch.empty(x.shape[0], shape[0], dtype=x.dtype, device=x.device)
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        x = x.half()
-    padding = padded_shape(params, shape)[1] - shape[1]
-    if padding:  # rare: tiles are chosen to pad least
-        x = torch.nn.functional.pad(x, (0, padding))
-    device = split_k.properties(x.device)
-    most = max(configs.table(params.bits, device.major))
-    for first in range(0, x.shape[0], most):
-        part = slice(first, min(first + most, x.shape[0]))
-        plan = choose(params, shape, part.stop - first, device)
-        launch(x[part], tensors, params, out[part], plan, None if added is None else (added[0][part], added[1]))
-    return out
+    def _multiply(self, x: Tensor, out: Tensor, added: tuple[Tensor, Tensor] | None) -> None:
+        """Launch kernels only: graphs can capture it.
 
+        added: hidden [rows, rank] and factor [rank, out] of the type that is multiplied, whose product is added.
+        """
+        params, shape = self.params, self.shape
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            x = x.half()
+        padding = padded_shape(params, shape)[1] - shape[1]
+        if padding:  # rare: tiles are chosen to pad least
+            x = torch.nn.functional.pad(x, (0, padding))
+        device = split_k.properties(x.device)
+        most = max(configs.table(params.bits, device.major))
+        for first in range(0, x.shape[0], most):
+            rows = slice(first, min(first + most, x.shape[0]))
+            plan = choose(params, shape, rows.stop - first, device)
+            some = None if added is None else (added[0][rows], added[1])
+            launch(x[rows], self.tensors, params, out[rows], plan, some)
 
-def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in], computed in float32 and rounded once, as formats/int.py does; in one pass."""
-    from compress.kernels.triton import _int
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in], computed in float32 and rounded once, as formats/int.py does; in one pass."""
+        from compress.kernels.triton import _int
 
-    rows, columns = padded_shape(params, shape)
-    scales = tensors["scales"]
-    out = torch.empty(shape, dtype=dtype, device=scales.device)
-    block, tiles = most_words(params), columns // (_fields(params) * params.tile_words)
-    _int.decode[-(-shape[0] // DECODE_ROWS), tiles * (params.tile_words // block)](
-        *_planes(tensors, params), scales, tensors.get("zeros", scales), out, shape[1], shape[0], rows, tiles,
-        **_layout(params), BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
-    )  # fmt: skip
-    return out
+        params, tensors, (outputs, inputs) = self.params, self.tensors, self.shape
+        rows, columns = padded_shape(params, self.shape)
+        scales, block = tensors["scales"], most_words(params)
+        out = torch.empty(self.shape, dtype=dtype, device=scales.device)
+        tiles = columns // (_fields(params) * params.tile_words)
+        _int.decode[-(-outputs // DECODE_ROWS), tiles * (params.tile_words // block)](
+            *_planes(tensors, params), scales, tensors.get("zeros", scales), out, inputs, outputs, rows, tiles,
+            **_layout(params), BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
+        )  # fmt: skip
+        return out
 
 
 class Plan(NamedTuple):

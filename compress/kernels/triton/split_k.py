@@ -11,8 +11,9 @@ are to be replayed one after another, on whatever streams.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,3 +86,23 @@ def properties(device: torch.device) -> Device:
 def count(tiles: int, steps: int, slots: int, size: int) -> int:
     """Parts for each of `tiles` tiles of `size` sums and `steps` steps, so that `slots` programs run at once."""
     return max(1, min(steps // LEAST_STEPS, slots // tiles, FLOATS // (tiles * size)))
+
+
+class Grid(NamedTuple):
+    """How a product is cut up before its columns are split."""
+
+    tiles: int  # of the outputs
+    steps: int  # along the columns
+    sums: int  # of a tile
+    occupancy: int  # programs that a multiprocessor holds
+
+
+def launch(
+    kernel: Any, tensors: Sequence[Tensor], out: Tensor, sizes: Sequence[int], grid: Grid, **constants: Any
+) -> None:
+    """Run kernel(*tensors, out, partials, counters, *sizes, steps, parts, SPLIT=..., **constants) for all parts."""
+    slots = properties(out.device).multiprocessors * grid.occupancy
+    parts = count(grid.tiles, grid.steps, slots, grid.sums)
+    kernel[grid.tiles, parts](
+        *tensors, out, *workspace(out.device), *sizes, grid.steps, parts, SPLIT=parts > 1, **constants
+    )

@@ -23,50 +23,20 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import BYTE_SUMS, HALVES, Params
+from compress.kernels.contract import Shape
 from compress.kernels.triton import split_k
+from compress.kernels.triton.product import Product, tile_rows
+from compress.kernels.triton.split_k import Grid
 
 GROUP = 16  # rows that share their words, and groups of a program: the height of a tensor-core operand
 WARPS = 4  # of a program; each takes columns of its own
 OCCUPANCY = {8: 3, 16: 2}  # for a tile of rows of x: programs that the registers of a multiprocessor hold
 DECODED = 1024  # columns that a program of the decoder takes
-MOST_ROWS = 16  # two tiles of 8; each adds a sixteenth to the instructions of a weight, but 64 registers
 
 
-def supports(params: Params, shape: tuple[int, int]) -> bool:
-    """Computed codes only: a table would be read at random for every weight."""
-    return params.code != "hyb"
-
-
-def most_rows(params: Params, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    return MOST_ROWS
-
-
-def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, halves: bool, summed: bool) -> str:
-    """PTX for row `row` of a group: $2, $3 are the words before and at its last bit, each of two neighbouring columns,
-    the first in the low half; $0 and $1 become the halves of the values of the two or, if `summed`, $0 their sums.
-    """
-    shift = -(row + 1) * bits % 16  # bits of the word below the window
-    text = "{ .reg .b32 t, u, v; "
-    if halves:
-        text += "mov.b32 u, 0x8FFF8FFF; mov.b32 v, 0x3B603B60; "
-    else:
-        text += "mov.b32 u, 0x01010101; mov.b32 v, 0xE5FE6400; "
-    for column in range(2):
-        text += "prmt.b32 t, $3, $2, " + ("0x5410; " if column == 0 else "0x7632; ")
-        if state_bits == 16:  # bytes, after less than 8 shifts that rows 8 bits apart share
-            text += "shr.u32 t, t, " + str(shift % 8) + "; " if shift % 8 else ""
-            text += "prmt.b32 t, t, 0, " + ("0x4410; " if shift < 8 else "0x4421; ")
-        else:
-            text += "shr.u32 t, t, " + str(shift) + "; " if shift else ""
-            text += "and.b32 t, t, " + str((1 << state_bits) - 1) + "; "
-        text += "mad.lo.u32 t, t, " + str(factor) + ", " + str(addend) + "; "
-        if halves:
-            text += "lop3.b32 $" + str(column) + ", t, u, v, 0x6A; "  # (t & u) ^ v
-        else:
-            text += "dp4a.u32.u32 $" + str(column) + ", t, u, v; "
-    if summed:
-        text += "prmt.b32 t, $0, $1, 0x5410; prmt.b32 u, $0, $1, 0x7632; add.f16x2 $0, t, u; "
-    return text + "}"
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+    """Return the product with computed codes only: a table would be read at random for every weight."""
+    return _Product(tensors, params, shape) if params.code != "hyb" else None
 
 
 class Code(NamedTuple):
@@ -84,7 +54,8 @@ def computed(code: str) -> Code:
 
 def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str, Any]:
     """The kernel's constants but for SPLIT and USE_ASM."""
-    block_m, block_k = (8, 32) if rows <= 8 else (16, 16)
+    block_m = tile_rows(rows)  # 16 rows add a sixteenth to the instructions of a weight, but 64 registers
+    block_k = 256 // block_m
     factor, addend, divisor, halves = computed(params.code)
     return {
         "BITS": params.bits, "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
@@ -92,21 +63,6 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
         "GROUPS": GROUP, "BLOCK_M": block_m, "BLOCK_K": block_k, "WARPS": WARPS,
         "MASKED": shape[1] % (WARPS * block_k) != 0,
     }  # fmt: skip
-
-
-def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in], computed in float32 and rounded once, as formats/trellis.py does; in one pass.
-
-    Byte sums are divided by 1477 / 10 instead of by 147.7, which float32 does not have: the quotients are the same.
-    """
-    from compress.kernels.triton import _trellis
-
-    out = torch.empty(shape, dtype=dtype, device=tensors["words"].device)
-    _trellis.decode[-(-shape[1] // DECODED), -(-shape[0] // GROUP)](
-        tensors["words"], tensors["scale"], tensors.get("row_scales", out), out, shape[1], shape[0],
-        USE_ASM=_trellis.COMPILED, num_warps=WARPS, **decode_constants(params),
-    )  # fmt: skip
-    return out
 
 
 def decode_constants(params: Params) -> dict[str, Any]:
@@ -120,22 +76,34 @@ def decode_constants(params: Params) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def matmul(x: Tensor, tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
-    """x [rows, in], contiguous, times the stored weight [out, in] -> [rows, out] of the type of x."""
-    from compress.kernels.triton import _trellis
+class _Product(Product):
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        from compress.kernels.triton import _trellis
 
-    rows, (out_features, in_features) = x.shape[0], shape
-    constants = configuration(params, rows, shape)
-    block_m, step = constants["BLOCK_M"], WARPS * constants["BLOCK_K"]
-    groups = trellis_format.padded_rows(params, out_features) // GROUP
-    blocks, steps = -(-groups // GROUP), -(-in_features // step)
-    slots = split_k.properties(x.device).multiprocessors * OCCUPANCY[block_m]
-    parts = split_k.count(blocks, steps, slots, GROUP * GROUP * block_m)
-    partials, counters = split_k.workspace(x.device)
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    _trellis.multiply[blocks, parts](
-        x, tensors["words"], tensors["scale"], tensors.get("row_scales", x), out, partials, counters,
-        rows, in_features, out_features, groups, steps, parts,
-        SPLIT=parts > 1, USE_ASM=_trellis.COMPILED, num_warps=WARPS, **constants,
-    )  # fmt: skip
-    return out
+        params, (outputs, inputs), rows = self.params, self.shape, x.shape[0]
+        constants = configuration(params, rows, self.shape)
+        block_m, step = constants["BLOCK_M"], WARPS * constants["BLOCK_K"]
+        groups = trellis_format.padded_rows(params, outputs) // GROUP
+        grid = Grid(-(-groups // GROUP), -(-inputs // step), GROUP * GROUP * block_m, OCCUPANCY[block_m])
+        split_k.launch(
+            _trellis.multiply, (x, *self._pointers(x)), out, (rows, inputs, outputs, groups), grid,
+            USE_ASM=_trellis.COMPILED, num_warps=WARPS, **constants,
+        )  # fmt: skip
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in], computed in float32 and rounded once, as formats/trellis.py does; in one pass.
+
+        Byte sums are divided by 1477 / 10 instead of by 147.7, which float32 does not have: the quotients are the same.
+        """
+        from compress.kernels.triton import _trellis
+
+        outputs, inputs = self.shape
+        out = torch.empty(self.shape, dtype=dtype, device=self.tensors["words"].device)
+        _trellis.decode[-(-inputs // DECODED), -(-outputs // GROUP)](
+            *self._pointers(out), out, inputs, outputs, USE_ASM=_trellis.COMPILED, num_warps=WARPS,
+            **decode_constants(self.params),
+        )  # fmt: skip
+        return out
+
+    def _pointers(self, absent: Tensor) -> tuple[Tensor, ...]:
+        return self.tensors["words"], self.tensors["scale"], self.stored("row_scales", absent)
