@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, attached, run_block
+from compress.model.blockwise import BlockInputs, attached, run_block
 from compress.runtime.experts import PROJECTIONS, Experts, magnitude, prune
 from compress.types import ExpertPruning, Pruning
 
@@ -139,7 +139,9 @@ def thresholds(found: Mapping[str, tuple[float | None, Pruning | None]], config:
 
 
 @torch.no_grad()
-def measure(block: nn.Module, where: str, batches: Batches, config: ExpertPruning | None = None) -> dict[str, Routing]:
+def measure(
+    block: nn.Module, where: str, batches: BlockInputs, config: ExpertPruning | None = None
+) -> dict[str, Routing]:
     """Experts module (full name) -> its routing, in one pass; with a second pass the harm of pruning by `config`.
 
     block: with its experts unfused and not pruned; where: its full name; {} if it has no experts.
@@ -214,7 +216,9 @@ def _probabilities(outputs: Iterable[Tensor], index: Tensor, weights: Tensor) ->
 
 
 @torch.no_grad()
-def _harm(block: nn.Module, where: str, batches: Batches, prunings: Mapping[str, Pruning]) -> dict[str, dict[str, Any]]:
+def _harm(
+    block: nn.Module, where: str, batches: BlockInputs, prunings: Mapping[str, Pruning]
+) -> dict[str, dict[str, Any]]:
     """Experts module -> `harm`, `taken` and `dropped` of pruning it so, everything before it as it is.
 
     Where the others take over the share s of a dropped weight, the output is off by a + s b, a being off by the dropped
@@ -254,7 +258,7 @@ def _harm(block: nn.Module, where: str, batches: Batches, prunings: Mapping[str,
 
 @torch.no_grad()
 def damage(
-    block: nn.Module, where: str, batches: Batches, changes: Mapping[Key, Mapping[str, Tensor]]
+    block: nn.Module, where: str, batches: BlockInputs, changes: Mapping[Key, Mapping[str, Tensor]]
 ) -> dict[Key, Damage]:
     """What each change does, alone, in one pass through the block; every change is held in memory.
 

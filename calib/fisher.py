@@ -70,9 +70,11 @@ def gradients(
     names: list[list[str]] = [[] for _ in range(count)]
     for spec in skeleton.linears()[0]:
         names[spec.block].append(spec.name)
-    stream = blockwise.Stream(tokens.shape[0], file, count + 1)  # a side in front of each block; the last goes backward
+    stream = blockwise.HiddenStates(
+        tokens.shape[0], file, count + 1
+    )  # a side in front of each block; the last goes backward
     try:
-        calls = blockwise.record(skeleton, tokens, 1, stream, device)
+        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
         for index in range(count):
             blockwise.propagate(skeleton, index, calls, stream, 1, device, (index, index + 1))
         lm_head.load(skeleton, device)
@@ -103,7 +105,11 @@ def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _backward(
-    skeleton: Skeleton, index: int, names: list[str], loaded: tuple[nn.Module, blockwise.Call], stream: blockwise.Stream
+    skeleton: Skeleton,
+    index: int,
+    names: list[str],
+    loaded: tuple[nn.Module, blockwise.BlockArgs],
+    stream: blockwise.HiddenStates,
 ) -> dict[str, Gradient]:
     """Take the gradients behind a block to those in front of it, and sum up those of its weights."""
     block, call = loaded

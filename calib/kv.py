@@ -154,10 +154,10 @@ class _Pass:
         blocks = len(self.skeleton.blocks)
         if blocks != len(wanted):
             raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(wanted)} layers")
-        stream = blockwise.Stream(self.tokens.shape[0], file, blocks + 1 if is_backward else 1)
+        stream = blockwise.HiddenStates(self.tokens.shape[0], file, blocks + 1 if is_backward else 1)
         try:
             with self.tap.attached():
-                calls = blockwise.record(self.skeleton, self.tokens, self.batch, stream, self.device)
+                calls = blockwise.record_inputs(self.skeleton, self.tokens, self.batch, stream, self.device)
                 for index in range(blocks if is_backward else needed[-1] + 1):
                     self.tap.watch(index, frozenset() if is_backward else wanted[index])
                     sides = (index, index + 1) if is_backward else (0, 0)
@@ -178,9 +178,9 @@ class _Pass:
         for start in range(0, self.tokens.shape[0], self.batch):
             yield slice(start, min(start + self.batch, self.tokens.shape[0]))
 
-    def _loss(self, stream: blockwise.Stream, side: int) -> blockwise.Stream:
+    def _loss(self, stream: blockwise.HiddenStates, side: int) -> blockwise.HiddenStates:
         """Gradients [samples, tokens, hidden] of the loss by what leaves the last block."""
-        slopes = blockwise.Stream(self.tokens.shape[0], None)
+        slopes = blockwise.HiddenStates(self.tokens.shape[0], None)
         self.skeleton.load_rest(self.device, with_head=True)
         for where in self._slices():
             hidden = stream.read(where.start, where.stop - where.start, side).to(self.device)
@@ -188,7 +188,9 @@ class _Pass:
         self.skeleton.free()
         return slopes
 
-    def _backward(self, index: int, calls: blockwise.Calls, stream: blockwise.Stream, slopes: blockwise.Stream) -> None:
+    def _backward(
+        self, index: int, calls: blockwise.ModelArgs, stream: blockwise.HiddenStates, slopes: blockwise.HiddenStates
+    ) -> None:
         """Gradients by what enters the block, in the place of those by what leaves it."""
         block, name = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index).rstrip(".")
         for where in self._slices():

@@ -22,18 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, run_block
+from compress.model.blockwise import BlockInputs, run_block
 
 SCORES = 1 << 21  # attention scores computed at a time: 8 MiB, and as much again for each step up to the probabilities
 FIRST = 8  # `first_tokens` are one in so many: the first eighth of a sequence
 INPUTS_PER_TOKEN = 8  # at most so many inputs of a linear for each effective token
 BISECTIONS = 40
 
-Score = Callable[[nn.Module, str, Batches, Tensor], Tensor]
+Score = Callable[[nn.Module, str, BlockInputs, Tensor], Tensor]
 
 
 def weights(
-    name: str, block: nn.Module, where: str, batches: Batches, tokens: Tensor, minimum: float, skip_first: bool = False
+    name: str,
+    block: nn.Module,
+    where: str,
+    batches: BlockInputs,
+    tokens: Tensor,
+    minimum: float,
+    skip_first: bool = False,
 ) -> tuple[Tensor, str | None]:
     """What every token counts: [samples, seq_len] float32 on the CPU, mean 1 over each sequence; and a note or None.
 
@@ -89,7 +95,7 @@ def _raised(relative: Tensor, minimum: float, needed: float) -> float:
 # ---------------------------------------------------------------- scores, [samples, seq_len] on the CPU
 
 
-def attention(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+def attention(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
     """The attention that a token receives: probabilities summed over heads and over the tokens that look at it."""
     scores = []
     for hidden, call in batches():
@@ -105,17 +111,17 @@ def attention(block: nn.Module, where: str, batches: Batches, tokens: Tensor) ->
     return torch.cat(scores)
 
 
-def first_tokens(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+def first_tokens(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
     """1 for the first eighth of a sequence, 0 for the others."""
     return (torch.arange(tokens.shape[1]) * FIRST < tokens.shape[1]).float().expand(tokens.shape)
 
 
-def activation_norm(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+def activation_norm(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
     """The norm of a token where it enters the block."""
     return torch.cat([hidden.float().norm(dim=-1).cpu() for hidden, _ in batches()])
 
 
-def input_output_difference(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+def input_output_difference(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
     """How little the block changes a token: the norm of the difference, negated."""
     scores = []
     for hidden, call in batches():
@@ -124,12 +130,12 @@ def input_output_difference(block: nn.Module, where: str, batches: Batches, toke
     return torch.cat(scores)
 
 
-def token_rarity(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+def token_rarity(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
     """How seldom a token occurs in the calibration text: the count, negated."""
     return -tokens.flatten().bincount()[tokens].float()
 
 
-def token_similarity(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
+def token_similarity(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
     """How unlike the others of its sequence a token is where it enters the block: the mean squared distance to them.
 
     But for a constant this is the squared distance to their mean.

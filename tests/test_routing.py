@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from compress.calib import expert_routing
 from compress.calib.expert_routing import Routing, damage, measure, scores, setting, thresholds
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, Call
+from compress.model.blockwise import BlockArgs, BlockInputs
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 from compress.types import ExpertPruning, Pruning
 from pico import VOCAB_SIZE, build
@@ -38,11 +38,11 @@ class Made:
         self.top_k, self.normalised = model.config.num_experts_per_tok, not changes
         tokens = torch.randint(2, VOCAB_SIZE, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(3))
         self.block = model.get_submodule(WHERE)
-        caught: list[tuple[Tensor, Call]] = []
+        caught: list[tuple[Tensor, BlockArgs]] = []
         inputs: list[Tensor] = []
         handles = [
             self.block.register_forward_pre_hook(
-                lambda _, args, kwargs: caught.append((args[0], Call(args[1:], kwargs))), with_kwargs=True
+                lambda _, args, kwargs: caught.append((args[0], BlockArgs(args[1:], kwargs))), with_kwargs=True
             ),
             self.block.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1))),
         ]
@@ -60,7 +60,7 @@ class Made:
         self.chosen, self.index = self.probabilities.topk(self.top_k)
         self.weights = self.chosen / self.chosen.sum(1, keepdim=True) if self.normalised else self.chosen
 
-    def batches(self, size: int = SAMPLES) -> Batches:
+    def batches(self, size: int = SAMPLES) -> BlockInputs:
         return lambda: [(part, self.call) for part in self.hidden.split(size)]
 
     def output(self, weights: dict[str, Tensor], index: Tensor, routed: Tensor) -> Tensor:
@@ -161,9 +161,9 @@ class Other(nn.Module):
         return hidden + out.view_as(hidden)
 
 
-def stream(samples: int = 3) -> Batches:
+def stream(samples: int = 3) -> BlockInputs:
     hidden = torch.randn(samples, 10, 64, generator=torch.Generator().manual_seed(1))
-    return lambda: [(part, Call((), {})) for part in hidden.split(1)]
+    return lambda: [(part, BlockArgs((), {})) for part in hidden.split(1)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Every decoder block is replaced once by a recorder while the model runs on the c
 that reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ
 between blocks) are kept for each batch size. They must not depend on the tokens, which is checked.
 
-Asymmetric calibration carries two streams through the blocks in lockstep, the sides of one `Stream`: what the
+Asymmetric calibration carries two streams through the blocks in lockstep, the sides of one `HiddenStates`: what the
 quantized prefix produces, and what the full-precision model does.
 """
 
@@ -24,21 +24,23 @@ from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.skeleton import Skeleton
 
 
-class Call(NamedTuple):
+class BlockArgs(NamedTuple):
     """What a block gets beside its hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-Calls = list[dict[int, Call]]  # for each block, by batch size
-Batches = Callable[[], Iterable[tuple[Tensor, Call]]]  # what a block receives, batch by batch, the same at every call
+ModelArgs = list[dict[int, BlockArgs]]  # for each block, by batch size
+BlockInputs = Callable[
+    [], Iterable[tuple[Tensor, BlockArgs]]
+]  # what a block receives, batch by batch, the same at every call
 
 
 QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model
 
 
-class Leg(NamedTuple):
+class BlockPass(NamedTuple):
     """The way of a batch through a block: the side it is read from, the one that keeps what comes out, who watches."""
 
     source: int
@@ -46,7 +48,7 @@ class Leg(NamedTuple):
     watch: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext()  # given the samples of the batch
 
 
-class Stream:
+class HiddenStates:
     """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file."""
 
     def __init__(self, samples: int, file: Path | None, sides: int = 1) -> None:
@@ -102,7 +104,7 @@ class Stream:
         return int(torch.Size(self.slice_shape).numel()) * self.dtype.itemsize
 
 
-def load_as(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
+def computing_in(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
     """From now on weights are loaded, and blocks compute, in this type; call what is returned to end it.
 
     All weights must be free now; the end frees them.
@@ -131,9 +133,11 @@ def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module
 
 
 @torch.no_grad()
-def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
+def record_inputs(
+    skeleton: Skeleton, tokens: Tensor, batch: int, stream: HiddenStates, device: torch.device
+) -> ModelArgs:
     """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""
-    calls: Calls = [{} for _ in skeleton.blocks]
+    calls: ModelArgs = [{} for _ in skeleton.blocks]
     skeleton.load_rest(device)
     try:
         for start in range(0, tokens.shape[0], batch):
@@ -151,15 +155,15 @@ def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, devic
     return calls
 
 
-def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[Call]]:
+def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[BlockArgs]]:
     """Return the hidden states that reach the first block, and what every block is called with."""
     for as_tuple in (False, True):
-        seen: list[tuple[Tensor, Call]] = []
+        seen: list[tuple[Tensor, BlockArgs]] = []
 
-        def note(hidden_states: Any, *args: Any, seen: list[tuple[Tensor, Call]] = seen, **kwargs: Any) -> Tensor:
+        def note(hidden_states: Any, *args: Any, seen: list[tuple[Tensor, BlockArgs]] = seen, **kwargs: Any) -> Tensor:
             if not isinstance(hidden_states, Tensor) or (seen and hidden_states.shape != seen[0][0].shape):
                 raise _WrongKindError
-            seen.append((hidden_states, Call(args, kwargs)))
+            seen.append((hidden_states, BlockArgs(args, kwargs)))
             if len(seen) == len(skeleton.blocks):
                 raise _AllSeenError
             return hidden_states
@@ -225,7 +229,7 @@ def states_of(output: Any) -> Tensor:
 
 
 @torch.no_grad()
-def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor:
+def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> Tensor:
     """Run a block on hidden states [batch, tokens, hidden]; raise NumericalError if its output is not finite."""
     states = states_of(block(hidden, *call.args, **call.kwargs))
     if not torch.isfinite(states).all():
@@ -238,8 +242,8 @@ def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor
 def propagate(
     skeleton: Skeleton,
     index: int,
-    calls: Calls,
-    stream: Stream,
+    calls: ModelArgs,
+    stream: HiddenStates,
     batch: int,
     device: torch.device,
     sides: tuple[int, int],
@@ -254,7 +258,7 @@ def propagate(
 
 @torch.enable_grad()
 def pull_back(
-    block: nn.Module, call: Call, hidden: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
+    block: nn.Module, call: BlockArgs, hidden: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
 ) -> tuple[Tensor | None, ...]:
     """Return gradients by hidden [batch, tokens, hidden] and by weights, of a loss with `gradient` by the output.
 

@@ -18,7 +18,7 @@ class Edits(Protocol):
     online: dict[str, Ops]  # linear -> operations on what it reads, if it is packed
     samples: int  # of the calibration text that `choose` looks at; 0: none
 
-    def choose(self, bench: Workbench) -> list[str]:
+    def choose(self, bench: EditContext) -> list[str]:
         """Called once, before `begin`: decide between possible edits; what the report should say of it."""
 
     def begin(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Edits(Protocol):
         """One decoder block, its experts unfused."""
 
 
-class Workbench(NamedTuple):
+class EditContext(NamedTuple):
     """What a transform of the whole model can try itself out with, before anything is quantized."""
 
     device: torch.device

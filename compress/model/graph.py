@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import Batches, attached, run_block, states_of
+from compress.model.blockwise import BlockInputs, attached, run_block, states_of
 from compress.model.skeleton import PROBE_TOKENS, Skeleton, SkippedExperts
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 
@@ -186,7 +186,7 @@ def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
     return offset, centred
 
 
-def sites(graph: Block, block: nn.Module, batches: Batches, where: str) -> Sites:
+def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> Sites:
     """The places of a loaded block where channels can be scaled: behind norms, between values and output, up and down.
 
     That the channels of a linear are just multiplied into what another reads is found by doubling them. A norm that

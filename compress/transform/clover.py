@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, run_block
+from compress.model.blockwise import BlockInputs, run_block
 from compress.model.graph import Attention, Site, Sites
 from compress.transform import qk_pairs
 from compress.transform.qk_pairs import Scores
@@ -92,7 +92,7 @@ class Cut(NamedTuple):
 
 
 def apply(
-    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Decompose the attention of a loaded block in place; returns notes for the report."""
     attention = sites.attention if isinstance(sites, Sites) else None
@@ -148,7 +148,7 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Cut
 
 
 @torch.no_grad()
-def decompose_keys(block: nn.Module, found: Scores, prune: float = 0.0, batches: Batches | None = None) -> Cut:
+def decompose_keys(block: nn.Module, found: Scores, prune: float = 0.0, batches: BlockInputs | None = None) -> Cut:
     """Queries and keys, in place; at least the share `prune` of their channels becomes zero, the least on `batches`."""
     queries, keys = block.get_submodule(found.queries.name), block.get_submodule(found.keys.name)
     heads, repeats = len(found.keys.rows), len(found.queries.rows) // len(found.keys.rows)
@@ -218,7 +218,7 @@ def _norms(*linears: nn.Module) -> list[Tensor]:
     return [_taken(linear, torch.arange(len(linear.get_parameter("weight")))).square().sum(1) for linear in linears]
 
 
-def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: Batches) -> list[Tensor]:
+def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: BlockInputs) -> list[Tensor]:
     """Sum over tokens of the square of what each row of both linears gives, float64."""
     sums: dict[int, Tensor] = {}
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.model.blockwise import Call
+from compress.model.blockwise import BlockArgs
 from compress.model.graph import watched
 
 CLOSE = 1e-4  # relative
@@ -48,7 +48,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def find(block: nn.Module, hidden: Tensor, call: Call) -> Scores | None:
+def find(block: nn.Module, hidden: Tensor, call: BlockArgs) -> Scores | None:
     """hidden [batch, tokens, hidden] and `call`: what the block receives; its parameters stay as they are."""
     counts = {name: module.out_features for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     firsts = dict(zip(counts, torch.tensor([0, *counts.values()]).cumsum(0).tolist(), strict=False))
@@ -77,7 +77,7 @@ def find(block: nn.Module, hidden: Tensor, call: Call) -> Scores | None:
     return None if split is None else Scores(queries, keys, *split)
 
 
-def _attended(block: nn.Module, hidden: Tensor, call: Call, made: Made) -> Pair | None:
+def _attended(block: nn.Module, hidden: Tensor, call: BlockArgs, made: Made) -> Pair | None:
     """Queries and keys [batch, heads, tokens, head_dim] as attention gets them if linears give what `made` says."""
     config = next((m.config for m in block.modules() if hasattr(m.__dict__.get("config"), "get_text_config")), None)
     if config is None:

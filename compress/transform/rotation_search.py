@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from compress.formats import transforms as ops
 from compress.model import blockwise
 from compress.model.blockwise import run_block
-from compress.model.edits import Workbench
+from compress.model.edits import EditContext
 from compress.model.lm_head import edited_by, logits_of
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
@@ -102,7 +102,7 @@ def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
     return ops.effective(stored, Ops(output=layer.ops.output), layer.tensors)
 
 
-def choose(rotation: Rotation, bench: Workbench) -> tuple[int, list[str]]:
+def choose(rotation: Rotation, bench: EditContext) -> tuple[int, list[str]]:
     """The number of the best candidate, the lowest of equals, and what the report should say."""
     count = rotation.config.seeds
     if count == 1:
@@ -118,16 +118,16 @@ def choose(rotation: Rotation, bench: Workbench) -> tuple[int, list[str]]:
     return best, [f"rotation {best} of 0 to {count - 1} is used: KL {listed} on {samples} samples, rounded to nearest"]
 
 
-def search(rotation: Rotation, bench: Workbench, layers: Mapping[str, Rounding]) -> list[float]:
+def search(rotation: Rotation, bench: EditContext, layers: Mapping[str, Rounding]) -> list[float]:
     """KL of each candidate, in nats a token; `rotation` is left with the last one."""
     assert bench.tokens is not None, "the caller asks"
     skeleton, candidates = rotation.skeleton, range(rotation.config.seeds)
     tokens = bench.tokens[: rotation.config.search_samples]
-    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", len(candidates) + 1)
+    stream = blockwise.HiddenStates(tokens.shape[0], bench.folder / "stream", len(candidates) + 1)
     try:
         with edited_by(skeleton, None):
             bench.say("embedding samples to compare rotations on")
-            calls = blockwise.record(skeleton, tokens, bench.batch, stream, bench.device)
+            calls = blockwise.record_inputs(skeleton, tokens, bench.batch, stream, bench.device)
         for number in candidates:
             rotation.draw(number)
             for sample in range(stream.samples):
@@ -153,9 +153,9 @@ def _block(
     number: int | None,
     layers: Mapping[str, Rounding],
     rotation: Rotation,
-    bench: Workbench,
-    calls: blockwise.Calls,
-    stream: blockwise.Stream,
+    bench: EditContext,
+    calls: blockwise.ModelArgs,
+    stream: blockwise.HiddenStates,
 ) -> None:
     """Take one side of the stream, that of a candidate or (None) of the original, through one block."""
     skeleton, side = rotation.skeleton, 0 if number is None else number + 1
@@ -174,7 +174,7 @@ def _block(
 
 
 @torch.no_grad()
-def _compare(rotation: Rotation, device: torch.device, stream: blockwise.Stream) -> list[float]:
+def _compare(rotation: Rotation, device: torch.device, stream: blockwise.HiddenStates) -> list[float]:
     """Mean KL of every side of the stream but the first against the first, behind the last block."""
     totals = [0.0] * rotation.config.seeds
     positions = 0

@@ -40,8 +40,8 @@ from compress import plugins, process_memory
 from compress.errors import BudgetError, RecipeError
 from compress.formats import transforms
 from compress.model import blockwise, lm_head
-from compress.model.blockwise import Call
-from compress.model.edits import Workbench
+from compress.model.blockwise import BlockArgs
+from compress.model.edits import EditContext
 from compress.model.graph import Attention
 from compress.numerics import kl
 from compress.transform import rotation_search
@@ -65,7 +65,7 @@ def value_rows(attention: Attention) -> Tensor:
     return (attention.first + heads + torch.arange(attention.head_dim) * attention.step).flatten()
 
 
-def learn(rotation: Rotation, bench: Workbench) -> tuple[dict[str, Tensor], str]:
+def learn(rotation: Rotation, bench: EditContext) -> tuple[dict[str, Tensor], str]:
     """Matrices by name ("residual", and the block's number for its values), float64, and what the report should say.
 
     They are {} where nothing clearly better than the rotation's present bases was found. Raises RecipeError if no
@@ -127,7 +127,7 @@ def _divided(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]
     return held, (rest if rest.shape[0] else held)[: steps * samples_per_step(tokens.shape[1])]
 
 
-def _check_memory(rotation: Rotation, bench: Workbench) -> None:
+def _check_memory(rotation: Rotation, bench: EditContext) -> None:
     """Raise BudgetError if learning needs more memory than there is."""
     assert bench.tokens is not None
     need = need_nbytes(rotation, bench.tokens.shape[1])
@@ -176,7 +176,11 @@ class _Model:
     """The whole model, loaded; the samples' hidden states in front of it and, of the original, behind it."""
 
     def __init__(
-        self, rotation: Rotation, stream: blockwise.Stream, calls: blockwise.Calls, logits: Callable[[Tensor], Tensor]
+        self,
+        rotation: Rotation,
+        stream: blockwise.HiddenStates,
+        calls: blockwise.ModelArgs,
+        logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.skeleton, self.stream, self.calls, self.logits = rotation.skeleton, stream, calls, logits
         self.device = next(self.skeleton.blocks[0].parameters()).device
@@ -197,7 +201,7 @@ class _Model:
                 hidden = self._block(block, calls[1], hidden)
         return hidden
 
-    def _block(self, block: nn.Module, call: Call, hidden: Tensor) -> Tensor:
+    def _block(self, block: nn.Module, call: BlockArgs, hidden: Tensor) -> Tensor:
         try:
             out = block(hidden, *call.args, **call.kwargs)
         finally:
@@ -233,14 +237,14 @@ class _Model:
 
 
 @contextmanager
-def _loaded(rotation: Rotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
+def _loaded(rotation: Rotation, tokens: Tensor, bench: EditContext) -> Iterator[_Model]:
     """The model in memory, every norm's weight moved into its readers, with all samples on both sides of it."""
     skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
-    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", 2)
+    stream = blockwise.HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
     bench.say("loading the model to learn rotations")
     try:
         with lm_head.edited_by(skeleton, None):
-            calls = blockwise.record(skeleton, tokens, 1, stream, bench.device)
+            calls = blockwise.record_inputs(skeleton, tokens, 1, stream, bench.device)
         with lm_head.logits_of(skeleton, bench.device) as logits:
             rotation.use_identity()
             with lm_head.edited_by(skeleton, rotation):
