@@ -76,7 +76,7 @@ class ExpertLevels:
                 }
                 for key in keys
             }
-            for key, damage in expert_routing.damage(block, where, batches, changes).items():
+            for key, damage in expert_routing.output_changes(block, where, batches, changes).items():
                 group, option = tried[key]
                 row = found[_module(group)][group.name]
                 row[NORMS][option], row[SQUARES][option] = damage.norms, damage.squares

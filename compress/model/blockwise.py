@@ -1,11 +1,11 @@
-"""Runs a model one block at a time: what the blocks receive, and the stream of hidden states between them.
+"""Run a model one block at a time, with the hidden states between the blocks in memory or on disk.
 
-Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states
-that reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ
-between blocks) are kept for each batch size. They must not depend on the tokens, which is checked.
+Every decoder block is replaced once by a stand-in while the model runs on the calibration tokens. The hidden states
+that reach the first block are kept, and each block's other arguments (masks, rotary tables; they differ between blocks)
+for each batch size. These must not depend on the tokens, which is checked.
 
-Asymmetric calibration carries two streams through the blocks in lockstep, the sides of one `HiddenStates`: what the
-quantized prefix produces, and what the full-precision model does.
+Target correction carries two sets of hidden states through the blocks in lockstep, the sides of one `HiddenStates`:
+those that the quantized prefix produces, and those of the full-precision model.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ from compress.model.skeleton import Skeleton
 
 
 class BlockArgs(NamedTuple):
-    """What a block gets beside its hidden states."""
+    """The arguments of a block beside its hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 ModelArgs = list[dict[int, BlockArgs]]  # for each block, by batch size
-BlockInputs = Callable[
-    [], Iterable[tuple[Tensor, BlockArgs]]
-]  # what a block receives, batch by batch, the same at every call
+BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
 
-
-QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model
+QUANTIZED, FULL = 0, 1  # sides of hidden states: of the quantized prefix, of the full-precision model
 
 
 class BlockPass(NamedTuple):
-    """The way of a batch through a block: the side it is read from, the one that keeps what comes out, who watches."""
+    """A batch's pass through a block: the side it is read from, the side that keeps the output, and what watches it."""
 
     source: int
     target: int | None = None
@@ -77,7 +74,7 @@ class HiddenStates:
             raw, offset = raw[written:], offset + written
 
     def read(self, start: int, count: int, side: int = QUANTIZED) -> Tensor:
-        """States [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
+        """Return states [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
         start += side * self.samples
         if self.tensor is not None:
             return self.tensor[start : start + count]
@@ -105,7 +102,7 @@ class HiddenStates:
 
 
 def computing_in(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
-    """From now on weights are loaded, and blocks compute, in this type; call what is returned to end it.
+    """Load weights, and compute blocks, in this type until the returned function is called.
 
     All weights must be free now; the end frees them.
     """
@@ -125,8 +122,8 @@ def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module, str, torch.dtype]]) -> None:
-    for module, name, own in owners:
-        empty = torch.empty_like(module.get_parameter(name), dtype=own, device="meta")
+    for module, name, chosen in owners:
+        empty = torch.empty_like(module.get_parameter(name), dtype=chosen, device="meta")
         module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
     skeleton.dtype = dtype
     skeleton.model.tie_weights()
@@ -136,16 +133,16 @@ def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module
 def record_inputs(
     skeleton: Skeleton, tokens: Tensor, batch: int, stream: HiddenStates, device: torch.device
 ) -> ModelArgs:
-    """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""
+    """Run all before the first block on tokens [samples, seq_len]; fill `stream`, return all blocks' arguments."""
     calls: ModelArgs = [{} for _ in skeleton.blocks]
     skeleton.load_rest(device)
     try:
         for start in range(0, tokens.shape[0], batch):
-            part = tokens[start : start + batch].to(device)
-            hidden, found = _calls(skeleton, part)
+            samples = tokens[start : start + batch].to(device)
+            hidden, batch_calls = _calls(skeleton, samples)
             stream.write(start, hidden)
-            for call, known in zip(found, calls, strict=True):
-                if not _equal(known.setdefault(part.shape[0], call), call):
+            for call, known in zip(batch_calls, calls, strict=True):
+                if not _equal(known.setdefault(samples.shape[0], call), call):
                     raise UnsupportedModelError(
                         "the decoder blocks take arguments that differ between samples; such a model cannot be "
                         "calibrated block by block"
@@ -274,11 +271,11 @@ class _AllSeenError(Exception):
 
 
 class _WrongKindError(Exception):
-    """The model wants its blocks to return the other of tensor and tuple."""
+    """A block was given no hidden states: the model wants the other of tensor and tuple from the block before."""
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two argument trees are the same, tensors by value."""
+    """Return True if two trees of arguments are the same, tensors by value."""
     if a is b:
         return True
     if isinstance(a, Tensor):
