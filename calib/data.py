@@ -1,4 +1,4 @@
-"""Text -> the token windows that a model is calibrated on.
+"""Cut text into the token windows that a model is calibrated on.
 
 A source is a text file, a .jsonl or .parquet file, a data set of the `datasets` library, or the model itself. Its text
 is tokenized without added special tokens (separators that the text spells out count), cut into windows that do not
@@ -54,7 +54,7 @@ class Calibration:
     notes: tuple[str, ...] = ()  # what differs from what was asked for; each one sentence
 
     def facts(self) -> dict[str, Any]:
-        """What report.json says about the calibration data."""
+        """Return the entry of report.json about the calibration data."""
         return {
             "source": self.source,
             "sha256": self.sha256,
@@ -74,7 +74,7 @@ def calibration(
     seed: int,
     vocab_size: int,
 ) -> Calibration:
-    """num_samples windows of seq_len tokens from a file or data set (see `documents` for what `source` may be).
+    """Return num_samples windows of seq_len tokens from a file or data set (see `documents` for what `source` may be).
 
     Too little text for all windows is a note; too little for one, or unreadable text, is a CalibrationError. vocab_size
     is the model's: token ids beyond it are a CheckpointError.
@@ -110,20 +110,20 @@ def self_generated(
     max_nbytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """num_samples windows that the model writes itself, each begun with the begin- or end-of-text token.
+    """Return num_samples windows that the model writes itself, each begun with the begin- or end-of-text token.
 
     Every next token is drawn from the model's full distribution; after an end of text the text just goes on. Each
     window has random numbers of its own, so that it does not depend on how many are written side by side, but for the
     last bits of the model's batched products. The whole model is loaded: if it and one window take more than
     max_nbytes, what may still be taken, that is a BudgetError. progress is told (tokens done, in all).
     """
-    from compress.model import load
+    from compress.model.load import Draw, load_config, load_model, sequence_nbytes, start_tokens, write
 
     _check_counts(num_samples, seq_len)
     directory = Path(model_directory)
     checkpoint = open_checkpoint(directory)
-    size = _self_batch(checkpoint, load.sequence_nbytes(load.load_config(directory), seq_len), max_nbytes)
-    model = load.load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
+    size = _self_batch(checkpoint, sequence_nbytes(load_config(directory), seq_len), max_nbytes)
+    model = load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
     written: list[Tensor] = []
     for begin in range(0, num_samples, size):
         generators = [_generator(seed, index) for index in range(begin, min(begin + size, num_samples))]
@@ -132,13 +132,13 @@ def self_generated(
             if progress is not None:
                 progress(begin * seq_len + rows * done, num_samples * seq_len)
 
-        draw = load.Draw(directory.name, 1.0, generators, step)
-        written.append(load.write(model, load.start_tokens(model, generators), seq_len - 1, draw))
+        draw = Draw(directory.name, 1.0, generators, step)
+        written.append(write(model, start_tokens(model, generators), seq_len - 1, draw))
     return _of_model(torch.cat(written))
 
 
 def rolled(tokens: Tensor, copies: int) -> Tensor:
-    """Each window of tokens [samples, seq_len] and its copies, one after the other: [samples * copies, seq_len].
+    """Return each window of tokens [samples, seq_len] and its copies in turn: [samples * copies, seq_len].
 
     Copy k is shifted in a circle by k seq_len / copies, so that it is not always the same tokens that come first.
     """
@@ -148,13 +148,13 @@ def rolled(tokens: Tensor, copies: int) -> Tensor:
 
 
 def expanded(calibration: Calibration, copies: int) -> Calibration:
-    """With `copies` of each window, rolled on."""
+    """Return the calibration with `copies` of each window, rolled on."""
     tokens = rolled(calibration.tokens, copies)
     return replace(calibration, tokens=tokens, sha256=_sha256(tokens))
 
 
 def _self_batch(checkpoint: Checkpoint, sequence_nbytes: int, max_nbytes: int | None) -> int:
-    """How many sequences fit beside the model, at most SELF_BATCH; BudgetError if none does."""
+    """Return how many sequences fit beside the model, at most SELF_BATCH; BudgetError if none does."""
     if max_nbytes is None:
         return SELF_BATCH
     weights, loading = checkpoint.nbytes, 0
@@ -171,7 +171,7 @@ def _self_batch(checkpoint: Checkpoint, sequence_nbytes: int, max_nbytes: int | 
 
 
 def _generator(seed: int, index: int) -> torch.Generator:
-    """Random numbers of one sequence. Generators on CPUs use 32 bits of a seed: within a run they are all distinct."""
+    """Return the random numbers of a sequence. Generators on CPUs use 32 bits of a seed: all of a run are distinct."""
     base = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
     return torch.Generator().manual_seed((base + index) % 2**32)
 
@@ -188,15 +188,15 @@ def store(folder: Path, request: dict[str, Any], calibration: Calibration) -> No
 
 
 def restore(folder: Path, request: dict[str, Any]) -> Calibration | None:
-    """What was stored for the same request; None if there is nothing, something else, or a damaged file."""
+    """Return what was stored for the same request; None if there is nothing, something else, or a damaged file."""
     try:
         facts = read_json(folder / STORED_FACTS)
         if facts.get("request") != request:
             return None
-        found = _of_model(read_header(folder / STORED_TOKENS)["tokens"].read())
+        stored = _of_model(read_header(folder / STORED_TOKENS)["tokens"].read())
     except (FileNotFoundError, CheckpointError, KeyError):
         return None
-    return found if found.sha256 == facts.get("sha256") else None
+    return stored if stored.sha256 == facts.get("sha256") else None
 
 
 def token_windows(
@@ -206,7 +206,7 @@ def token_windows(
     vocab_size: int,
     document_tokens: int | None = None,
 ) -> tuple[Tensor, int]:
-    """(windows int64 [n, seq_len] that do not overlap, from the start of the source; tokens read).
+    """Return (windows int64 [n, seq_len] that do not overlap, from the start of the source; tokens read).
 
     Only the first document_tokens tokens are read. What follows the last whole window is dropped; n may be 0.
     """
@@ -220,7 +220,7 @@ def token_windows(
 
 
 def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]:
-    """The texts of a source, read as they are asked for.
+    """Yield the texts of a source, read as they are asked for.
 
     A .jsonl or .json file (an object a line), a .parquet file, or a data set ("name", "name:config" or
     "name:config:split", split "train" unless given; a directory that holds one will do) gives the texts in `column`.
@@ -240,17 +240,17 @@ def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]
 
 
 def is_text_file(source: str | Path) -> bool:
-    """Whether the source is one running text, not a set of documents."""
+    """Return True if the source is one running text, not a set of documents."""
     return Path(source).is_file() and Path(source).suffix.lower() not in _READERS
 
 
 def source_name(source: str | Path) -> str:
-    """What a report may call the source: the last part of a path, or the name of a data set."""
+    """Return the source's name in reports: the last part of a path, or the name of a data set."""
     return Path(source).name if Path(source).exists() else str(source)
 
 
 def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Tensor:
-    """The first `limit` tokens of a source, or all: int32 [n]."""
+    """Return the first `limit` tokens of a source, or all: int32 [n]."""
     running = is_text_file(source)
     texts_of = ([piece] for piece in documents(source)) if running else _batches(documents(source))
     separator = [] if running or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
@@ -269,7 +269,7 @@ def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Texts that are not empty, in lists of about BATCH_CHARACTERS."""
+    """Yield texts that are not empty, in lists of about BATCH_CHARACTERS."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -344,7 +344,7 @@ def _read_dataset(source: str, column: str) -> Iterator[str]:
 
 
 def _stream(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """The rows of a data set, fetched as they are asked for and not copied into a cache; no progress bars."""
+    """Return the rows of a data set, fetched as they are asked for and not copied into a cache; no progress bars."""
     import datasets
 
     shown = not datasets.utils.are_progress_bars_disabled()

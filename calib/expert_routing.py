@@ -1,4 +1,4 @@
-"""Where tokens are routed in a mixture of experts, what each expert is worth, and which experts tokens can go without.
+"""Measure where a mixture of experts routes tokens, what each expert is worth, and which can be left out.
 
 MC-MoE, Huang et al. 2024, arXiv:2410.06270. For the allocation of bits (PMQ) it takes of every expert i: phi_i, the
 share of the routed (token, expert) pairs that it gets; w_i, the sum of its routing probabilities over its tokens, from
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, attached, run_block
+from compress.model.blockwise import BlockInputs, attached, run_block
 from compress.runtime.experts import PROJECTIONS, Experts, magnitude, prune
 from compress.types import ExpertPruning, Pruning
 
@@ -45,8 +45,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the ratios, for the report
 EXPLAINED = 0.02  # largest difference of weights that a softmax explains; bfloat16 has 0.004 of the value
 
 
-class Damage(NamedTuple):
-    """Sums over tokens of what a change does to the output of the experts."""
+class OutputChange(NamedTuple):
+    """Sums over tokens of the change of the experts' output F(x)."""
 
     norms: float  # ||F(x) - F_changed(x)||_2: the paper's epsilon
     squares: float  # ||F(x) - F_changed(x)||_2^2
@@ -58,7 +58,7 @@ Routed = Callable[[Tensor, Tensor, Tensor], None]  # hidden [tokens, hidden], in
 
 @dataclass(frozen=True)
 class Routing:
-    """Of one experts module: what the router did with the calibration tokens."""
+    """Figures of one experts module: what its router did with the calibration tokens."""
 
     top_k: int
     counts: Tensor  # [experts] int64, tokens that each expert got
@@ -86,7 +86,7 @@ class Routing:
         return self.mass / total if total > 0 else self.mass
 
     def facts(self) -> dict[str, Any]:
-        """For the report: JSON values. ratios: at the QUANTILES."""
+        """Return JSON values for the report; ratios: at the QUANTILES."""
         quantiles = [_quantile(self.ratios, q) for q in QUANTILES]
         return {
             "tokens": self.tokens,
@@ -103,7 +103,7 @@ class Routing:
 
 
 def scores(stats: Mapping[str, Routing]) -> dict[str, dict[str, float]]:
-    """Expert (model.layers.0.mlp.experts.3) -> its "share" and "routing"."""
+    """Return expert (model.layers.0.mlp.experts.3) -> its "share" and "routing"."""
     return {
         f"{name}.{i}": {"share": share, "routing": weight}
         for name, routing in stats.items()
@@ -115,7 +115,7 @@ def scores(stats: Mapping[str, Routing]) -> dict[str, dict[str, float]]:
 
 
 def setting(routing: Routing, config: ExpertPruning) -> Pruning | None:
-    """What a module would be pruned with; None where a token has one expert only, or weights that say nothing."""
+    """Return what to prune a module with; None where a token has one expert only, or weights that say nothing."""
     median = _quantile(routing.ratios, 0.5)
     if routing.top_k < 2 or not median > 0:
         return None
@@ -126,7 +126,7 @@ def setting(routing: Routing, config: ExpertPruning) -> Pruning | None:
 
 
 def thresholds(found: Mapping[str, tuple[float | None, Pruning | None]], config: ExpertPruning) -> dict[str, Pruning]:
-    """The `layers` modules that pruning harms least, in the order of the model, and what each is pruned with.
+    """Choose the `layers` modules that pruning harms least; return them in model order with what each is pruned with.
 
     found: experts module, of all blocks -> its `Routing.harm`, measured with the same config, and its `setting`.
     """
@@ -139,8 +139,10 @@ def thresholds(found: Mapping[str, tuple[float | None, Pruning | None]], config:
 
 
 @torch.no_grad()
-def measure(block: nn.Module, where: str, batches: Batches, config: ExpertPruning | None = None) -> dict[str, Routing]:
-    """Experts module (full name) -> its routing, in one pass; with a second pass the harm of pruning by `config`.
+def measure(
+    block: nn.Module, where: str, batches: BlockInputs, config: ExpertPruning | None = None
+) -> dict[str, Routing]:
+    """Return experts module (full name) -> its routing; a second pass measures the harm of pruning by `config`.
 
     block: with its experts unfused and not pruned; where: its full name; {} if it has no experts.
     """
@@ -177,7 +179,7 @@ class _Sum:
         self.magnitudes: list[Tensor] = []
 
     def add(self, hidden: Tensor, index: Tensor, weights: Tensor, outputs: Iterable[Tensor]) -> None:
-        """One routing: hidden [tokens, hidden], index and weights [tokens, top_k]; outputs: of modules before."""
+        """Add one routing: hidden [tokens, hidden], index and weights [tokens, top_k]; outputs: of modules before."""
         index, weights = index.cpu(), weights.float().cpu()
         self.top_k = index.shape[1]
         flat = index.flatten()
@@ -199,7 +201,7 @@ class _Sum:
 
 
 def _probabilities(outputs: Iterable[Tensor], index: Tensor, weights: Tensor) -> Tensor | None:
-    """Probabilities [tokens, top_k] of the chosen experts: softmax of an output that explains choice and weights."""
+    """Return probabilities [tokens, top_k] of the chosen experts: softmax of an output that explains the weights."""
     relative = weights / weights.sum(1, keepdim=True)
     for output in outputs:
         if output.numel() % output.shape[-1] or output.numel() // output.shape[-1] != index.shape[0]:
@@ -214,8 +216,10 @@ def _probabilities(outputs: Iterable[Tensor], index: Tensor, weights: Tensor) ->
 
 
 @torch.no_grad()
-def _harm(block: nn.Module, where: str, batches: Batches, prunings: Mapping[str, Pruning]) -> dict[str, dict[str, Any]]:
-    """Experts module -> `harm`, `taken` and `dropped` of pruning it so, everything before it as it is.
+def _harm(
+    block: nn.Module, where: str, batches: BlockInputs, prunings: Mapping[str, Pruning]
+) -> dict[str, dict[str, Any]]:
+    """Return experts module -> `harm`, `taken` and `dropped` of pruning it alone.
 
     Where the others take over the share s of a dropped weight, the output is off by a + s b, a being off by the dropped
     part and b by all that the others can gain: the best s follows from the sums of |a|^2, ab and |b|^2.
@@ -253,16 +257,16 @@ def _harm(block: nn.Module, where: str, batches: Batches, prunings: Mapping[str,
 
 
 @torch.no_grad()
-def damage(
-    block: nn.Module, where: str, batches: Batches, changes: Mapping[Key, Mapping[str, Tensor]]
-) -> dict[Key, Damage]:
-    """What each change does, alone, in one pass through the block; every change is held in memory.
+def output_changes(
+    block: nn.Module, where: str, batches: BlockInputs, changes: Mapping[Key, Mapping[str, Tensor]]
+) -> dict[Key, OutputChange]:
+    """Return how far each change alone moves the experts' output, in one pass; every change is held in memory.
 
     changes: linear (full name, all of one expert) -> its weight [out, in], decoded; linears not named stay as they are.
     The expert's outputs are computed in float32 whatever the model's type, as their difference is small.
     """
     modules = _experts(block, where)
-    sums = dict.fromkeys(changes, Damage(0.0, 0.0))
+    sums = dict.fromkeys(changes, OutputChange(0.0, 0.0))
     by_expert: dict[tuple[str, int], list[Key]] = {}
     for key, change in changes.items():
         owners = {name.rpartition(".")[0] for name in change}
@@ -284,7 +288,7 @@ def damage(
                     changed = {linear.rpartition(".")[2]: value for linear, value in changes[key].items()}
                     change = _output(module, x, {**original, **changed}).sub_(expected)
                     norms = (change.norm(dim=-1) * weight.abs()).double()  # [tokens of the expert]
-                    sums[key] = Damage(
+                    sums[key] = OutputChange(
                         sums[key].norms + norms.sum().item(), sums[key].squares + norms.square().sum().item()
                     )
 
@@ -298,7 +302,7 @@ def damage(
 
 
 def _output(experts: Experts, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """What an expert with these weights gives for x [tokens, hidden] float32."""
+    """Return the output of an expert with these weights for x [tokens, hidden] float32."""
     gate, up, down = (weights[projection].to(x.device, torch.float32) for projection in PROJECTIONS)
     return (experts.act_fn(x @ gate.T) * (x @ up.T)) @ down.T
 
@@ -307,12 +311,12 @@ def _output(experts: Experts, x: Tensor, weights: Mapping[str, Tensor]) -> Tenso
 
 
 def _experts(block: nn.Module, where: str) -> dict[str, Experts]:
-    """The modules of experts in a block, by their full names."""
+    """Return the modules of experts in a block, by their full names."""
     return {f"{where}.{name}": m for name, m in block.named_modules() if isinstance(m, Experts)}
 
 
 def _watched(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
-    """While active, an action gets the arguments that its module of experts is called with."""
+    """While active, call each action with the arguments of its module of experts."""
 
     def hook(action: Routed) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -325,7 +329,7 @@ def _watched(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _outputs(block: nn.Module, widths: set[int]) -> Iterator[list[Tensor]]:
-    """While active, the list takes what the block's modules give that is as wide as there are experts."""
+    """While active, list the outputs of the block's modules that are as wide as there are experts."""
     outputs: list[Tensor] = []
 
     def note(_: nn.Module, args: Any, output: Any) -> None:
@@ -340,10 +344,10 @@ def _outputs(block: nn.Module, widths: set[int]) -> Iterator[list[Tensor]]:
 
 
 def _quantile(values: Tensor, q: float) -> float:
-    """Linear between neighbours, as numpy's; 0 of nothing. torch's own takes 2^24 values at most."""
+    """Interpolate between neighbours, as numpy does; 0 of nothing. torch's own takes 2^24 values at most."""
     if not values.numel():
         return 0.0
-    ordered, place = values.double().sort().values, q * (values.numel() - 1)
-    low = int(place)
+    ordered, position = values.double().sort().values, q * (values.numel() - 1)
+    low = int(position)
     high = min(low + 1, values.numel() - 1)
-    return float(ordered[low] + (place - low) * (ordered[high] - ordered[low]))
+    return float(ordered[low] + (position - low) * (ordered[high] - ordered[low]))

@@ -1,4 +1,4 @@
-"""What errors of the weights matter to the model's loss: the Fisher diagonal, as a weight for each row and column.
+"""Take the Fisher diagonal of the model's loss, as a weight for each row and column of a linear (LQ-LoRA).
 
 F[i, j] is the mean over sequences of the squared gradient of a sequence's loss (batch 1). Kept of it are the roots of
 its means over rows and over columns, as in LQ-LoRA (arXiv 2311.12023): the weighted problem then still has an exact
@@ -32,7 +32,7 @@ SAMPLES = 64  # calibration samples at most
 def weights(
     skeleton: Skeleton, tokens: Tensor, names: Set[str], file: Path | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Fisher]:
-    """Linear -> its weights, for those in `names`; tokens [samples, seq_len]. `file`: where hidden states may spill."""
+    """Return linear -> its weights for `names`; tokens [samples, seq_len]; `file`: where hidden states may spill."""
     found = {}
     for _, block in gradients(skeleton, tokens[:SAMPLES], file, device):
         found.update({name: reduced(gradient.squares) for name, gradient in block.items() if name in names})
@@ -40,7 +40,7 @@ def weights(
 
 
 def reduced(squares: Tensor) -> Fisher:
-    """Squared gradients [out, in] -> the weights of rows and columns; all ones if there is no gradient."""
+    """Reduce squared gradients [out, in] to weights of rows and columns; all ones if there is no gradient."""
     sides = [squares.double().mean(axis).sqrt() for axis in (1, 0)]
     if not sides[0].max() > 0:
         return Fisher(*(torch.ones_like(side).float() for side in sides))
@@ -52,7 +52,7 @@ LOSS_SCALE = 1024.0  # of what goes backward, so that float16 holds it; a power 
 
 
 class Gradient(NamedTuple):
-    """Of a weight [out, in], float32. The loss of a sequence is the mean over its predicted tokens, in nats."""
+    """Sums of a weight [out, in], float32. The loss of a sequence is the mean over its predicted tokens, in nats."""
 
     total: Tensor  # sum over sequences of the loss's gradient
     squares: Tensor  # sum over sequences of its square: the Fisher diagonal, batch 1
@@ -61,7 +61,7 @@ class Gradient(NamedTuple):
 def gradients(
     skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[int, dict[str, Gradient]]]:
-    """(index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
+    """Yield (index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
 
     Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
     front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
@@ -70,9 +70,11 @@ def gradients(
     names: list[list[str]] = [[] for _ in range(count)]
     for spec in skeleton.linears()[0]:
         names[spec.block].append(spec.name)
-    stream = blockwise.Stream(tokens.shape[0], file, count + 1)  # a side in front of each block; the last goes backward
+    stream = blockwise.HiddenStates(
+        tokens.shape[0], file, count + 1
+    )  # a side in front of each block; the last goes backward
     try:
-        calls = blockwise.record(skeleton, tokens, 1, stream, device)
+        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
         for index in range(count):
             blockwise.propagate(skeleton, index, calls, stream, 1, device, (index, index + 1))
         lm_head.load(skeleton, device)
@@ -92,7 +94,7 @@ def gradients(
 
 @torch.enable_grad()
 def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """The loss's scaled gradient behind the last block; hidden [1, tokens, hidden], tokens [tokens]."""
+    """Return the loss's scaled gradient behind the last block; hidden [1, tokens, hidden], tokens [tokens]."""
     hidden = hidden.clone().requires_grad_()
     predicted = tokens.shape[0] - 1
     for part in kl.slices(predicted, skeleton.vocab_size):
@@ -103,7 +105,11 @@ def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _backward(
-    skeleton: Skeleton, index: int, names: list[str], loaded: tuple[nn.Module, blockwise.Call], stream: blockwise.Stream
+    skeleton: Skeleton,
+    index: int,
+    names: list[str],
+    loaded: tuple[nn.Module, blockwise.BlockArgs],
+    stream: blockwise.HiddenStates,
 ) -> dict[str, Gradient]:
     """Take the gradients behind a block to those in front of it, and sum up those of its weights."""
     block, call = loaded

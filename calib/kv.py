@@ -1,4 +1,4 @@
-"""Calibration of a cache: every codec that NEEDS samples gets those of its layer, one block of the model at a time.
+"""Calibrate a cache: give every codec that NEEDS samples those of its layer, one block of the model at a time.
 
 The calibration text streams through the blocks (compress/model/blockwise.py). An attention function in the place of the
 model's own sees queries, keys and values of a block and hands them on; the rotary rows of the block turn them back to
@@ -71,7 +71,7 @@ def calibrate(
     batch: int = 4,
     file: Path | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Static tensors of all layers on the CPU, "layers.<i>.<keys|values>.<name>", and facts for the report.
+    """Return static tensors of all layers on the CPU, "layers.<i>.<keys|values>.<name>", and facts for the report.
 
     tokens: int64 [samples, seq_len]. device: where blocks run (a loaded model stays where it is). batch: samples in a
     forward pass. file: for the hidden states, which stay in memory without one: samples x seq_len x hidden, with
@@ -79,9 +79,9 @@ def calibrate(
     Raises CalibrationError for too few tokens, NumericalError for a model whose states are not finite.
     """
     started = time.monotonic()
-    wanted = _wanted(codings)
-    found: dict[str, Tensor] = {}
-    layers = [index for index, names in enumerate(wanted) if names]
+    needs = _needed(codings)
+    static: dict[str, Tensor] = {}
+    layers = [index for index, names in enumerate(needs) if names]
     if layers:
         sink = max(coding.policy.sink for kinds in codings for coding in kinds.values())
         if tokens.dim() != 2 or not tokens.shape[0] or tokens.shape[1] <= sink + 1:
@@ -93,36 +93,36 @@ def calibrate(
         else:
             skeleton = model
         made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, sink)
-        for index, samples, heads in made.layers(wanted, file):
-            found |= _static(codings, index, samples, heads)
+        for index, samples, heads in made.layers(needs, file):
+            static |= _static(codings, index, samples, heads)
     facts = {
         "tokens": tokens.numel() if layers else 0,
         "layers": len(layers),
-        "nbytes": sum(tensor.numel() * tensor.element_size() for tensor in found.values()),
+        "nbytes": sum(tensor.numel() * tensor.element_size() for tensor in static.values()),
         "seconds": round(time.monotonic() - started, 3),
     }
-    return found, facts
+    return static, facts
 
 
-def _wanted(codings: Codings) -> list[frozenset[str]]:
-    """The samples of each layer."""
-    wanted = []
+def _needed(codings: Codings) -> list[frozenset[str]]:
+    """Return the names of the samples that each layer needs."""
+    needs = []
     for kinds in codings:
         names = frozenset().union(*(plugins.load("kv", coding.method).NEEDS for coding in kinds.values()))
         assert names <= frozenset(SAMPLES), names
-        wanted.append(names)
-    return wanted
+        needs.append(names)
+    return needs
 
 
 class _Heads(NamedTuple):
-    """What a `Spec` says of a layer's attention."""
+    """The figures of a layer's attention that a `Spec` holds."""
 
     queries: int  # of the layer
     dtype: torch.dtype
 
 
 def _static(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> dict[str, Tensor]:
-    """What the codecs of a layer learn from its samples."""
+    """Return what the codecs of a layer learn from its samples."""
     found: dict[str, Tensor] = {}
     for kind in KINDS:
         coding = codings[index][kind]
@@ -139,37 +139,35 @@ def _static(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: 
 
 
 class _Pass:
-    """The way of the text through the blocks, and back if there are gradients."""
+    """The text's pass through the blocks, and back if there are gradients."""
 
     def __init__(self, skeleton: models.Skeleton, tokens: Tensor, device: torch.device, batch: int, sink: int) -> None:
         self.skeleton, self.tokens, self.device, self.batch = skeleton, tokens, device, batch
         self.tap = _Tap(skeleton.model, sink)
 
-    def layers(
-        self, wanted: list[frozenset[str]], file: Path | None
-    ) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
-        """(layer, its samples, its attention) for each layer of which samples are wanted."""
-        needed = [index for index, names in enumerate(wanted) if names]
-        is_backward = any("gradients" in names for names in wanted)
+    def layers(self, needs: list[frozenset[str]], file: Path | None) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
+        """Yield (layer, its samples, its attention) for each layer of which samples are needed."""
+        needed = [index for index, names in enumerate(needs) if names]
+        is_backward = any("gradients" in names for names in needs)
         blocks = len(self.skeleton.blocks)
-        if blocks != len(wanted):
-            raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(wanted)} layers")
-        stream = blockwise.Stream(self.tokens.shape[0], file, blocks + 1 if is_backward else 1)
+        if blocks != len(needs):
+            raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(needs)} layers")
+        stream = blockwise.HiddenStates(self.tokens.shape[0], file, blocks + 1 if is_backward else 1)
         try:
             with self.tap.attached():
-                calls = blockwise.record(self.skeleton, self.tokens, self.batch, stream, self.device)
+                calls = blockwise.record_inputs(self.skeleton, self.tokens, self.batch, stream, self.device)
                 for index in range(blocks if is_backward else needed[-1] + 1):
-                    self.tap.watch(index, frozenset() if is_backward else wanted[index])
+                    self.tap.watch(index, frozenset() if is_backward else needs[index])
                     sides = (index, index + 1) if is_backward else (0, 0)
                     blockwise.propagate(self.skeleton, index, calls, stream, self.batch, self.device, sides)
-                    if wanted[index] and not is_backward:
+                    if needs[index] and not is_backward:
                         yield index, self.tap.samples(), self.tap.heads
                 if is_backward:
                     slopes = self._loss(stream, blocks)
                     for index in range(blocks - 1, needed[0] - 1, -1):
-                        self.tap.watch(index, wanted[index])
+                        self.tap.watch(index, needs[index])
                         self._backward(index, calls, stream, slopes)
-                        if wanted[index]:
+                        if needs[index]:
                             yield index, self.tap.samples(), self.tap.heads
         finally:
             stream.close()
@@ -178,9 +176,9 @@ class _Pass:
         for start in range(0, self.tokens.shape[0], self.batch):
             yield slice(start, min(start + self.batch, self.tokens.shape[0]))
 
-    def _loss(self, stream: blockwise.Stream, side: int) -> blockwise.Stream:
-        """Gradients [samples, tokens, hidden] of the loss by what leaves the last block."""
-        slopes = blockwise.Stream(self.tokens.shape[0], None)
+    def _loss(self, stream: blockwise.HiddenStates, side: int) -> blockwise.HiddenStates:
+        """Return gradients [samples, tokens, hidden] of the loss by what leaves the last block."""
+        slopes = blockwise.HiddenStates(self.tokens.shape[0], None)
         self.skeleton.load_rest(self.device, with_head=True)
         for where in self._slices():
             hidden = stream.read(where.start, where.stop - where.start, side).to(self.device)
@@ -188,8 +186,10 @@ class _Pass:
         self.skeleton.free()
         return slopes
 
-    def _backward(self, index: int, calls: blockwise.Calls, stream: blockwise.Stream, slopes: blockwise.Stream) -> None:
-        """Gradients by what enters the block, in the place of those by what leaves it."""
+    def _backward(
+        self, index: int, calls: blockwise.ModelArgs, stream: blockwise.HiddenStates, slopes: blockwise.HiddenStates
+    ) -> None:
+        """Put gradients by what enters the block in the place of those by what leaves it."""
         block, name = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index).rstrip(".")
         for where in self._slices():
             count = where.stop - where.start
@@ -226,7 +226,7 @@ class _Tap:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """While the model runs with it."""
+        """While active, the model's attention is this one."""
         AttentionMaskInterface.register(NAME, sdpa_mask)
         modules = [m for m in self.model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
         hooks = [module.register_forward_pre_hook(self._rotation, with_kwargs=True) for module in modules]
@@ -237,7 +237,7 @@ class _Tap:
         self.layer, self.names, self.found = layer, names, {}
 
     def samples(self) -> dict[str, Tensor]:
-        """name -> [tokens, h, width] float32 of the layer that was watched; they are given away."""
+        """Return name -> [tokens, h, width] float32 of the layer that was watched, and let go of them."""
         found, self.found = self.found, {}
         if not found:
             raise UnsupportedModelError(f"kv_cache: layer {self.layer} calls no attention function that can be watched")
@@ -256,7 +256,7 @@ class _Tap:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """query [B, H, n, width], key and value [B, h, n, width] after RoPE -> [B, n, H, width]."""
+        """Attend: query [B, H, n, width], key and value [B, h, n, width] after RoPE -> [B, n, H, width]."""
         if self.names:
             self._keep(query, key, value)
         if kwargs.get("softcap") is not None:
@@ -288,7 +288,7 @@ class _Tap:
         return self.turns
 
     def _add(self, name: str, x: Tensor) -> None:
-        """x [B, h, n, width]."""
+        """Keep the rows of x [B, h, n, width] behind the first `sink` tokens."""
         rows = x.detach()[:, :, self.sink :].transpose(1, 2).flatten(0, 1).float().contiguous()
         self.found.setdefault(name, []).append(rows)
 
@@ -296,7 +296,7 @@ class _Tap:
 def _capped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float, **kwargs: Any
 ) -> Tensor:
-    """Attention whose logits are bounded by softcap tanh(logits / softcap), differentiable."""
+    """Attend with logits bounded by softcap tanh(logits / softcap), differentiable."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = ((query @ key.mT) * scaling / softcap).tanh() * softcap

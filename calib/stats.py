@@ -1,4 +1,4 @@
-"""Streamed statistics of layer inputs, keyed by shared input.
+"""Sum statistics of layer inputs over a stream of batches, keyed by shared input.
 
 A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float32 (TF32 off). It is a plain sum, so
 that batches, shards and processes add up; the token count is kept beside it. Tokens are added in chunks of one window
@@ -30,7 +30,7 @@ MIN_PANEL = 128  # columns; narrower panels make the products inefficient
 
 
 class HessianSum:
-    """The running sum for one shared input, and that of its drift if `paired`."""
+    """The running sum of x x^T for one shared input, and that of its drift if `paired`."""
 
     def __init__(self, columns: int, device: torch.device, paired: bool = False) -> None:
         self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
@@ -51,7 +51,7 @@ class HessianSum:
             self._pair(inputs, self.drift, chunk, weights)
 
     def expect(self, inputs: Tensor) -> None:
-        """The full-precision inputs [..., columns] of the tokens that `add` is given next."""
+        """Keep the full-precision inputs [..., columns] of the tokens that `add` is given next."""
         if self.drift is not None:
             self.expected = inputs.clone()  # the rest of the block may write over them
 
@@ -67,7 +67,7 @@ class HessianSum:
             drift.addmm_((difference if weight is None else difference.mul_(weight)).T, x)
 
     def finish(self, name: str) -> Stats:
-        """The whole symmetric sum; raises NumericalError if it is not finite."""
+        """Return the whole symmetric sum; raise NumericalError if it is not finite."""
         for start in range(0, self.total.shape[0], self.panel):
             end = min(start + self.panel, self.total.shape[0])
             self.total[end:, start:end] = self.total[start:end, end:].T
@@ -81,12 +81,12 @@ class HessianSum:
 
 
 def _rows(inputs: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Inputs [..., columns] as [tokens, columns], `chunk` tokens at a time."""
+    """Split inputs [..., columns] into [tokens, columns], `chunk` tokens at a time."""
     return inputs.reshape(-1, inputs.shape[-1]).split(chunk)
 
 
 def _weight_rows(weights: Tensor | None, inputs: Tensor, chunk: int) -> Sequence[Tensor | None]:
-    """The weights [tokens, 1] for each of the `_rows` of the inputs; or None for each."""
+    """Return the weights [tokens, 1] of each of the `_rows` of the inputs, or None for each."""
     if weights is None:
         return [None] * len(_rows(inputs, chunk))
     if weights.numel() * inputs.shape[-1] != inputs.numel():
@@ -98,8 +98,7 @@ def _weight_rows(weights: Tensor | None, inputs: Tensor, chunk: int) -> Sequence
 
 
 def shrink(stats: Stats) -> tuple[Stats, str | None]:
-    """Stats made safe where fewer tokens than columns were seen, which leaves the Hessian singular; and a note for
-    the report.
+    """Shrink a Hessian that is singular because fewer tokens than columns were seen; return a note for the report.
 
     With n columns and count < n tokens, (1 - count / n) of the mean diagonal is added to the diagonal: the rounding
     then leans towards plain nearest as evidence thins out. This is the fallback for rarely routed experts. In place.
@@ -123,7 +122,7 @@ def collect(
     weights: Tensor | None = None,
     experts: Mapping[str, tuple[nn.Module, int]] | None = None,
 ) -> AbstractContextManager[None]:
-    """While active, each forward pass of `linears[key]` adds its input to `sums[key]`; hooks are removed at the end.
+    """While active, add the input of each forward pass of `linears[key]` to `sums[key]`.
 
     weights: float32 [batch, tokens], what the tokens of the one batch that passes count. experts: for each key that
     belongs to an expert, which is given some tokens only, the module of all experts (compress/runtime/experts.py),
@@ -136,23 +135,23 @@ def collect(
         routes[module] = route
 
     def add(key: str, inputs: Tensor) -> None:
-        mine = weights
+        token_weights = weights
         if weights is not None and key in selecting:
             module, number = selecting[key]
-            mine = _routed(weights, routes[module], number)
-        sums[key].add(inputs, chunk, mine)
+            token_weights = _routed(weights, routes[module], number)
+        sums[key].add(inputs, chunk, token_weights)
 
     noting = [(module, partial(note, module)) for module in {module for module, _ in selecting.values()}]
     return hooked([*noting, *((linears[key], partial(add, key)) for key in sums)])
 
 
 def expect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum]) -> AbstractContextManager[None]:
-    """While active, the input of `linears[key]` is kept for the drift of `sums[key]`, if that is paired."""
+    """While active, keep the input of `linears[key]` for the drift of `sums[key]`, if that is paired."""
     return hooked([(linears[key], total.expect) for key, total in sums.items()])
 
 
 def _routed(weights: Tensor, route: Tensor, number: int) -> Tensor:
-    """Weights of the tokens that go to an expert, in their order."""
+    """Return the weights of the tokens that go to an expert, in their order."""
     if route.shape[0] != weights.numel():
         raise UnsupportedModelError(
             f"experts are chosen for {route.shape[0]} rows of a batch of {weights.numel()} tokens: which tokens they "
@@ -162,7 +161,7 @@ def _routed(weights: Tensor, route: Tensor, number: int) -> Tensor:
 
 
 def hooked(actions: Iterable[tuple[nn.Module, Callable[..., None]]]) -> AbstractContextManager[None]:
-    """While active, an action gets the arguments of each forward pass of its module."""
+    """While active, call each action with the arguments of its module's forward passes."""
     return attached(
         [module.register_forward_pre_hook(lambda _, inputs, act=action: act(*inputs)) for module, action in actions]
     )

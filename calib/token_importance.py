@@ -1,4 +1,4 @@
-"""How much each calibration token counts in the statistics of a block: token importance (RSQ, 2503.01820).
+"""Weigh calibration tokens in the statistics of a block by their importance (RSQ, arXiv 2503.01820).
 
 A token of weight r counts in the Hessian as r tokens would: H = sum r x x^T, one r for all linears of a block. Scores
 come from the block before it is quantized, on what the quantized prefix hands it; within each sequence they are mapped
@@ -22,20 +22,26 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, run_block
+from compress.model.blockwise import BlockInputs, run_block
 
 SCORES = 1 << 21  # attention scores computed at a time: 8 MiB, and as much again for each step up to the probabilities
 FIRST = 8  # `first_tokens` are one in so many: the first eighth of a sequence
 INPUTS_PER_TOKEN = 8  # at most so many inputs of a linear for each effective token
 BISECTIONS = 40
 
-Score = Callable[[nn.Module, str, Batches, Tensor], Tensor]
+Score = Callable[[nn.Module, str, BlockInputs, Tensor], Tensor]
 
 
 def weights(
-    name: str, block: nn.Module, where: str, batches: Batches, tokens: Tensor, minimum: float, skip_first: bool = False
+    name: str,
+    block: nn.Module,
+    where: str,
+    batches: BlockInputs,
+    tokens: Tensor,
+    minimum: float,
+    skip_first: bool = False,
 ) -> tuple[Tensor, str | None]:
-    """What every token counts: [samples, seq_len] float32 on the CPU, mean 1 over each sequence; and a note or None.
+    """Return token weights [samples, seq_len] float32 on the CPU, mean 1 over each sequence; and a note or None.
 
     name: a key of SCORES_OF; block: loaded and not quantized, called `where` in messages; tokens: int64
     [samples, seq_len], what the batches were made of; minimum: the weight of the least important token before the
@@ -58,12 +64,12 @@ def weights(
 
 
 def effective(weights: Tensor) -> float:
-    """How many tokens of equal weight are as much evidence."""
+    """Return the number of tokens of equal weight that are as much evidence."""
     return (weights.sum().square() / weights.square().sum()).item()
 
 
 def _relative(scores: Tensor, skip_first: bool) -> Tensor:
-    """Scores [samples, seq_len] from 0, the lowest of a sequence, to 1, the highest; 1 where they are all the same."""
+    """Map scores [samples, seq_len] to 0 at a sequence's lowest and 1 at its highest; 1 where all are the same."""
     low = scores.amin(1, keepdim=True)
     high = scores[:, int(skip_first and scores.shape[1] > 1) :].amax(1, keepdim=True)
     return torch.where(high > low, (scores - low) / (high - low), 1.0).clamp(max=1)
@@ -75,7 +81,7 @@ def _mapped(relative: Tensor, minimum: float) -> Tensor:
 
 
 def _raised(relative: Tensor, minimum: float, needed: float) -> float:
-    """The lowest minimum with `needed` effective tokens, whose number grows with it; 1 if there are not so many."""
+    """Return the lowest minimum with `needed` effective tokens, which grow with it; 1 if there are not so many."""
     low, high = minimum, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -89,8 +95,8 @@ def _raised(relative: Tensor, minimum: float, needed: float) -> float:
 # ---------------------------------------------------------------- scores, [samples, seq_len] on the CPU
 
 
-def attention(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
-    """The attention that a token receives: probabilities summed over heads and over the tokens that look at it."""
+def attention(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
+    """Score by the attention a token receives: probabilities summed over heads and tokens that look at it."""
     scores = []
     for hidden, call in batches():
         with _watched(block, where) as masses:
@@ -105,18 +111,18 @@ def attention(block: nn.Module, where: str, batches: Batches, tokens: Tensor) ->
     return torch.cat(scores)
 
 
-def first_tokens(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
-    """1 for the first eighth of a sequence, 0 for the others."""
+def first_tokens(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
+    """Score 1 for the first eighth of a sequence, 0 for the others."""
     return (torch.arange(tokens.shape[1]) * FIRST < tokens.shape[1]).float().expand(tokens.shape)
 
 
-def activation_norm(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
-    """The norm of a token where it enters the block."""
+def activation_norm(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
+    """Score by the norm of a token where it enters the block."""
     return torch.cat([hidden.float().norm(dim=-1).cpu() for hidden, _ in batches()])
 
 
-def input_output_difference(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
-    """How little the block changes a token: the norm of the difference, negated."""
+def input_output_difference(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
+    """Score by how little the block changes a token: the norm of the difference, negated."""
     scores = []
     for hidden, call in batches():
         out = run_block(block, call, hidden, where)
@@ -124,13 +130,13 @@ def input_output_difference(block: nn.Module, where: str, batches: Batches, toke
     return torch.cat(scores)
 
 
-def token_rarity(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
-    """How seldom a token occurs in the calibration text: the count, negated."""
+def token_rarity(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
+    """Score by how seldom a token occurs in the calibration text: the count, negated."""
     return -tokens.flatten().bincount()[tokens].float()
 
 
-def token_similarity(block: nn.Module, where: str, batches: Batches, tokens: Tensor) -> Tensor:
-    """How unlike the others of its sequence a token is where it enters the block: the mean squared distance to them.
+def token_similarity(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
+    """Score by how unlike its sequence a token is where it enters the block: the mean squared distance to the others.
 
     But for a constant this is the squared distance to their mean.
     """
@@ -150,7 +156,7 @@ _OTHERWISE = f"set calibration.importance to none or one of {', '.join(list(SCOR
 
 @dataclass(frozen=True)
 class Probabilities:
-    """How an attention makes probabilities of its queries and keys, as transformers' attention interface tells it."""
+    """Settings by which an attention turns queries and keys into probabilities (transformers' attention interface)."""
 
     scaling: float
     causal: bool = True  # where there is no mask, and so is `window`
@@ -161,7 +167,7 @@ class Probabilities:
     sinks: Tensor | None = None  # [heads]: score for attending to nothing
 
     def rows(self, query: Tensor, key: Tensor, sample: int, start: int) -> Tensor:
-        """[heads, rows, keys] float32 from the first keys [key_value_heads, keys, head_dim] of a sample.
+        """Return [heads, rows, keys] float32 from the first keys [key_value_heads, keys, head_dim] of a sample.
 
         query [heads, rows, head_dim]: the sample's queries from row `start`; head h reads key head h // (heads / kv).
         """
@@ -194,12 +200,12 @@ class Probabilities:
 
 
 def _part(full: Tensor, sample: int, start: int, scores: Tensor) -> Tensor:
-    """Of [batch or 1, heads or 1, queries, keys] what belongs to these scores [heads, rows, keys]."""
+    """Return the part of [batch or 1, heads or 1, queries, keys] for these scores [heads, rows, keys]."""
     return full[sample % full.shape[0], :, start : start + scores.shape[1], : scores.shape[2]]
 
 
 def mass(query: Tensor, key: Tensor, how: Probabilities) -> Tensor:
-    """Attention probabilities summed over heads and queries: [batch, keys] float32.
+    """Sum attention probabilities over heads and queries: [batch, keys] float32.
 
     query [batch, heads, tokens, head_dim], key [batch, key_value_heads, tokens, head_dim]. Sequence by sequence,
     whatever the batch, and in chunks of query rows.
@@ -218,7 +224,7 @@ def mass(query: Tensor, key: Tensor, how: Probabilities) -> Tensor:
 
 @contextmanager
 def _watched(block: nn.Module, where: str) -> Iterator[list[Tensor]]:
-    """While active, each call of the block's attention adds its `mass` to the list, and then goes on as ever.
+    """While active, add the `mass` of each call of the block's attention to the list; the call goes on as ever.
 
     The function is replaced that transformers' table has under the name in the model's configuration. A name of our
     own there would not do: some models mask the keys themselves for the names they know, and for others do not.
@@ -251,7 +257,7 @@ def _watched(block: nn.Module, where: str) -> Iterator[list[Tensor]]:
 
 
 def _probabilities(module: nn.Module, where: str, query: Tensor, mask: Any, others: Mapping[str, Any]) -> Probabilities:
-    """What the arguments of an attention function say."""
+    """Read the settings from the arguments of an attention function."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         raise UnsupportedModelError(f"the attention mask of {where} is not a tensor of 4 dimensions; {_OTHERWISE}")
     scaling, causal = others.get("scaling"), others.get("is_causal")
@@ -267,7 +273,7 @@ def _probabilities(module: nn.Module, where: str, query: Tensor, mask: Any, othe
 
 
 def _plain(module: nn.Module, where: str) -> Callable[..., Any]:
-    """A model's own plain attention: not in transformers' table, but of the same name in the files of all models."""
+    """Return a model's own plain attention, which is of the same name in the files of all models."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
         raise UnsupportedModelError(f"the plain attention function of {where} is not found; {_OTHERWISE}")

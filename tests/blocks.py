@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats
-from compress.model.blockwise import Batches, Call
+from compress.model.blockwise import BlockArgs, BlockInputs
 from compress.model.graph import Site
 from compress.quant import rtn
 from compress.runtime.experts import Experts, is_fused_experts
@@ -76,12 +76,12 @@ class Case:
                 self.block.set_submodule(path, Experts.from_fused(module))
         self.tokens = torch.randint(VOCAB_SIZE, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
 
-    def batches(self, size: int = 2) -> Batches:
+    def batches(self, size: int = 2) -> BlockInputs:
         """What the block receives, `size` samples at a time."""
-        taken: list[tuple[Tensor, Call]] = []
+        taken: list[tuple[Tensor, BlockArgs]] = []
 
         def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            taken.append((args[0].clone(), Call(args[1:], kwargs)))
+            taken.append((args[0].clone(), BlockArgs(args[1:], kwargs)))
 
         handle = self.block.register_forward_pre_hook(take, with_kwargs=True)
         with torch.no_grad():
@@ -115,7 +115,7 @@ class Case:
 
 
 @torch.no_grad()
-def outputs(block: nn.Module, batches: Batches) -> Tensor:
+def outputs(block: nn.Module, batches: BlockInputs) -> Tensor:
     """What the block gives [samples, tokens, hidden]."""
     found = [block(hidden, *call.args, **call.kwargs) for hidden, call in batches()]
     return torch.cat([out[0] if isinstance(out, tuple) else out for out in found])
@@ -135,7 +135,7 @@ def per_token(x: Tensor, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def rounded_outputs(block: nn.Module, batches: Batches, schemes: Mapping[str, Scheme]) -> Tensor:
+def rounded_outputs(block: nn.Module, batches: BlockInputs, schemes: Mapping[str, Scheme]) -> Tensor:
     """What the block gives with its linears rounded to nearest, their inputs too where a scheme says so."""
     linears = {path: block.get_submodule(path) for path in schemes}
     before = {path: linear.get_parameter("weight").detach().clone() for path, linear in linears.items()}

@@ -286,7 +286,7 @@ def test_off_there_is_one_stream_and_one_sum(
 ) -> None:
     sides: list[int] = []
     pairs: list[bool] = []
-    real_stream, real_sum = blockwise.Stream, HessianSum
+    real_stream, real_sum = blockwise.HiddenStates, HessianSum
 
     def stream(*words: Any) -> Any:
         sides.append(words[2] if len(words) > 2 else 1)
@@ -297,7 +297,7 @@ def test_off_there_is_one_stream_and_one_sum(
         return real_sum(*words)
 
     names = passes(monkeypatch)
-    monkeypatch.setattr(blockwise, "Stream", stream)
+    monkeypatch.setattr(blockwise, "HiddenStates", stream)
     monkeypatch.setattr(calibration_stream.calib_stats, "HessianSum", total)
     pipeline.quantize(job(deep, setup.set("calibration.target_correction=0"), tmp_path / "zero"))
     assert names == (["0", "0", "1", "1", "2"] if setup is GPTQ else [])

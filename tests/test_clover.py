@@ -16,7 +16,7 @@ from compress import formats, plugins
 from compress.errors import UnsupportedModelError
 from compress.formats import structured as structured_format
 from compress.model import graph as structure
-from compress.model.blockwise import Call
+from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.quant import structured
 from compress.recipe import blocks, load
@@ -119,7 +119,7 @@ def test_attention_that_cannot_be_followed_is_one_clear_line() -> None:
 # ---------------------------------------------------------------- queries and keys
 
 
-def called(model: nn.Module, name: str) -> tuple[nn.Module, Tensor, Call]:
+def called(model: nn.Module, name: str) -> tuple[nn.Module, Tensor, BlockArgs]:
     """The first block, and what it receives."""
     block, caught = model.get_submodule(PREFIX.get(name, "model.layers"))[0], []  # type: ignore[index]
     watch = block.register_forward_pre_hook(lambda _, args, kwargs: caught.append((args, kwargs)), with_kwargs=True)
@@ -127,7 +127,7 @@ def called(model: nn.Module, name: str) -> tuple[nn.Module, Tensor, Call]:
         model(input_ids=TOKENS, use_cache=False)
     watch.remove()
     args, kwargs = caught[0]
-    return block, args[0], Call(args[1:], kwargs)
+    return block, args[0], BlockArgs(args[1:], kwargs)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from compress.calib import token_importance
 from compress.calib.data import Calibration, expanded, rolled
 from compress.calib.token_importance import SCORES_OF, Probabilities, effective, mass, weights
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, Call, run_block
+from compress.model.blockwise import BlockArgs, BlockInputs, run_block
 from compress.recipe import schema
 from pico import VOCAB_SIZE, build
 
@@ -63,12 +63,12 @@ def blocks(model: PreTrainedModel) -> nn.ModuleList:
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: len(list(m.modules())))
 
 
-def received(model: PreTrainedModel, index: int, tokens: Tensor, size: int = SAMPLES) -> Batches:
+def received(model: PreTrainedModel, index: int, tokens: Tensor, size: int = SAMPLES) -> BlockInputs:
     """What a block is called with, `size` samples at a time."""
-    batches: list[tuple[Tensor, Call]] = []
+    batches: list[tuple[Tensor, BlockArgs]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batches.append((args[0], Call(args[1:], kwargs)))
+        batches.append((args[0], BlockArgs(args[1:], kwargs)))
 
     handle = blocks(model)[index].register_forward_pre_hook(note, with_kwargs=True)
     for part in tokens.split(size):
@@ -177,7 +177,7 @@ def test_attention_that_cannot_be_seen_is_refused() -> None:
 def test_masks_that_cannot_be_read_are_refused() -> None:
     model, tokens = build("llama"), text()
     (hidden, call), *_ = received(model, 0, tokens)()
-    odd = Call(call.args, {**call.kwargs, "attention_mask": torch.ones(SAMPLES, LENGTH)})
+    odd = BlockArgs(call.args, {**call.kwargs, "attention_mask": torch.ones(SAMPLES, LENGTH)})
     with pytest.raises(UnsupportedModelError, match="mask of block is not a tensor of 4 dimensions"):
         weights("attention", blocks(model)[0], "block", lambda: [(hidden, odd)], tokens, 0.005)
 

@@ -17,7 +17,7 @@ from compress import process_memory
 from compress.cli import tables
 from compress.errors import BudgetError
 from compress.model import blockwise
-from compress.model.blockwise import FULL, QUANTIZED, Stream
+from compress.model.blockwise import FULL, QUANTIZED, HiddenStates
 from compress.model.skeleton import Skeleton
 from compress.process_memory import parse_size, show
 from compress.run import memory_plan, pipeline
@@ -320,7 +320,7 @@ def test_a_stream_on_disk_needs_space(
 def test_streams(dtype: torch.dtype, tmp_path: Path) -> None:
     states = torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     for file in (None, tmp_path / "stream"):
-        stream = Stream(7, file)
+        stream = HiddenStates(7, file)
         for start in (0, 3, 6):
             stream.write(start, states[start : start + 3])
         assert (file is None) == (stream.tensor is not None)
@@ -335,7 +335,7 @@ def test_streams(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_a_stream_of_two_sides(tmp_path: Path) -> None:
     states = torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0))
     for file in (None, tmp_path / "stream"):
-        stream = Stream(7, file, sides=2)
+        stream = HiddenStates(7, file, sides=2)
         stream.write(0, states)
         for start in (0, 4):
             stream.write(start, -states[start : start + 4], FULL)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import load
-from compress.model.blockwise import Stream, record, run_block
+from compress.model.blockwise import HiddenStates, record_inputs, run_block
 from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import CONFIG, open_checkpoint
@@ -110,8 +110,8 @@ def test_linears_with_one_key_read_the_same_tensor_and_others_do_not(name: str, 
     """Against a forward pass: the very tensor objects that arrive at each linear."""
     model = skeleton(pico_dir(name))
     keys = {spec.name: spec.input_key for spec in model.linears()[0]}
-    stream = Stream(len(IDS), None)
-    calls = record(model, IDS, len(IDS), stream, CPU)
+    stream = HiddenStates(len(IDS), None)
+    calls = record_inputs(model, IDS, len(IDS), stream, CPU)
     block = model.load_block(0, CPU)
     arrived: dict[str, Tensor] = {}
     for relative, module in block.named_modules():
@@ -145,8 +145,8 @@ def test_blocks_one_by_one_give_what_the_whole_model_gives(
     directory = pico_dir(name, shards=True, dtype=dtype)
     model = skeleton(directory)
     assert model.dtype == dtype
-    stream = Stream(len(IDS), None)
-    calls = record(model, IDS, len(IDS), stream, CPU)
+    stream = HiddenStates(len(IDS), None)
+    calls = record_inputs(model, IDS, len(IDS), stream, CPU)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     for index, expected in enumerate(outputs_of_blocks(whole, EXPECTED[name][0])):
         block = model.load_block(index, CPU)
@@ -203,8 +203,8 @@ def test_every_stored_tensor_has_its_place(name: str, pico_dir: Callable[..., Pa
 def test_batches_of_other_sizes_have_calls_of_their_own(pico_dir: Callable[..., Path]) -> None:
     model, parts = skeleton(pico_dir("mistral")), {}
     for batch in (1, 2, 3):
-        stream = Stream(len(IDS), None)
-        calls = record(model, IDS, batch, stream, CPU)
+        stream = HiddenStates(len(IDS), None)
+        calls = record_inputs(model, IDS, batch, stream, CPU)
         assert calls[0].keys() == {min(batch, len(IDS) - start) for start in range(0, len(IDS), batch)}
         parts[batch] = stream.read(0, len(IDS)).clone()
     assert torch.equal(parts[1], parts[3]) and torch.equal(parts[2], parts[3])
@@ -214,9 +214,9 @@ def test_blocks_whose_arguments_depend_on_the_tokens_are_refused(pico_dir: Calla
     model, calls = skeleton(pico_dir("llama")), itertools.count()
     rotary = model.model.get_submodule("model.rotary_emb")
     rotary.register_forward_hook(lambda _, __, out: (out[0] + next(calls), out[1]))
-    record(model, IDS, len(IDS), Stream(len(IDS), None), CPU)
+    record_inputs(model, IDS, len(IDS), HiddenStates(len(IDS), None), CPU)
     with pytest.raises(UnsupportedModelError, match="arguments that differ between samples"):
-        record(model, IDS, 1, Stream(len(IDS), None), CPU)
+        record_inputs(model, IDS, 1, HiddenStates(len(IDS), None), CPU)
     assert all(parameter.is_meta for parameter in model.model.parameters())  # and nothing is left in memory
 
 

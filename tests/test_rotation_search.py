@@ -32,14 +32,14 @@ CPU = torch.device("cpu")
 
 def bench(
     model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, edits.Workbench]:
+) -> tuple[rotate.Rotation, edits.EditContext]:
     """The rotation of a checkpoint, and what it is tried out with."""
     skeleton = Skeleton(open_checkpoint(model))
     rotation = rotate.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
-    return rotation, edits.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
+    return rotation, edits.EditContext(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def scores(model: Path, folder: Path, setup: Setup, seeds: int, pack: bool = True) -> list[float]:
@@ -71,7 +71,7 @@ def test_the_score_is_that_of_the_rotated_model_with_rounded_linears(
         return activation_quant.fake_quantize(inputs[0], settings.activations)
 
     with torch.no_grad():
-        calls = blockwise.record(skeleton, TOKENS, 3, (stream := blockwise.Stream(3, None)), CPU)
+        calls = blockwise.record_inputs(skeleton, TOKENS, 3, (stream := blockwise.HiddenStates(3, None)), CPU)
         states = stream.read(0, 3)
         for index in range(len(skeleton.blocks)):  # experts are linears only in a block that is loaded here
             block = skeleton.load_block(index, CPU)
@@ -104,10 +104,10 @@ def test_logits_of_every_family(
     monkeypatch.setattr(kl, "LOGITS_NBYTES", 4 * 264 * 7)
     skeleton = Skeleton(open_checkpoint(pico_dir(name)))
     model: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
-    stream = blockwise.Stream(3, None)
+    stream = blockwise.HiddenStates(3, None)
     with torch.no_grad():
         expected = model(TOKENS).logits
-        calls = blockwise.record(skeleton, TOKENS, 3, stream, CPU)
+        calls = blockwise.record_inputs(skeleton, TOKENS, 3, stream, CPU)
         states = stream.read(0, 3)
         for index in range(len(skeleton.blocks)):
             block = skeleton.load_block(index, CPU)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.calib import expert_routing
-from compress.calib.expert_routing import Routing, damage, measure, scores, setting, thresholds
+from compress.calib.expert_routing import Routing, measure, output_changes, scores, setting, thresholds
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, Call
+from compress.model.blockwise import BlockArgs, BlockInputs
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 from compress.types import ExpertPruning, Pruning
 from pico import VOCAB_SIZE, build
@@ -38,11 +38,11 @@ class Made:
         self.top_k, self.normalised = model.config.num_experts_per_tok, not changes
         tokens = torch.randint(2, VOCAB_SIZE, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(3))
         self.block = model.get_submodule(WHERE)
-        caught: list[tuple[Tensor, Call]] = []
+        caught: list[tuple[Tensor, BlockArgs]] = []
         inputs: list[Tensor] = []
         handles = [
             self.block.register_forward_pre_hook(
-                lambda _, args, kwargs: caught.append((args[0], Call(args[1:], kwargs))), with_kwargs=True
+                lambda _, args, kwargs: caught.append((args[0], BlockArgs(args[1:], kwargs))), with_kwargs=True
             ),
             self.block.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1))),
         ]
@@ -60,7 +60,7 @@ class Made:
         self.chosen, self.index = self.probabilities.topk(self.top_k)
         self.weights = self.chosen / self.chosen.sum(1, keepdim=True) if self.normalised else self.chosen
 
-    def batches(self, size: int = SAMPLES) -> Batches:
+    def batches(self, size: int = SAMPLES) -> BlockInputs:
         return lambda: [(part, self.call) for part in self.hidden.split(size)]
 
     def output(self, weights: dict[str, Tensor], index: Tensor, routed: Tensor) -> Tensor:
@@ -161,9 +161,9 @@ class Other(nn.Module):
         return hidden + out.view_as(hidden)
 
 
-def stream(samples: int = 3) -> Batches:
+def stream(samples: int = 3) -> BlockInputs:
     hidden = torch.randn(samples, 10, 64, generator=torch.Generator().manual_seed(1))
-    return lambda: [(part, Call((), {})) for part in hidden.split(1)]
+    return lambda: [(part, BlockArgs((), {})) for part in hidden.split(1)]
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_a_block_without_experts() -> None:
     assert measure(block, WHERE, lambda: pytest.fail("no pass is needed"), CONFIG) == {}
 
 
-# ---------------------------------------------------------------- damage
+# ---------------------------------------------------------------- output changes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_is_that_of_running_all_experts(made: Callable[[str], Made], kind: str) -> None:
+def test_output_changes_are_those_of_running_all_experts(made: Callable[[str], Made], kind: str) -> None:
     m = made(kind)
     changes = {
         "all": noisy(m, 0),
@@ -202,17 +202,17 @@ def test_damage_is_that_of_running_all_experts(made: Callable[[str], Made], kind
         "none": noisy(m, 3, scale=0.0),
     }
     original = m.output({}, m.index, m.weights)
-    got = damage(m.block, WHERE, m.batches(), changes)
+    got = output_changes(m.block, WHERE, m.batches(), changes)
     for key, change in changes.items():
         norms = (m.output(change, m.index, m.weights) - original).norm(dim=1)
         assert got[key] == pytest.approx((norms.sum().item(), norms.square().sum().item()), rel=1e-4)
-        alone = damage(m.block, WHERE, m.batches(4), {key: change})
+        alone = output_changes(m.block, WHERE, m.batches(4), {key: change})
         assert list(alone) == [key] and alone[key] == pytest.approx(got[key], rel=1e-5)
     assert got["none"] == (0, 0) and got["same expert"].norms > 2 * got["all"].norms > 0
 
 
 @torch.no_grad()
-def test_damage_in_bfloat16_is_not_lost_in_rounding(made: Callable[[str], Made]) -> None:
+def test_output_changes_in_bfloat16_are_not_lost_in_rounding(made: Callable[[str], Made]) -> None:
     m = made("mixtral")
     block = copy.deepcopy(m.block).bfloat16()
     rotary = {"position_embeddings": tuple(t.bfloat16() for t in m.call.kwargs["position_embeddings"])}
@@ -220,18 +220,18 @@ def test_damage_in_bfloat16_is_not_lost_in_rounding(made: Callable[[str], Made])
     small = {
         f"{NAME}.0.up_proj": block.mlp.experts.get_parameter("0.up_proj.weight").float() * (1 + 2**-12)
     }  # less than bfloat16 can say
-    got = damage(block, WHERE, lambda: [(m.hidden.bfloat16(), call)], {0: small})[0].norms
+    got = output_changes(block, WHERE, lambda: [(m.hidden.bfloat16(), call)], {0: small})[0].norms
     other = Experts.from_fused(m.experts.fuse(torch.float32))
     original = {f"{NAME}.0.up_proj": other.get_parameter("0.up_proj.weight") * (1 + 2**-12)}
-    expected = damage(m.block, WHERE, m.batches(), {0: original})[0].norms
+    expected = output_changes(m.block, WHERE, m.batches(), {0: original})[0].norms
     assert got == pytest.approx(expected, rel=0.05)  # routing in bfloat16 is a little different
 
 
-def test_an_expert_without_tokens_has_no_damage() -> None:
+def test_an_expert_without_tokens_changes_nothing() -> None:
     block = Other("softmax")
     block.router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, -100.0]))
     name = "b.experts.3.up_proj"
-    assert damage(block, "b", stream(), {1: {name: torch.ones(96, 64)}}) == {1: (0.0, 0.0)}
+    assert output_changes(block, "b", stream(), {1: {name: torch.ones(96, 64)}}) == {1: (0.0, 0.0)}
     stats = measure(block, "b", stream())
     assert stats["b.experts"].counts[3] == 0 and scores(stats)["b.experts.3"] == {"share": 0.0, "routing": 0.0}
 
@@ -243,7 +243,7 @@ def test_an_expert_without_tokens_has_no_damage() -> None:
 def test_linears_that_are_not_of_one_expert(made: Callable[[str], Made], names: tuple[str, ...]) -> None:
     m = made("mixtral")
     with pytest.raises(UnsupportedModelError, match="are not linears of one expert of model.layers.1"):
-        damage(m.block, WHERE, m.batches(), {0: dict.fromkeys(names, torch.ones(1))})
+        output_changes(m.block, WHERE, m.batches(), {0: dict.fromkeys(names, torch.ones(1))})
 
 
 # ---------------------------------------------------------------- pruning

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from compress import formats
-from compress.model.blockwise import Call
+from compress.model.blockwise import BlockArgs
 from compress.model.graph import Site
 from compress.quant import gptq, rtn, vptq
 from compress.transform.folding import fold
@@ -132,7 +132,7 @@ def test_observing_stops_when_nothing_more_is_wanted() -> None:
     case, pulled = Case("llama"), []
     batches = case.batches(1)
 
-    def counted() -> Iterator[tuple[Tensor, Call]]:
+    def counted() -> Iterator[tuple[Tensor, BlockArgs]]:
         for batch in batches():
             pulled.append(1)
             yield batch

@@ -32,14 +32,14 @@ CPU = torch.device("cpu")
 
 def bench(
     model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, edits.Workbench]:
+) -> tuple[rotate.Rotation, edits.EditContext]:
     """The rotation of a checkpoint, and what it is learned with."""
     skeleton = Skeleton(open_checkpoint(model))
     rotation = rotate.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
-    return rotation, edits.Workbench(CPU, TOKENS, made, 2, folder, None, lambda _: None)
+    return rotation, edits.EditContext(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def orthogonal(size: int, seed: int) -> Tensor:

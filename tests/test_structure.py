@@ -16,7 +16,7 @@ import pico
 from blocks import QKV, SITES, Case, difference, outputs
 from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
-from compress.model.blockwise import Call
+from compress.model.blockwise import BlockArgs
 from compress.model.graph import Attention, Block, Site, norm_kind
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
@@ -211,10 +211,10 @@ def test_fused_linears_make_no_sites(name: str, skeleton: Callable[[str], Skelet
     graph = structure.trace(model)
     block = model.load_block(0, torch.device("cpu"))
     whole = PICO[name]()
-    taken: list[tuple[Tensor, Call]] = []
+    taken: list[tuple[Tensor, BlockArgs]] = []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken.append((args[0], Call(args[1:], kwargs)))
+        taken.append((args[0], BlockArgs(args[1:], kwargs)))
 
     whole.base_model.layers[0].register_forward_pre_hook(take, with_kwargs=True)
     with torch.no_grad():
@@ -262,5 +262,5 @@ def test_a_norm_on_the_residual_stream_is_no_site(tmp_path: Path) -> None:
     block = model.load_block(0, torch.device("cpu"))
     assert isinstance(block, OPTDecoderLayer)
     hidden = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
-    found = structure.sites(graph.blocks[0], block, lambda: [(hidden, Call((), {}))], "block")
+    found = structure.sites(graph.blocks[0], block, lambda: [(hidden, BlockArgs((), {}))], "block")
     assert sorted(site.producer for site in found) == ["fc1", "self_attn.v_proj"]

@@ -13,7 +13,7 @@ import compress
 from compress import process_memory
 from compress.errors import NumericalError, RecipeError
 from compress.model import load as lm
-from compress.model.blockwise import Call
+from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.recipe import load
 from compress.run import memory_plan, pipeline, plan, verify
@@ -124,10 +124,10 @@ def test_a_run_trains_and_says_so(made: tuple[Path, Path], tmp_path: Path) -> No
 def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
     model, packed = made
     original, other = (lm.load_model(path, "float32") for path in (model, packed))
-    caught: list[tuple[Tensor, Call]] = []
+    caught: list[tuple[Tensor, BlockArgs]] = []
 
     def catch(_: object, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
-        caught.append((args[0].detach(), Call(args[1:], kwargs)))
+        caught.append((args[0].detach(), BlockArgs(args[1:], kwargs)))
 
     hook = original.model.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
     original(input_ids=TOKENS, use_cache=False)

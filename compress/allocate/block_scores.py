@@ -42,9 +42,9 @@ def lim(
 ) -> list[float]:
     """-mean over tokens of cos(input, output) of each block; the larger, the more the block matters. In [-1, 1]."""
     device, scores = torch.device(device), []
-    stream = blockwise.Stream(tokens.shape[0], file)
+    stream = blockwise.HiddenStates(tokens.shape[0], file)
     try:
-        calls = blockwise.record(skeleton, tokens, 1, stream, device)
+        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
         for index in range(len(skeleton.blocks)):
             block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
             similar = 0.0

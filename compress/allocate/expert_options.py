@@ -23,7 +23,7 @@ from compress.allocate import groups as units
 from compress.allocate.groups import Group
 from compress.allocate.variants import FIXED, Database
 from compress.calib import expert_routing
-from compress.model.blockwise import Batches
+from compress.model.blockwise import BlockInputs
 from compress.run import memory_plan
 from compress.storage.checkpoint import write_text
 from compress.types import PackedWeight
@@ -47,7 +47,7 @@ class ExpertLevels:
         self.groups = units.groups(self.skeleton, specs, wanted) if wanted == "expert" else []
 
     def measure(
-        self, index: int, block: nn.Module, batches: Batches, packed: Mapping[str, PackedWeight]
+        self, index: int, block: nn.Module, batches: BlockInputs, packed: Mapping[str, PackedWeight]
     ) -> dict[str, dict[str, dict[str, Any]]]:
         """Experts module -> unit -> its scores, and its damages by option; packed: "<linear>@<level>" -> weight.
 
@@ -76,7 +76,7 @@ class ExpertLevels:
                 }
                 for key in keys
             }
-            for key, damage in expert_routing.damage(block, where, batches, changes).items():
+            for key, damage in expert_routing.output_changes(block, where, batches, changes).items():
                 group, option = tried[key]
                 row = found[_module(group)][group.name]
                 row[NORMS][option], row[SQUARES][option] = damage.norms, damage.squares

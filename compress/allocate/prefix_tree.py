@@ -110,8 +110,8 @@ class _States:
     def __init__(self, slots: int, samples: int, slot_nbytes: int, room: int, file: File) -> None:
         self.inside = min(slots, room // slot_nbytes)
         self.streams = (
-            blockwise.Stream(samples, None, self.inside),
-            blockwise.Stream(samples, file, slots - self.inside),
+            blockwise.HiddenStates(samples, None, self.inside),
+            blockwise.HiddenStates(samples, file, slots - self.inside),
         )
         self.used = 0
 
@@ -132,7 +132,7 @@ class _States:
         for stream in self.streams:
             stream.close()
 
-    def _where(self, slot: int) -> tuple[blockwise.Stream, int]:
+    def _where(self, slot: int) -> tuple[blockwise.HiddenStates, int]:
         return (self.streams[0], slot) if slot < self.inside else (self.streams[1], slot - self.inside)
 
 
@@ -175,7 +175,7 @@ class Evaluator:
 
     def __init__(self, source: Source, tokens: Tensor, folder: File, setting: Setting) -> None:
         self.skeleton, levels = source()
-        self.end = self.skeleton.free if setting.dtype is None else blockwise.load_as(self.skeleton, setting.dtype)
+        self.end = self.skeleton.free if setting.dtype is None else blockwise.computing_in(self.skeleton, setting.dtype)
         try:
             room = setting.room
             self.room = room if isinstance(room, Room) else Room.within(self.skeleton, room)
@@ -187,8 +187,8 @@ class Evaluator:
         self.decoded = _Decoded(levels, self.room.decoded)
         self.loaded: set[int] = set()  # blocks that are kept
         self.has_head = False
-        self.embedded: blockwise.Stream | None = None
-        self.calls: blockwise.Calls = []
+        self.embedded: blockwise.HiddenStates | None = None
+        self.calls: blockwise.ModelArgs = []
 
     @torch.no_grad()
     def per_sample(
@@ -222,9 +222,11 @@ class Evaluator:
         samples = self.tokens.shape[0]
         file = self.folder / f"embedded-{os.getpid()}"
         fits = samples * self._sample_nbytes() <= self.room.states // 2
-        self.embedded = blockwise.Stream(samples, None if fits else file)
-        self.calls = blockwise.record(self.skeleton, self.tokens, self.batch, self.embedded, self.device)
-        single = blockwise.record(self.skeleton, self.tokens[:1], 1, blockwise.Stream(1, None), self.device)
+        self.embedded = blockwise.HiddenStates(samples, None if fits else file)
+        self.calls = blockwise.record_inputs(self.skeleton, self.tokens, self.batch, self.embedded, self.device)
+        single = blockwise.record_inputs(
+            self.skeleton, self.tokens[:1], 1, blockwise.HiddenStates(1, None), self.device
+        )
         for call, other in zip(self.calls, single, strict=True):
             call.update(other)
 
@@ -292,7 +294,7 @@ class Evaluator:
         name, start = self.skeleton.block_prefix(index).rstrip("."), 0
         for batch in batches:
             if slots[0] < 0:
-                embedded = cast(blockwise.Stream, self.embedded)
+                embedded = cast(blockwise.HiddenStates, self.embedded)
                 hidden = torch.cat([embedded.read(sample, 1) for sample in batch])
             else:
                 hidden = states.read(slots[0], start, len(batch))

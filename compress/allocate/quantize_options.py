@@ -27,7 +27,7 @@ from compress.calib.data import Calibration
 from compress.errors import NotMeasuredError
 from compress.lowrank import correct
 from compress.model import edits
-from compress.model.blockwise import QUANTIZED, Leg
+from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.progress import Meter, Progress
 from compress.quant import incoherence
 from compress.run import calibration_stream, memory_plan, quantize_linear, report
@@ -69,11 +69,11 @@ def levels(opened: prepare_options.Options, database: Database, calibration: Cal
 
 def workbench(
     opened: prepare_options.Options, database: Database, tokens: Tensor | None, say: Callable[[str], None]
-) -> edits.Workbench:
+) -> edits.EditContext:
     """For a transform of the whole model to decide with; what it decides stays in the folder."""
     plan, batch = opened.prepared.plan, opened.prepared.arrangement.batch
     device, limit = torch.device(opened.asked.device), opened.asked.max_memory
-    return edits.Workbench(device, tokens, plan, batch, database.folder, limit, say)
+    return edits.EditContext(device, tokens, plan, batch, database.folder, limit, say)
 
 
 class _Levels:
@@ -114,7 +114,7 @@ class _Levels:
             self.experts.keep(index, measured, self.flow.stream.samples * self.opened.prepared.seq_len)
             self.database.add(index, packed, measured)
         if index + 1 < len(self.skeleton.blocks):
-            self.flow.forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
+            self.flow.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         process_memory.check(self.asked.max_memory)
         self.meter.end()

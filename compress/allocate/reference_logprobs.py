@@ -134,11 +134,11 @@ def _make(skeleton: Skeleton, tokens: Tensor, file: Path, identity: dict[str, An
     samples = tokens.shape[0]
     # raw tensors beside the file, which is written from them at the end
     names = ("log_probs", "ids", "tail")
-    stream = blockwise.Stream(samples, file.with_name(f"{file.name}.states"))
-    raw = {name: blockwise.Stream(samples, file.with_name(f"{file.name}.{name}")) for name in names}
+    stream = blockwise.HiddenStates(samples, file.with_name(f"{file.name}.states"))
+    raw = {name: blockwise.HiddenStates(samples, file.with_name(f"{file.name}.{name}")) for name in names}
     try:
         with lm_head.edited_by(skeleton, None):
-            calls = blockwise.record(skeleton, tokens, 1, stream, device)
+            calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
             for index in range(len(skeleton.blocks)):
                 block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
                 for sample in range(samples):

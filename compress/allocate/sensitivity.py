@@ -237,6 +237,8 @@ def build(directory: Path, asked: job.Job, folder: Path) -> tuple[Skeleton, bloc
         module = plugins.load("transform", step.method)
         if module.SCOPE == "model":
             skeleton.edits = module.apply(skeleton, step.config, asked.seed)
-            skeleton.edits.choose(edits.Workbench(device, None, Plan(()), 1, folder, asked.max_memory, lambda _: None))
+            skeleton.edits.choose(
+                edits.EditContext(device, None, Plan(()), 1, folder, asked.max_memory, lambda _: None)
+            )
             skeleton.edits.begin(device)
     return skeleton, block_scores.Noise(asked.seed, _Levels(skeleton, Database(folder)))

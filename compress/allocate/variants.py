@@ -1,13 +1,13 @@
-"""Packed levels: every linear at every option, on disk, to be decoded one at a time.
+"""Keep every linear at every option, packed on disk, and decode one at a time.
 
-    DIR/run.json             what it was made of: model, options, calibration, seed
-    DIR/levels/00003.safetensors   all linears of block 3: <linear>@<level>.<tensor>
+    DIR/run.json             what it was made of (model, options, calibration, seed) and how the first run was arranged
+    DIR/levels/00003.safetensors   all linears of block 3: <linear>@<option>.<tensor>
     DIR/levels/00003.json    how each is stored, and what was measured of it; written after the tensors
     DIR/levels/00003.state.safetensors   the block as the transforms have left it, where the recipe has any in blocks
     DIR/sensitivity.json     the table that was last chosen from, for whoever wants to read it
     DIR/search-*, DIR/teacher*   what searches and comparisons keep
 
-A level is the number of an option, or "fixed": what a rule of the recipe decides, whatever is allocated.
+An option is given by its number, or is "fixed": what a rule of the recipe decides, whatever is allocated.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Database(WorkDirectory):
         write_shard(self.records / f"{block:05d}.state.safetensors", state)
 
     def restore_state(self, block: int, module: nn.Module) -> None:
-        """Make a loaded block what the transforms have made of it; nothing where there are none."""
+        """Give a loaded block the weights that the transforms have made; do nothing where there are none."""
         path = self.records / f"{block:05d}.state.safetensors"
         if path.is_file():
             parameters = dict(module.named_parameters())
@@ -88,11 +88,11 @@ class Database(WorkDirectory):
                 parameters[name].data.copy_(stored.read())
 
     def measured(self, block: int) -> dict[str, Any]:
-        """What was measured of a finished block."""
+        """Return what was measured of a finished block."""
         return dict(self._record(block)["measured"])
 
     def weight(self, block: int, name: str, level: int | str, original: Tensor) -> Tensor:
-        """The effective weight [out, in] of a linear at a level, in the dtype and on the device of `original`."""
+        """Return the weight [out, in] of a linear at option `level`, of the dtype and on the device of `original`."""
         key = f"{name}@{level}"
         try:
             form = self._record(block)["stored"][key]
@@ -110,7 +110,7 @@ class Database(WorkDirectory):
 
     @property
     def nbytes(self) -> int:
-        """Of all levels on disk."""
+        """Bytes of all options on disk."""
         return sum(path.stat().st_size for path in self.records.glob("*.safetensors"))
 
     def _record(self, block: int) -> dict[str, Any]:

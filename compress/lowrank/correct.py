@@ -1,4 +1,4 @@
-"""Low-rank correction: two thin matrices beside a quantized weight make up for what its rounding did to the outputs.
+"""Correct a quantized weight by two thin matrices beside it (EoRA, arXiv 2410.21271).
 
 For a weight W, what its method makes of it, Q, and the inputs x that the quantized prefix gives, H = sum x x^T, the
 best product of rank k is min tr[(W - Q - B^T A) H (W - Q - B^T A)^T]: `linalg.truncated` of W - Q. This is EoRA
@@ -42,7 +42,7 @@ def needs_statistics(settings: Correction | None) -> bool:
 
 
 def workspace(shape: tuple[int, int]) -> int:
-    """Bytes beside those of the method: the solver's; the weight, what is left of it, three products, the best try."""
+    """Return the bytes beside the method's: of the solver, the weight, its rest, three products and the best try."""
     return truncation_workspace(shape) + 6 * 4 * shape[0] * shape[1]
 
 
@@ -53,7 +53,7 @@ def corrected(
     quantize: Callable[[Tensor], Quantized],
     seed: int,
 ) -> Quantized:
-    """weight [out, in] -> what `quantize` makes of it, less a low-rank part, with this part beside it.
+    """Quantize weight [out, in] less a low-rank part, and return the result with this part beside it.
 
     `given` is what the metric needs; without it, or a token to go by, the metric is the plain one.
     """

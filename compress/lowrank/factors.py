@@ -1,4 +1,4 @@
-"""The two factors of a low-rank product as they are stored: found, brought to the same size, rounded.
+"""Factor a matrix into a low-rank product: solve for both factors, bring them to the same size, round them.
 
 Both factors get the same norm in every direction. With integers, B is rounded first and A is then solved for again, for
 the rounded B: as close as a product with these can come, whatever the metric is. Not done: the rounding of
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def metric(stats: Stats | None, kind: Kind, power: float = 1.0, fisher: Fisher | None = None) -> Metric:
-    """In what errors are measured.
+    """Return the metric in which errors are measured.
 
     inputs: the Hessian of the inputs; sizes: its diagonal to the `power`; fisher: a weight for each row and column.
     none, and where no token tells: the identity.
@@ -56,7 +56,7 @@ def metric(stats: Stats | None, kind: Kind, power: float = 1.0, fisher: Fisher |
 
 
 def split(matrix: Tensor, measure: Metric, wanted: LowRank, seed: int) -> Part:
-    """The low-rank part nearest to a float32 matrix [out, in], its entries rounded.
+    """Return the low-rank part nearest to a float32 matrix [out, in], its entries rounded.
 
     Entries are of the type that was asked for, unless float16 cannot hold them.
     """

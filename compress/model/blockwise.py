@@ -1,11 +1,11 @@
-"""Runs a model one block at a time: what the blocks receive, and the stream of hidden states between them.
+"""Run a model one block at a time, with the hidden states between the blocks in memory or on disk.
 
-Every decoder block is replaced once by a recorder while the model runs on the calibration tokens: the hidden states
-that reach the first block start the stream, and each block's other arguments (masks, rotary tables; they differ
-between blocks) are kept for each batch size. They must not depend on the tokens, which is checked.
+Every decoder block is replaced once by a stand-in while the model runs on the calibration tokens. The hidden states
+that reach the first block are kept, and each block's other arguments (masks, rotary tables; they differ between blocks)
+for each batch size. These must not depend on the tokens, which is checked.
 
-Asymmetric calibration carries two streams through the blocks in lockstep, the sides of one `Stream`: what the
-quantized prefix produces, and what the full-precision model does.
+Target correction carries two sets of hidden states through the blocks in lockstep, the sides of one `HiddenStates`:
+those that the quantized prefix produces, and those of the full-precision model.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.skeleton import Skeleton
 
 
-class Call(NamedTuple):
-    """What a block gets beside its hidden states."""
+class BlockArgs(NamedTuple):
+    """The arguments of a block beside its hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-Calls = list[dict[int, Call]]  # for each block, by batch size
-Batches = Callable[[], Iterable[tuple[Tensor, Call]]]  # what a block receives, batch by batch, the same at every call
+ModelArgs = list[dict[int, BlockArgs]]  # for each block, by batch size
+BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
+
+QUANTIZED, FULL = 0, 1  # sides of hidden states: of the quantized prefix, of the full-precision model
 
 
-QUANTIZED, FULL = 0, 1  # the sides of a stream: of the quantized prefix, of the full-precision model
-
-
-class Leg(NamedTuple):
-    """The way of a batch through a block: the side it is read from, the one that keeps what comes out, who watches."""
+class BlockPass(NamedTuple):
+    """A batch's pass through a block: the side it is read from, the side that keeps the output, and what watches it."""
 
     source: int
     target: int | None = None
     watch: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext()  # given the samples of the batch
 
 
-class Stream:
+class HiddenStates:
     """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file."""
 
     def __init__(self, samples: int, file: Path | None, sides: int = 1) -> None:
@@ -75,7 +74,7 @@ class Stream:
             raw, offset = raw[written:], offset + written
 
     def read(self, start: int, count: int, side: int = QUANTIZED) -> Tensor:
-        """States [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
+        """Return states [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
         start += side * self.samples
         if self.tensor is not None:
             return self.tensor[start : start + count]
@@ -102,8 +101,8 @@ class Stream:
         return int(torch.Size(self.slice_shape).numel()) * self.dtype.itemsize
 
 
-def load_as(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
-    """From now on weights are loaded, and blocks compute, in this type; call what is returned to end it.
+def computing_in(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
+    """Load weights, and compute blocks, in this type until the returned function is called.
 
     All weights must be free now; the end frees them.
     """
@@ -123,25 +122,27 @@ def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module, str, torch.dtype]]) -> None:
-    for module, name, own in owners:
-        empty = torch.empty_like(module.get_parameter(name), dtype=own, device="meta")
+    for module, name, chosen in owners:
+        empty = torch.empty_like(module.get_parameter(name), dtype=chosen, device="meta")
         module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
     skeleton.dtype = dtype
     skeleton.model.tie_weights()
 
 
 @torch.no_grad()
-def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, device: torch.device) -> Calls:
-    """Run everything before the first block on tokens [samples, seq_len]; fills the stream, returns the calls."""
-    calls: Calls = [{} for _ in skeleton.blocks]
+def record_inputs(
+    skeleton: Skeleton, tokens: Tensor, batch: int, stream: HiddenStates, device: torch.device
+) -> ModelArgs:
+    """Run all before the first block on tokens [samples, seq_len]; fill `stream`, return all blocks' arguments."""
+    calls: ModelArgs = [{} for _ in skeleton.blocks]
     skeleton.load_rest(device)
     try:
         for start in range(0, tokens.shape[0], batch):
-            part = tokens[start : start + batch].to(device)
-            hidden, found = _calls(skeleton, part)
+            samples = tokens[start : start + batch].to(device)
+            hidden, batch_calls = _calls(skeleton, samples)
             stream.write(start, hidden)
-            for call, known in zip(found, calls, strict=True):
-                if not _equal(known.setdefault(part.shape[0], call), call):
+            for call, known in zip(batch_calls, calls, strict=True):
+                if not _equal(known.setdefault(samples.shape[0], call), call):
                     raise UnsupportedModelError(
                         "the decoder blocks take arguments that differ between samples; such a model cannot be "
                         "calibrated block by block"
@@ -151,15 +152,15 @@ def record(skeleton: Skeleton, tokens: Tensor, batch: int, stream: Stream, devic
     return calls
 
 
-def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[Call]]:
+def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[BlockArgs]]:
     """Return the hidden states that reach the first block, and what every block is called with."""
     for as_tuple in (False, True):
-        seen: list[tuple[Tensor, Call]] = []
+        seen: list[tuple[Tensor, BlockArgs]] = []
 
-        def note(hidden_states: Any, *args: Any, seen: list[tuple[Tensor, Call]] = seen, **kwargs: Any) -> Tensor:
+        def note(hidden_states: Any, *args: Any, seen: list[tuple[Tensor, BlockArgs]] = seen, **kwargs: Any) -> Tensor:
             if not isinstance(hidden_states, Tensor) or (seen and hidden_states.shape != seen[0][0].shape):
                 raise _WrongKindError
-            seen.append((hidden_states, Call(args, kwargs)))
+            seen.append((hidden_states, BlockArgs(args, kwargs)))
             if len(seen) == len(skeleton.blocks):
                 raise _AllSeenError
             return hidden_states
@@ -225,7 +226,7 @@ def states_of(output: Any) -> Tensor:
 
 
 @torch.no_grad()
-def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor:
+def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> Tensor:
     """Run a block on hidden states [batch, tokens, hidden]; raise NumericalError if its output is not finite."""
     states = states_of(block(hidden, *call.args, **call.kwargs))
     if not torch.isfinite(states).all():
@@ -238,8 +239,8 @@ def run_block(block: nn.Module, call: Call, hidden: Tensor, name: str) -> Tensor
 def propagate(
     skeleton: Skeleton,
     index: int,
-    calls: Calls,
-    stream: Stream,
+    calls: ModelArgs,
+    stream: HiddenStates,
     batch: int,
     device: torch.device,
     sides: tuple[int, int],
@@ -254,7 +255,7 @@ def propagate(
 
 @torch.enable_grad()
 def pull_back(
-    block: nn.Module, call: Call, hidden: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
+    block: nn.Module, call: BlockArgs, hidden: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
 ) -> tuple[Tensor | None, ...]:
     """Return gradients by hidden [batch, tokens, hidden] and by weights, of a loss with `gradient` by the output.
 
@@ -270,11 +271,11 @@ class _AllSeenError(Exception):
 
 
 class _WrongKindError(Exception):
-    """The model wants its blocks to return the other of tensor and tuple."""
+    """A block was given no hidden states: the model wants the other of tensor and tuple from the block before."""
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two argument trees are the same, tensors by value."""
+    """Return True if two trees of arguments are the same, tensors by value."""
     if a is b:
         return True
     if isinstance(a, Tensor):

@@ -1,4 +1,4 @@
-"""What a transform of the whole model is to the rest: changes to weights as they are loaded, block by block."""
+"""Define how a transform of the whole model changes weights as they are loaded, block by block."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from compress.types import Ops, Plan
 
 
 class Edits(Protocol):
-    """Changes to parameters as they are loaded, in place, and what they leave to run time."""
+    """Changes to parameters as they are loaded, in place, and the operations that they leave to run time."""
 
     online: dict[str, Ops]  # linear -> operations on what it reads, if it is packed
     samples: int  # of the calibration text that `choose` looks at; 0: none
 
-    def choose(self, bench: Workbench) -> list[str]:
-        """Called once, before `begin`: decide between possible edits; what the report should say of it."""
+    def choose(self, bench: EditContext) -> list[str]:
+        """Decide between possible edits, once and before `begin`; return notes for the report."""
 
     def begin(self, device: torch.device) -> None:
-        """Called once, before anything is loaded."""
+        """Prepare, once and before anything is loaded."""
 
     def head(self) -> Callable[[Tensor], Tensor]:
-        """What happens to rows [rows, hidden] of the output head."""
+        """Return the change of rows [rows, hidden] of the output head."""
 
     def rest(self, model: nn.Module) -> None:
-        """What lies outside the blocks, except the output head."""
+        """Change all outside the blocks except the output head."""
 
     def block(self, index: int, block: nn.Module) -> None:
-        """One decoder block, its experts unfused."""
+        """Change one decoder block, whose experts are unfused."""
 
 
-class Workbench(NamedTuple):
-    """What a transform of the whole model can try itself out with, before anything is quantized."""
+class EditContext(NamedTuple):
+    """Data and limits by which a transform of the whole model chooses its edits, before anything is quantized."""
 
     device: torch.device
     tokens: Tensor | None  # the calibration text [samples, seq_len], int64; None: there is none

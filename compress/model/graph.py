@@ -1,4 +1,4 @@
-"""What feeds what inside a model: norms and what reads them, what writes to the residual stream, attention's values.
+"""Trace what feeds what in a model: norms and their readers, writers of the residual stream, attention's values.
 
 Found from the model itself, by one forward pass on the meta device: no family is known by name. Modules that read the
 same memory read the same tensor, or views of it; a norm is a module with a vector for a weight, over the hidden size;
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import Batches, attached, run_block, states_of
+from compress.model.blockwise import BlockInputs, attached, run_block, states_of
 from compress.model.skeleton import PROBE_TOKENS, Skeleton, SkippedExperts
 from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
 
@@ -39,7 +39,7 @@ class Site(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Where attention takes its values from and where it leaves its result."""
+    """The linears that attention takes its values from and leaves its result to."""
 
     values: str  # linear; channel j of key/value head h is its row first + h head_step + j step
     output: str  # linear, reads [heads * head_dim]
@@ -91,7 +91,7 @@ class _Values(NamedTuple):
 
 
 def trace(skeleton: Skeleton) -> Graph:
-    """The graph of a model; UnsupportedModelError if its forward pass cannot be followed without data."""
+    """Return the graph of a model; UnsupportedModelError if its forward pass cannot be followed without data."""
     seen, attentions = _watch(skeleton)
     width = skeleton.config.get_text_config().hidden_size
     parts = []
@@ -111,7 +111,7 @@ def trace(skeleton: Skeleton) -> Graph:
 
 
 def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
-    """Run the model on the meta device; what its weighted modules read and wrote, in order, and every attention."""
+    """Run the model on the meta device; return what its weighted modules read and wrote, and every attention."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()
     seen: list[_Seen] = []
@@ -150,7 +150,7 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
 
 @contextmanager
 def watched(config: Any, function: Callable[..., Any], name: str = WATCHED) -> Iterator[None]:
-    """While active, models of this configuration call `function` for attention, registered under `name`."""
+    """While active, let models of this configuration call `function` for attention, registered under `name`."""
     parts = {id(c): c for c in (config, config.get_text_config())}.values()
     before = [part._attn_implementation for part in parts]
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -164,12 +164,12 @@ def watched(config: Any, function: Callable[..., Any], name: str = WATCHED) -> I
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The same for views of one tensor."""
+    """Return a number of the tensor's memory, the same for views of one tensor."""
     return tensor.untyped_storage()._cdata
 
 
 def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
-    """(multiplies by 1 + weight, takes the mean away) of a norm module, found by running it."""
+    """Return (multiplies by 1 + weight, takes the mean away) of a norm module, found by running it."""
     probe = copy.deepcopy(norm).to_empty(device="cpu").float()
     for parameter in probe.parameters():
         parameter.data.zero_()
@@ -186,8 +186,8 @@ def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
     return offset, centred
 
 
-def sites(graph: Block, block: nn.Module, batches: Batches, where: str) -> Sites:
-    """The places of a loaded block where channels can be scaled: behind norms, between values and output, up and down.
+def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> Sites:
+    """Return where a loaded block's channels can be scaled: behind norms, between values and output, up and down.
 
     That the channels of a linear are just multiplied into what another reads is found by doubling them. A norm that
     something else reads, too (the residual stream itself), is found by doubling what it gives and halving it for them.
@@ -227,7 +227,7 @@ def _parent(path: str, levels: int = 1) -> str:
 
 
 def _scope(readers: tuple[str, ...]) -> str:
-    """The innermost module that holds all these, which is none of them."""
+    """Return the innermost module that holds all these and is none of them."""
     parents = [name.split(".")[:-1] for name in readers]
     common = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
     depth = next((i for i, parts in enumerate(zip(*parents, strict=False)) if len(set(parts)) > 1), len(common))
@@ -235,14 +235,14 @@ def _scope(readers: tuple[str, ...]) -> str:
 
 
 def _is_whole(attention: Attention, block: nn.Module) -> bool:
-    """Whether the values are the rows of a linear of their own, in order."""
+    """Return True if the values are the rows of a linear of their own, in order."""
     rows = cast(nn.Linear, block.get_submodule(attention.values)).out_features
     in_order = (attention.first, attention.head_step, attention.step) == (0, attention.head_dim, 1)
     return in_order and rows == attention.key_value_heads * attention.head_dim
 
 
 def _doubles(block: nn.Module, producer: str, reader: str, run: Callable[[], Tensor]) -> bool:
-    """Whether what `reader` is given is twice as large where `producer` gives twice as much, to the bit."""
+    """Return True if doubling the output of `producer` doubles the input of `reader`, to the bit."""
     given: list[Tensor] = []
     source, hooks = block.get_submodule(producer), []
     hooks.append(block.get_submodule(reader).register_forward_pre_hook(lambda _, x: given.append(x[0].clone())))
@@ -257,7 +257,7 @@ def _doubles(block: nn.Module, producer: str, reader: str, run: Callable[[], Ten
 
 
 def _reach_all(block: nn.Module, norm: str, readers: tuple[str, ...], run: Callable[[], Tensor]) -> bool:
-    """Whether the block gives the same if `norm` gives twice as much and each reader takes half of what it is given."""
+    """Return True if doubling the output of `norm` and halving each reader's input leaves the block's output."""
     before = run()
     hooks = [block.get_submodule(norm).register_forward_hook(lambda _, inputs, output: 2 * output)]
     for name in readers:
@@ -288,7 +288,7 @@ def _is_reader(entry: _Seen) -> bool:
 
 
 def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block:
-    """The structure of the modules of one block."""
+    """Return the structure of the modules of one block."""
     all_norms = {e.written: e for e in entries if _is_norm(e)}
     readers = [e for e in entries if _is_reader(e)]
     # of readers of a norm: queries, gates, latents
@@ -310,7 +310,7 @@ def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block
 
 
 def _plain(entries: list[_Seen]) -> set[int]:
-    """Memory that a linear has written and nothing but linears have a hold of."""
+    """Return the memory that linears have written."""
     return {e.written for e in entries if isinstance(e.module, nn.Linear)}
 
 
@@ -321,7 +321,7 @@ def _writes(entry: _Seen, width: int) -> bool:
 
 
 def _names(entry: _Seen, projections: tuple[str, ...]) -> list[str]:
-    """The paths of a module as the loaded block has them: experts are linears there."""
+    """Return the paths of a module in the loaded block, where experts are linears."""
     if not isinstance(entry.module, SkippedExperts):
         return [entry.name]
     if not entry.module.supported:
@@ -332,7 +332,7 @@ def _names(entry: _Seen, projections: tuple[str, ...]) -> list[str]:
 
 
 def _attention(entries: list[_Seen], attentions: list[_Values]) -> Attention | None:
-    """Where this block's attention has its values from; None where it is not a linear's rows that go in, or out."""
+    """Return the linears of this block's attention; None where not one linear's rows go in, or out."""
     linears = [e for e in entries if isinstance(e.module, nn.Linear)]
     for value, output in attentions:
         made = [e for e in linears if e.written == memory_of(value) and e.version == value._version]

@@ -22,7 +22,7 @@ HEAD_ROWS = 4096  # of the output head that are edited at a time
 
 @contextmanager
 def edited_by(skeleton: Skeleton, edits: Edits | None) -> Iterator[None]:
-    """While active, what is loaded is changed by these edits alone."""
+    """While active, change what is loaded by these edits alone."""
     before, skeleton.edits = skeleton.edits, edits
     try:
         yield
@@ -32,7 +32,7 @@ def edited_by(skeleton: Skeleton, edits: Edits | None) -> Iterator[None]:
 
 @contextmanager
 def logits_of(skeleton: Skeleton, device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Load all outside the blocks, as stored; hidden [1, tokens, hidden] -> float32 logits [tokens, vocabulary].
+    """Load all outside the blocks, as stored; yield hidden [1, tokens, hidden] -> float32 logits [tokens, vocabulary].
 
     The hidden states are those behind the last block. Frees all that is loaded at the end.
     """
@@ -46,7 +46,7 @@ def logits_of(skeleton: Skeleton, device: torch.device) -> Iterator[Callable[[Te
 
 @torch.no_grad()
 def load(skeleton: Skeleton, device: torch.device) -> None:
-    """Fill all outside the blocks, edited as the skeleton says."""
+    """Load all outside the blocks, edited as the skeleton says."""
     skeleton.load_rest(device, with_head=True)
     head = skeleton.model.get_output_embeddings()
     if skeleton.edits is not None and head is not None:

@@ -1,6 +1,6 @@
-"""A whole causal language model in memory: loading it with one-line errors, and letting it write.
+"""Load a whole causal language model with one-line errors, and let it write text.
 
-For what needs the whole model: evaluation, generation, calibration text that the model writes itself.
+Evaluation, generation and self-generated calibration text need the whole model in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 def load_config(directory: Path) -> transformers.PretrainedConfig:
-    """The configuration of the text model; its vocab_size is the number of token ids that the model knows."""
+    """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
     read_config(directory)
     try:
         return AutoConfig.from_pretrained(directory, **_LOCAL).get_text_config()
@@ -37,7 +37,7 @@ def load_config(directory: Path) -> transformers.PretrainedConfig:
 
 
 def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer in a checkpoint directory."""
+    """Return the tokenizer in a checkpoint directory."""
     read_config(directory)
     try:
         with _quiet():
@@ -47,9 +47,9 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
 
 
 def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> transformers.PreTrainedModel:
-    """The model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
+    """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
 
-    A checkpoint that does not hold every weight is a CheckpointError: transformers would fill in random ones.
+    Raise CheckpointError for a checkpoint that does not hold every weight: transformers would fill in random ones.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -73,7 +73,7 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
 
 
 class Draw(LogitsProcessor):
-    """Chooses each next token: the likeliest at temperature 0, else drawn with the given generator.
+    """Choice of each next token: the likeliest at temperature 0, else drawn with the given generator.
 
     generator is one for all sequences, or a list with one for each. `generate` itself draws from torch's global
     generator. So it is told to take the likeliest token, and this leaves it one to take. step, if any, is told the
@@ -112,10 +112,10 @@ class Draw(LogitsProcessor):
 def write(
     model: transformers.PreTrainedModel, start: Tensor, new_tokens: int, draw: Draw, stop: tuple[int, ...] = ()
 ) -> Tensor:
-    """start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
+    """Return start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
 
-    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. More tokens than the
-    model has positions are a CalibrationError.
+    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. Raise CalibrationError
+    for more tokens than the model has positions.
     """
     if new_tokens < 1:
         return start
@@ -140,12 +140,12 @@ def write(
 
 
 def max_positions(config: transformers.PretrainedConfig) -> int | None:
-    """The longest sequence that the model is made for, if its configuration says so."""
+    """Return the longest sequence that the model is made for, if its configuration says so."""
     return getattr(config, "max_position_embeddings", None)
 
 
 def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:
-    """Bytes that one sequence takes while `write` brings it to seq_len tokens, an upper bound.
+    """Return the bytes that one sequence takes while `write` brings it to seq_len tokens, an upper bound.
 
     Keys and values of all layers count in float32, and twice, because each step copies them into larger tensors.
     config is that of the text model.
@@ -160,13 +160,13 @@ def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:
 
 
 def _largest(config: transformers.PretrainedConfig, *names: str) -> int:
-    """The largest of these settings, which may be lists (one for each layer); 0 where there are none."""
+    """Return the largest of these settings, which may be lists (one for each layer); 0 where there are none."""
     values = [getattr(config, name, None) for name in names]
     return max((max(v) if isinstance(v, (list, tuple)) else v for v in values if v), default=0)
 
 
 def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch.Generator]) -> Tensor:
-    """int64 [generators, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
+    """Return int64 [generators, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
     config = model.config.get_text_config()
     for token in (config.bos_token_id, *end_tokens(model)):
         if token is not None:
@@ -175,7 +175,7 @@ def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch
 
 
 def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a text, from the checkpoint's generation settings or else its configuration."""
+    """Return the tokens that end a text, from the checkpoint's generation settings or else its configuration."""
     end = model.generation_config.eos_token_id
     if end is None:
         end = model.config.get_text_config().eos_token_id
@@ -184,7 +184,7 @@ def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars or load reports from transformers, and its settings left as they were."""
+    """Silence progress bars and load reports of transformers, and leave its settings as they were."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

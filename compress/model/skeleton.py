@@ -1,4 +1,4 @@
-"""The model's structure, found from the model itself: decoder blocks, their linears, and which linears share an input.
+"""Find a model's decoder blocks, their linears and shared inputs, and load it one block at a time.
 
 A `Skeleton` is the transformers model on the meta device, with real buffers. Blocks are filled from the checkpoint
 one at a time through transformers' own key conversion (renamed keys, merged experts) and emptied again. The decoder
@@ -62,7 +62,7 @@ class Skeleton:
         self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
 
     def _sources(self) -> dict[str, list[StoredTensor]]:
-        """Parameter name -> the stored tensors that it is made of."""
+        """Return parameter name -> the stored tensors that it is made of."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
         converters = [w for w in mapping if isinstance(w, WeightConverter)]
@@ -89,15 +89,15 @@ class Skeleton:
             stored_as = [alias for alias in others.get(name, [name]) if alias in self.sources]
             if not stored_as:
                 raise CheckpointError(f"{self.checkpoint.directory} has no tensor for {name}; download it again")
-            found, shape = self.sources[stored_as[0]], tuple(parameter.shape)
-            if name in packed and found[0].dtype != parameter.dtype:
+            stored, shape = self.sources[stored_as[0]], tuple(parameter.shape)
+            if name in packed and stored[0].dtype != parameter.dtype:
                 raise CheckpointError(
-                    f"{self.checkpoint.directory}: {name} is stored as {found[0].dtype}, its format says "
+                    f"{self.checkpoint.directory}: {name} is stored as {stored[0].dtype}, its format says "
                     f"{parameter.dtype}"
                 )
-            if len(found) == 1 and found[0].name == name and found[0].shape != shape and len(shape) < 3:
+            if len(stored) == 1 and stored[0].name == name and stored[0].shape != shape and len(shape) < 3:
                 raise CheckpointError(
-                    f"{self.checkpoint.directory}: {name} has shape {found[0].shape}, the configuration asks for "
+                    f"{self.checkpoint.directory}: {name} has shape {stored[0].shape}, the configuration asks for "
                     f"{shape}; they do not belong together"
                 )
 
@@ -127,18 +127,18 @@ class Skeleton:
         return block
 
     def linear(self, block: nn.Module, name: str) -> nn.Linear:
-        """The linear of this full name in a loaded block."""
+        """Return the linear of this full name in a loaded block."""
         linear = block.get_submodule(self._within(name))
         assert isinstance(linear, nn.Linear)
         return linear
 
     def expert(self, block: nn.Module, name: str) -> tuple[nn.Module, int]:
-        """The module of all experts that the linear of this full name belongs to, and the number of its expert."""
+        """Return the module of all experts and the number of the expert that the linear of this full name is in."""
         path, number, _ = self._within(name).rsplit(".", 2)
         return block.get_submodule(path), int(number)
 
     def _within(self, name: str) -> str:
-        """The path within its block of a full name."""
+        """Return the path within its block of a full name."""
         return name.removeprefix(self.blocks_name + ".").partition(".")[2]
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
@@ -198,13 +198,13 @@ class Skeleton:
         with no_bars():
             info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
         if info.conversion_errors or info.mismatched_keys or info.error_msgs:
-            found = [*info.conversion_errors, *info.mismatched_keys, *info.error_msgs]
-            raise CheckpointError(f"the checkpoint does not fit its configuration: {str(found[0])[:200]}")
+            errors = [*info.conversion_errors, *info.mismatched_keys, *info.error_msgs]
+            raise CheckpointError(f"the checkpoint does not fit its configuration: {str(errors[0])[:200]}")
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
 
     def linears(self) -> tuple[list[LinearSpec], dict[str, str]]:
-        """The linears of all blocks in model order, and those that cannot be quantized with the reason."""
+        """Return the linears of all blocks in model order, and those that cannot be quantized with the reason."""
         keys = shared_inputs(self)
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
@@ -228,7 +228,7 @@ class Skeleton:
         return specs, kept
 
     def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
-        """Bytes of unchanged tensors (stored name -> bytes) by kind: embeddings, output head, norms and the rest."""
+        """Sum the bytes of unchanged tensors (stored name -> bytes) by kind: embeddings, output head, the rest."""
         embeddings = self._stored_names(self.model.get_input_embeddings())
         head = self._stored_names(self.model.get_output_embeddings())
         sizes = {"embeddings": 0, "output head": 0, "norms and the rest": 0}
@@ -238,7 +238,7 @@ class Skeleton:
         return sizes
 
     def _stored_names(self, module: nn.Module | None) -> set[str]:
-        """Names on disk of a module's parameters."""
+        """Return the names on disk of a module's parameters."""
         own = {id(p) for p in _parameters(module)}
         names = [name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in own]
         return {stored.name for name in names for stored in self.sources.get(name, [])}
@@ -252,7 +252,7 @@ class Skeleton:
             specs.append(spec)
 
     def weight_sources(self, spec: LinearSpec) -> list[StoredTensor]:
-        """The stored tensors that a linear's weight comes from (of an expert: those of all experts of the module)."""
+        """Return the stored tensors of a linear's weight (of an expert: those of all experts of the module)."""
         if not spec.is_expert:
             return self.sources.get(f"{spec.name}.weight", [])
         module, _, projection = spec.name.rpartition(".")
@@ -261,7 +261,7 @@ class Skeleton:
 
 
 def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
-    """Linear name -> name of the first linear that reads the same tensor, found by a forward pass on the meta device.
+    """Return linear name -> name of the first linear that reads the same tensor, by a forward pass on the meta device.
 
     A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory
     and time but changes no result.
@@ -326,7 +326,7 @@ def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """No progress bars from transformers and the hub, and the settings of both left as they were."""
+    """Silence progress bars of transformers and the hub, and leave the settings of both as they were."""
     if not logging.is_progress_bar_enabled():
         yield
         return
@@ -342,7 +342,7 @@ def no_bars() -> Iterator[None]:
 
 @contextmanager
 def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
-    """What a damaged or unknown configuration makes transformers raise, as one clear line."""
+    """Turn what transformers raises for a damaged or unknown configuration into one clear line."""
     try:
         yield
     except (
@@ -362,7 +362,7 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """The configured dtype, else that of most stored values."""
+    """Return the configured dtype, else that of most stored values."""
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     sizes: dict[torch.dtype, int] = {}
@@ -384,7 +384,7 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters that have several (tied weights)."""
+    """Return the names of parameters that have several (tied weights)."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

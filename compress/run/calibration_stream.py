@@ -23,7 +23,7 @@ from compress.calib import stats as calib_stats
 from compress.calib import token_importance as importance
 from compress.formats import transforms
 from compress.model import blockwise, graph
-from compress.model.blockwise import FULL, QUANTIZED, Leg
+from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.progress import Meter
 from compress.quant import incoherence, target_correction
 from compress.run import memory_plan
@@ -47,9 +47,9 @@ class Flow:
         self.asked, self.prepared, self.tokens, self.meter = asked, prepared, tokens, meter
         self.skeleton, self.device = prepared.skeleton, torch.device(asked.device)
         self.paired = paired(asked) and tokens is not None
-        self.stream = blockwise.Stream(prepared.samples, file, 2 if self.paired else 1)
+        self.stream = blockwise.HiddenStates(prepared.samples, file, 2 if self.paired else 1)
         self.parted = False  # the full-precision side of the stream is filled; before, it equals the quantized one
-        self.calls: blockwise.Calls = []
+        self.calls: blockwise.ModelArgs = []
         self.seconds = 0.0  # spent in forward passes
         self.every = False  # statistics are collected of all inputs, not only of those that a method needs
         self.graph: list[graph.Graph] = []  # traced when a transform of blocks needs it
@@ -61,7 +61,7 @@ class Flow:
         if self.tokens is not None:
             self.meter.say("embedding the calibration text")
             batch = self.prepared.arrangement.batch
-            self.calls = blockwise.record(self.skeleton, self.tokens, batch, self.stream, self.device)
+            self.calls = blockwise.record_inputs(self.skeleton, self.tokens, batch, self.stream, self.device)
 
     def part(self) -> None:
         """As if the streams had parted: both sides are the same."""
@@ -69,7 +69,7 @@ class Flow:
             self.stream.write(0, self.stream.read(0, self.stream.samples), FULL)
             self.parted = True
 
-    def batches(self, index: int) -> Iterator[tuple[Tensor, blockwise.Call]]:
+    def batches(self, index: int) -> Iterator[tuple[Tensor, blockwise.BlockArgs]]:
         """What reaches a block behind the quantized prefix."""
         for where in self._slices() if self.tokens is not None else ():
             hidden = self.stream.read(where.start, where.stop - where.start).to(self.device)
@@ -82,7 +82,7 @@ class Flow:
         size, samples = self.prepared.arrangement.batch, self.stream.samples
         return [slice(start, min(start + size, samples)) for start in range(0, samples, size)]
 
-    def forward(self, index: int, block: nn.Module, what: str, *legs: Leg) -> None:
+    def forward(self, index: int, block: nn.Module, what: str, *legs: BlockPass) -> None:
         """Run the block over the whole stream, batch by batch, each batch along all `legs`; nothing without a text."""
         if self.tokens is None:
             return
@@ -134,9 +134,9 @@ class Flow:
             return calib_stats.collect(linears, sums, self.prepared.seq_len, mine, experts)
 
         target = FULL if self.paired and last and index + 1 < len(self.skeleton.blocks) else None
-        legs = [Leg(QUANTIZED, None if self.parted else target, watch)]
+        legs = [BlockPass(QUANTIZED, None if self.parted else target, watch)]
         if self.parted and (target is not None or any(total.drift is not None for total in sums.values())):
-            legs.insert(0, Leg(FULL, target, lambda _: calib_stats.expect(linears, sums)))
+            legs.insert(0, BlockPass(FULL, target, lambda _: calib_stats.expect(linears, sums)))
         self.forward(index, block, "calibrating", *legs)
         return sums
 
@@ -170,7 +170,7 @@ class Flow:
             )
 
         hooks = [(self.skeleton.linear(block, name), partial(add, name)) for name in static]
-        self.forward(index, block, "calibrating", Leg(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))
+        self.forward(index, block, "calibrating", BlockPass(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))
         for name, layer in static.items():
             if largest[name].top is None and layer.spec.is_expert:  # seldom chosen: as the largest of its siblings
                 kin = [other for other in static if other.rpartition(".")[2] == name.rpartition(".")[2]]

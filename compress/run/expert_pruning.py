@@ -17,7 +17,7 @@ from torch import nn
 
 from compress.calib import expert_routing
 from compress.errors import RecipeError
-from compress.model.blockwise import Batches
+from compress.model.blockwise import BlockInputs
 from compress.recipe.schema import Recipe
 from compress.runtime.experts import PROJECTIONS
 from compress.types import ExpertPruning, LayerReport, Plan, Pruning
@@ -35,7 +35,7 @@ def check(recipe: Recipe, plan: Plan) -> None:
         )
 
 
-def measure(block: nn.Module, where: str, batches: Batches, config: ExpertPruning) -> dict[str, dict[str, Any]]:
+def measure(block: nn.Module, where: str, batches: BlockInputs, config: ExpertPruning) -> dict[str, dict[str, Any]]:
     """Experts module of a block -> its routing, and how it would be pruned, as JSON values; {} without experts."""
     found = {}
     for name, stats in expert_routing.measure(block, where, batches, config).items():

@@ -24,8 +24,8 @@ from compress.allocate import session
 from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.errors import CheckpointError, NumericalError
-from compress.model.blockwise import FULL, QUANTIZED, Leg
-from compress.model.edits import Workbench
+from compress.model.blockwise import FULL, QUANTIZED, BlockPass
+from compress.model.edits import EditContext
 from compress.progress import Meter, Progress, silent
 from compress.run import (
     calibration_stream,
@@ -173,7 +173,7 @@ class _Run:
         if (edits := self.skeleton.edits) is not None:
             plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.asked.max_memory
             tokens, folder = self.flow.tokens, self.output.work
-            bench = Workbench(self.device, tokens, plan, batch, folder, limit, self.meter.say)
+            bench = EditContext(self.device, tokens, plan, batch, folder, limit, self.meter.say)
             if notes := edits.choose(bench):
                 self.notes["transform"] = notes
 
@@ -206,7 +206,7 @@ class _Run:
         self.flow.transform(index, block)
         self._routing(index, block)
         self._quantize(index, block, layers_of[index])
-        self.flow.forward(index, block, "propagating", Leg(QUANTIZED))
+        self.flow.forward(index, block, "propagating", BlockPass(QUANTIZED))
         seconds = time.monotonic() - started
         self.skeleton.free()
         return len(layers_of) * (seconds + (batches - 1) * self.flow.seconds)
@@ -223,7 +223,7 @@ class _Run:
             if collects:  # it was the transformed block that it went through
                 self.flow.transform(index, block)
             source = FULL if self.flow.parted else QUANTIZED
-            self.flow.forward(index, block, "propagating", Leg(source, FULL))
+            self.flow.forward(index, block, "propagating", BlockPass(source, FULL))
         if record is None:
             notes = self.flow.transform(index, block)
             experts = self._routing(index, block)
@@ -254,7 +254,7 @@ class _Run:
         if record["notes"]:
             self.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
         if not last:
-            self.flow.forward(index, block, "propagating", Leg(QUANTIZED, QUANTIZED))
+            self.flow.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         process_memory.check(self.asked.max_memory)
         self.meter.end()

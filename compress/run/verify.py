@@ -38,8 +38,8 @@ class Probe:
         config = skeleton.config.get_text_config()
         length = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
-        self.stream = blockwise.Stream(1, None)
-        self.calls = blockwise.record(skeleton, tokens[None], 1, self.stream, device)
+        self.stream = blockwise.HiddenStates(1, None)
+        self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)
 
     def advance(self, index: int, block: nn.Module) -> str:
         """Pass through one block; returns the sha256 of its output."""

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoint directories, one tensor at a time.
+"""Read and write checkpoint directories, one tensor at a time.
 
 Reading parses the safetensors headers itself and reads each tensor's bytes with a plain read: nothing is mapped, so the
 resident memory is what the caller holds, and a truncated or unsafe file is found before work starts. Nothing is
@@ -47,7 +47,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies on disk."""
+    """A tensor on disk: its file, place, type and shape."""
 
     name: str
     file: Path
@@ -141,7 +141,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json as a dict."""
+    """Return config.json as a dict."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give a Hugging Face checkpoint directory or a hub id")
     path = directory / CONFIG
@@ -154,7 +154,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; anything else is a CheckpointError."""
+    """Return a JSON object from a file; raise CheckpointError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -165,7 +165,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """tensor name -> file name from the index, {} if there is no index; file names must stay inside the directory."""
+    """Return tensor name -> file name from the index, {} without one; files must lie inside the directory."""
     path = directory / INDEX
     if not path.is_file():
         return {}
@@ -195,7 +195,7 @@ def _single_file(directory: Path) -> list[str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file; the header is checked against the file's size."""
+    """Return the tensors of one safetensors file; the header is checked against the file's size."""
     if not path.is_file():
         raise CheckpointError(f"shard {path} is missing; download the checkpoint again")
     size = path.stat().st_size
@@ -229,7 +229,7 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor | EditedTensor]) -> str:
-    """Write a safetensors file whole or not at all; returns the sha256 of its bytes.
+    """Write a safetensors file whole or not at all; return the sha256 of its bytes.
 
     Values are tensors in memory or tensors on disk, which are copied (and changed) in chunks. Entries are ordered by
     element size, then name, so that every tensor is aligned and equal input gives equal bytes.
@@ -299,7 +299,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's bytes."""
+    """Return the hash of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK):

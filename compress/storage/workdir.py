@@ -138,7 +138,7 @@ class Output(WorkDirectory):
         self._lock: ExitStack | None = None  # closes it
 
     def __enter__(self) -> Output:
-        """Raises OutputError if OUT must not be replaced, OUT.partial is not ours, or another run lives."""
+        """Raise OutputError if OUT must not be replaced, OUT.partial is not ours, or another run lives."""
         if self.out.name in ("", ".."):
             raise OutputError(f"{self.out} cannot be an output directory; give --out a new name")
         with writing(self.work):
@@ -188,7 +188,7 @@ class Output(WorkDirectory):
                 sync_directory(self.blocks)
 
     def written(self) -> int:
-        """Bytes that an interrupted run has left."""
+        """Return the bytes that an interrupted run has left."""
         return sum(path.stat().st_size for path in self.model.iterdir())
 
     def publish(self) -> None:
@@ -209,7 +209,7 @@ class Output(WorkDirectory):
                 self._settle()
 
     def _resumable(self) -> bool:
-        """Whether there is work to go on with; a run that has published has no model left."""
+        """Return True if there is work to go on with; a run that has published has no model left."""
         begun = self._block(0).is_file() or (self.work / "rotation").is_file()
         return begun and self.is_begun and self.model.is_dir()
 
@@ -280,7 +280,7 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 @contextmanager
 def writing(path: Path, option: str = "--out") -> Iterator[None]:
-    """Turn the system's refusals to write into one clear line; `option`: what the path can be changed by."""
+    """Turn the system's refusals to write into one clear line; `option`: the one that changes the path."""
     reasons = {
         errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
         errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",

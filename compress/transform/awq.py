@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import int as int_format
-from compress.model.blockwise import Batches
+from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
 from compress.quant import grid
 from compress.quant.settings import check
@@ -69,7 +69,7 @@ class Config:
 
 
 def apply(
-    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Scale, then clip a loaded block in place; return notes for the report."""
     grids = {path: on_grid for path, scheme in schemes.items() if (on_grid := scalar_grid(scheme)) is not None}
@@ -145,7 +145,7 @@ def unclipped(sites: Sequence[Site]) -> set[str]:
     return {r for r in reading if r not in values and r.rpartition(".")[0] in beside}
 
 
-def clip(block: nn.Module, batches: Batches, config: Config, grids: Mapping[str, grid.GridConfig]) -> str:
+def clip(block: nn.Module, batches: BlockInputs, config: Config, grids: Mapping[str, grid.GridConfig]) -> str:
     """Clamp the weights of these linears in place, group by group; returns a note."""
     sequences = min(config.sequences, CLIP_TOKENS)
     tokens = min(config.tokens, CLIP_TOKENS // sequences)

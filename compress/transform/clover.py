@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import Batches, run_block
+from compress.model.blockwise import BlockInputs, run_block
 from compress.model.graph import Attention, Site, Sites
 from compress.transform import qk_pairs
 from compress.transform.bases import value_rows
@@ -90,7 +90,7 @@ class Decomposition(NamedTuple):
 
 
 def apply(
-    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Decompose the attention of a loaded block in place; returns notes for the report."""
     attention = sites.attention if isinstance(sites, Sites) else None
@@ -149,7 +149,7 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Dec
 
 @torch.no_grad()
 def decompose_keys(
-    block: nn.Module, channels: ScoreChannels, prune: float = 0.0, batches: Batches | None = None
+    block: nn.Module, channels: ScoreChannels, prune: float = 0.0, batches: BlockInputs | None = None
 ) -> Decomposition:
     """Decompose the products of queries and keys, in place.
 
@@ -226,7 +226,7 @@ def _norms(*linears: nn.Module) -> list[Tensor]:
     return [_taken(linear, torch.arange(len(linear.get_parameter("weight")))).square().sum(1) for linear in linears]
 
 
-def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: Batches) -> list[Tensor]:
+def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: BlockInputs) -> list[Tensor]:
     """Sum the squares of what each row of both linears gives over tokens, float64."""
     sums: dict[int, Tensor] = {}
 

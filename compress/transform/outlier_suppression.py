@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.model.blockwise import Batches
+from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
 from compress.quant.settings import check
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
@@ -76,7 +76,7 @@ class BestChange(NamedTuple):
 
 
 def apply(
-    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Shift and scale the sites of a loaded block in place; returns notes for the report."""
     searched = [site for site in sites if any(is_rounded(schemes.get(reader)) for reader in site.readers)]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.model.blockwise import Call
+from compress.model.blockwise import BlockArgs
 from compress.model.graph import watched
 
 CLOSE = 1e-4  # relative
@@ -50,7 +50,7 @@ QueriesKeys = tuple[Tensor, Tensor]  # [batch, heads, tokens, head_dim]
 
 
 @torch.no_grad()
-def find(block: nn.Module, hidden: Tensor, call: Call) -> ScoreChannels | None:
+def find(block: nn.Module, hidden: Tensor, call: BlockArgs) -> ScoreChannels | None:
     """Find the channels of scores of a block that receives hidden [batch, tokens, hidden] and `call`.
 
     The parameters of the block stay as they are.
@@ -81,7 +81,7 @@ def find(block: nn.Module, hidden: Tensor, call: Call) -> ScoreChannels | None:
     return None if split is None else ScoreChannels(queries, keys, *split)
 
 
-def _attended(block: nn.Module, hidden: Tensor, call: Call, made: Made) -> QueriesKeys | None:
+def _attended(block: nn.Module, hidden: Tensor, call: BlockArgs, made: Made) -> QueriesKeys | None:
     """Return queries and keys [batch, heads, tokens, head_dim] as attention gets them if linears give `made`."""
     config = next((m.config for m in block.modules() if hasattr(m.__dict__.get("config"), "get_text_config")), None)
     if config is None:

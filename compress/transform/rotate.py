@@ -93,7 +93,7 @@ class Rotation:
             self.offset, self.keep_mean = norm_kind(skeleton.model.get_submodule(norm), self.width)
         self.basis: Orthogonal | None = None  # of the residual stream
         self.values: Mapping[int, Orthogonal] = {}  # block -> of each head's values
-        self.calls: blockwise.Calls = []
+        self.calls: blockwise.ModelArgs = []
         self.online = dict(self._online()) if config.online else {}
         self.samples = config.learn + (config.search_samples if config.seeds > 1 or config.learn else 0)
         self.draw(0)
@@ -118,7 +118,7 @@ class Rotation:
         """Only move the norms' weights into their readers."""
         self.use(Orthogonal() if self.basis is not None else None, {})
 
-    def choose(self, bench: edits.Workbench) -> list[str]:
+    def choose(self, bench: edits.EditContext) -> list[str]:
         """Decide on a rotation by the recipe's `seeds` and `learn`, or as the run that is resumed; the report's notes.
 
         Raises BudgetError, CalibrationError or RecipeError where learning is asked for and cannot be.
@@ -166,10 +166,10 @@ class Rotation:
         """Record what the blocks are called with, and check that the embeddings reach them rotated."""
         config = self.skeleton.config.get_text_config()
         tokens = (torch.arange(PROBE_TOKENS) * 11 + 3)[None] % config.vocab_size
-        before, after = blockwise.Stream(1, None), blockwise.Stream(1, None)
+        before, after = blockwise.HiddenStates(1, None), blockwise.HiddenStates(1, None)
         with edited_by(self.skeleton, None):
-            self.calls = blockwise.record(self.skeleton, tokens, 1, before, device)
-        blockwise.record(self.skeleton, tokens, 1, after, device)
+            self.calls = blockwise.record_inputs(self.skeleton, tokens, 1, before, device)
+        blockwise.record_inputs(self.skeleton, tokens, 1, after, device)
         self._compare(before.read(0, 1), after.read(0, 1), 0, "what reaches the first block")
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from compress.formats import transforms
 from compress.model import blockwise
 from compress.model.blockwise import run_block
-from compress.model.edits import Workbench
+from compress.model.edits import EditContext
 from compress.model.lm_head import edited_by, logits_of
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
@@ -100,7 +100,7 @@ def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
     return transforms.effective(stored, Ops(output=layer.ops.output), layer.tensors)
 
 
-def choose(rotation: SearchedRotation, bench: Workbench) -> tuple[int, list[str]]:
+def choose(rotation: SearchedRotation, bench: EditContext) -> tuple[int, list[str]]:
     """Return the number of the best rotation, the lowest of equals, and what the report should say."""
     count = rotation.config.seeds
     if count == 1:
@@ -116,16 +116,16 @@ def choose(rotation: SearchedRotation, bench: Workbench) -> tuple[int, list[str]
     return best, [f"rotation {best} of 0 to {count - 1} is used: KL {listed} on {samples} samples, rounded to nearest"]
 
 
-def search(rotation: SearchedRotation, bench: Workbench, layers: Mapping[str, Rounding]) -> list[float]:
+def search(rotation: SearchedRotation, bench: EditContext, layers: Mapping[str, Rounding]) -> list[float]:
     """Return the KL of each rotation, in nats a token; `rotation` is left with the last one."""
     assert bench.tokens is not None, "the caller asks"
     skeleton, numbers = rotation.skeleton, range(rotation.config.seeds)
     tokens = bench.tokens[: rotation.config.search_samples]
-    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", len(numbers) + 1)
+    stream = blockwise.HiddenStates(tokens.shape[0], bench.folder / "stream", len(numbers) + 1)
     try:
         with edited_by(skeleton, None):
             bench.say("embedding samples to compare rotations on")
-            calls = blockwise.record(skeleton, tokens, bench.batch, stream, bench.device)
+            calls = blockwise.record_inputs(skeleton, tokens, bench.batch, stream, bench.device)
         for number in numbers:
             rotation.draw(number)
             for sample in range(stream.samples):
@@ -151,9 +151,9 @@ def _block(
     number: int | None,
     layers: Mapping[str, Rounding],
     rotation: SearchedRotation,
-    bench: Workbench,
-    calls: blockwise.Calls,
-    stream: blockwise.Stream,
+    bench: EditContext,
+    calls: blockwise.ModelArgs,
+    stream: blockwise.HiddenStates,
 ) -> None:
     """Take one side of the stream, that of a rotation or (None) of the original, through one block."""
     skeleton, side = rotation.skeleton, 0 if number is None else number + 1
@@ -172,7 +172,7 @@ def _block(
 
 
 @torch.no_grad()
-def _compare(rotation: SearchedRotation, device: torch.device, stream: blockwise.Stream) -> list[float]:
+def _compare(rotation: SearchedRotation, device: torch.device, stream: blockwise.HiddenStates) -> list[float]:
     """Return the mean KL of every side of the stream but the first to the first, behind the last block."""
     totals = [0.0] * rotation.config.seeds
     positions = 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compress.model.blockwise import Batches, run_block
+from compress.model.blockwise import BlockInputs, run_block
 from compress.model.graph import Site
 from compress.quant import grid
 from compress.runtime import activation_quant
@@ -41,7 +41,7 @@ class Watcher(Protocol):
 
 
 @torch.no_grad()
-def observe(block: nn.Module, batches: Batches, watchers: Sequence[Watcher]) -> None:
+def observe(block: nn.Module, batches: BlockInputs, watchers: Sequence[Watcher]) -> None:
     """Run the block on its batches until every watcher has what it wants."""
     handles = [watcher.attach() for watcher in watchers]
     try:
@@ -172,7 +172,7 @@ class Trial:
 
 
 def trials(
-    block: nn.Module, sites: Sequence[Site], batches: Batches, tokens: int, sequences: int
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, tokens: int, sequences: int
 ) -> Iterator[tuple[Site, Range, Trial]]:
     """Yield each site with the statistics of its vector and a trial; the block may be edited between two of them.
 

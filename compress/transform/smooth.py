@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from compress.model.blockwise import Batches
+from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
 from compress.quant.settings import check
 from compress.transform.folding import by_producer, fold
@@ -47,7 +47,7 @@ class Config:
 
 
 def apply(
-    block: nn.Module, sites: Sequence[Site], batches: Batches, config: Config, schemes: Mapping[str, Scheme]
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Smooth the sites of a loaded block in place; returns notes for the report."""
     smoothed = [site for site in sites if site.is_norm or config.sites == "all"]

@@ -40,8 +40,8 @@ from compress import plugins, process_memory
 from compress.errors import BudgetError, RecipeError
 from compress.formats import transforms
 from compress.model import blockwise, lm_head
-from compress.model.blockwise import Call
-from compress.model.edits import Workbench
+from compress.model.blockwise import BlockArgs
+from compress.model.edits import EditContext
 from compress.numerics import kl
 from compress.transform import rotation_search
 from compress.transform.bases import SearchedRotation, value_rows
@@ -56,7 +56,7 @@ MATRICES = 12  # float32 copies of a learned matrix that a step holds at a time,
 ACTIVATION_NBYTES = 24  # for each input and output of a linear, what its gradient keeps, an upper bound
 
 
-def learn(rotation: SearchedRotation, bench: Workbench) -> tuple[dict[str, Tensor], str]:
+def learn(rotation: SearchedRotation, bench: EditContext) -> tuple[dict[str, Tensor], str]:
     """Learn matrices by name ("residual", a block's number for its values), float64; return them and the report's note.
 
     They are {} where nothing clearly better than the rotation's present bases was found. Raises RecipeError if no
@@ -118,7 +118,7 @@ def _divided(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]
     return held, (rest if rest.shape[0] else held)[: steps * samples_per_step(tokens.shape[1])]
 
 
-def _check_memory(rotation: SearchedRotation, bench: Workbench) -> None:
+def _check_memory(rotation: SearchedRotation, bench: EditContext) -> None:
     """Raise BudgetError if learning needs more memory than there is."""
     assert bench.tokens is not None
     need = need_nbytes(rotation, bench.tokens.shape[1])
@@ -169,8 +169,8 @@ class _Model:
     def __init__(
         self,
         rotation: SearchedRotation,
-        stream: blockwise.Stream,
-        calls: blockwise.Calls,
+        stream: blockwise.HiddenStates,
+        calls: blockwise.ModelArgs,
         logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.skeleton, self.stream, self.calls, self.logits = rotation.skeleton, stream, calls, logits
@@ -192,7 +192,7 @@ class _Model:
                 hidden = self._block(block, calls[1], hidden)
         return hidden
 
-    def _block(self, block: nn.Module, call: Call, hidden: Tensor) -> Tensor:
+    def _block(self, block: nn.Module, call: BlockArgs, hidden: Tensor) -> Tensor:
         try:
             out = block(hidden, *call.args, **call.kwargs)
         finally:
@@ -228,14 +228,14 @@ class _Model:
 
 
 @contextmanager
-def _loaded(rotation: SearchedRotation, tokens: Tensor, bench: Workbench) -> Iterator[_Model]:
+def _loaded(rotation: SearchedRotation, tokens: Tensor, bench: EditContext) -> Iterator[_Model]:
     """Load the model, every norm's weight moved into its readers, with all samples on both sides of it."""
     skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
-    stream = blockwise.Stream(tokens.shape[0], bench.folder / "stream", 2)
+    stream = blockwise.HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
     bench.say("loading the model to learn rotations")
     try:
         with lm_head.edited_by(skeleton, None):
-            calls = blockwise.record(skeleton, tokens, 1, stream, bench.device)
+            calls = blockwise.record_inputs(skeleton, tokens, 1, stream, bench.device)
         with lm_head.logits_of(skeleton, bench.device) as logits:
             rotation.use_identity()
             with lm_head.edited_by(skeleton, rotation):

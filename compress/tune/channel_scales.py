@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from compress.model.blockwise import Batches, Call, states_of
+from compress.model.blockwise import BlockArgs, BlockInputs, states_of
 from compress.tune.descend import match, relative_error
 
 
@@ -24,7 +24,7 @@ def train(
     block: nn.Module,
     before: Mapping[str, Tensor],
     groups: Sequence[ScaledRows],
-    batches: Batches,
+    batches: BlockInputs,
     steps: int,
     rate: float,
 ) -> str:
@@ -36,13 +36,13 @@ def train(
     device = next(block.parameters()).device
     factors = nn.Parameter(torch.ones(sum(len(group.rows) for group in groups), device=device))
 
-    def original(hidden: Tensor, call: Call) -> Tensor:
+    def original(hidden: Tensor, call: BlockArgs) -> Tensor:
         return states_of(functional_call(block, dict(before), (hidden, *call.args), call.kwargs))
 
-    def scaled(hidden: Tensor, call: Call) -> Tensor:
+    def scaled(hidden: Tensor, call: BlockArgs) -> Tensor:
         return states_of(functional_call(block, _scaled(block, groups, factors), (hidden, *call.args), call.kwargs))
 
-    def present(hidden: Tensor, call: Call) -> Tensor:
+    def present(hidden: Tensor, call: BlockArgs) -> Tensor:
         return states_of(block(hidden, *call.args, **call.kwargs))
 
     first = relative_error(original, present, batches)

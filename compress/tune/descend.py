@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import NumericalError
-from compress.model.blockwise import Batches, Call
+from compress.model.blockwise import BlockArgs, BlockInputs
 
 LAST = 0.05  # of the rate, at the end
 WARM_UP = 10  # steps
 MOST_NORM = 1.0  # of the gradient
 
-Output = Callable[[Tensor, Call], Tensor]  # hidden states and the block's other arguments -> what the block gives
+Output = Callable[[Tensor, BlockArgs], Tensor]  # hidden states and the block's other arguments -> what the block gives
 
 
 def descend(parameters: Sequence[nn.Parameter], steps: int, rate: float, loss: Callable[[int], float]) -> None:
@@ -38,14 +38,14 @@ def descend(parameters: Sequence[nn.Parameter], steps: int, rate: float, loss: C
 
 
 def match(
-    parameters: Sequence[nn.Parameter], steps: int, rate: float, target: Output, output: Output, batches: Batches
+    parameters: Sequence[nn.Parameter], steps: int, rate: float, target: Output, output: Output, batches: BlockInputs
 ) -> None:
     """Train the parameters of `output` so that it gives what `target` does: the relative mean squared error falls.
 
     A step takes one batch, and the first follows the last.
     """
 
-    def endless() -> Iterator[tuple[Tensor, Call]]:
+    def endless() -> Iterator[tuple[Tensor, BlockArgs]]:
         while True:
             yield from batches()
 
@@ -64,7 +64,7 @@ def match(
 
 
 @torch.no_grad()
-def relative_error(target: Output, output: Output, batches: Batches) -> float:
+def relative_error(target: Output, output: Output, batches: BlockInputs) -> float:
     """Return the squared error of what `output` gives over the square of what `target` gives, of all batches."""
     error = size = 0.0
     for hidden, call in batches():

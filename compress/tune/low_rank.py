@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import lowrank
-from compress.model.blockwise import Batches, Call, states_of
+from compress.model.blockwise import BlockArgs, BlockInputs, states_of
 from compress.model.load import load_model
 from compress.numerics import kl
 from compress.runtime.linear import PackedLinear
@@ -144,7 +144,10 @@ def train_model(
 
 
 def train_block(
-    block: nn.Module, packed: Mapping[str, PackedWeight], settings: Mapping[str, Correction | None], batches: Batches
+    block: nn.Module,
+    packed: Mapping[str, PackedWeight],
+    settings: Mapping[str, Correction | None],
+    batches: BlockInputs,
 ) -> tuple[dict[str, PackedWeight], str | None]:
     """Train the parts of one loaded block, `packed` by paths in the block; the block itself stays as it is.
 
@@ -160,10 +163,10 @@ def train_block(
     layers = {name: copied.get_submodule(name) for name in sorted(chosen)}
     masters = _open(copied, layers.values())
 
-    def original(hidden: Tensor, call: Call) -> Tensor:
+    def original(hidden: Tensor, call: BlockArgs) -> Tensor:
         return states_of(block(hidden, *call.args, **call.kwargs))
 
-    def corrected(hidden: Tensor, call: Call) -> Tensor:
+    def corrected(hidden: Tensor, call: BlockArgs) -> Tensor:
         return states_of(copied(hidden, *call.args, **call.kwargs))
 
     before = relative_error(original, corrected, batches)
