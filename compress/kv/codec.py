@@ -1,4 +1,4 @@
-"""What a KV codec is: how rows of keys or values become stored fields, and how attention reads them.
+"""Define what a KV codec is: how keys or values become rows of stored fields, and how attention reads these.
 
 Shapes everywhere: keys and values [B, h, n, width] (batch, KV heads, tokens, head dim), queries [B, h, m, width] in
 float32 with m = query heads of a KV head times query tokens; the token axis of every stored field is axis 2.
@@ -12,6 +12,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from compress.errors import RecipeError
+
+ALL = 1 << 40  # tokens that a compiled reader takes at once: all of them
 
 Block = Mapping[str, Tensor]  # name -> rows of the stored fields of some tokens; with the state and, pre-RoPE, cos, sin
 Part = Literal["codes", "scales", "extras"]
@@ -118,6 +122,43 @@ class Codec:
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         """The sum of what `mix` returned -> [B, h, m, width]; mass [B, h, m, 1] is the sum of p over coded tokens."""
         return mixed
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError unless codes may have so many bits."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits {bits} is not between 1 and 8")
+
+
+def check_groups(spec: Spec, group_size: int, count: int, what: str) -> None:
+    """Raise RecipeError unless groups of this size fill `count` of something."""
+    if count % group_size:
+        raise RecipeError(
+            f"{spec.where}: group_size {group_size} does not divide the {what}; set kv_cache.{spec.kind}.group_size"
+        )
+
+
+def check_static(
+    spec: Spec, method: str, static: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], instead: str = ""
+) -> None:
+    """Raise RecipeError unless calibration has given a codec all its tensors in these shapes; instead: other advice."""
+    for name, shape in shapes.items():
+        held = tuple(static[name].shape) if name in static else "none"
+        if held != shape:
+            raise RecipeError(
+                f"{spec.where}: {method} needs calibrated {name} of shape {shape}, found {held}; calibrate the cache "
+                f"with these settings{instead}"
+            )
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """Return x [B, h, n, width] as one row for each token, [B, n, h width]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def head_rows(rows: Tensor, heads: int) -> Tensor:
+    """Return rows [B, n, h width] as [B, h, n, width], the inverse of `token_rows`."""
+    return rows.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

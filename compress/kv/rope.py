@@ -59,18 +59,17 @@ class Rope:
             self._keep_rows()
         _extend(self._rows, _half(cos, sin))
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [B or 1, stop - start, rotary width]."""
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return cos and sin [B or 1, 2, stop - start, rotary width] of tokens."""
         if stop > len(self):
             raise CompressError(
                 "kv_cache: keys before RoPE need compress.kv.hooks.attach(model) before the first token, and a model "
                 "with a rotary embedding; else choose keys after RoPE (rope: post), or another method for keys"
             )
         if self._source is not None:
-            return self._made(start, stop)
+            return torch.stack(self._made(start, stop), 1)
         rows = self._rows.view(start, stop)
-        rows = torch.cat((rows, rows), -1)
-        return rows[:, 0], rows[:, 1]
+        return torch.cat((rows, rows), -1)
 
     def halves(self, start: int, stop: int, keep: bool) -> Tensor:
         """The first half of the columns of cos and sin [B or 1, 2, stop - start, rotary width / 2]; keep: they will be

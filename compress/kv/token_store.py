@@ -12,7 +12,8 @@ exact until those that follow have given every row more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -262,16 +263,8 @@ class Store:
             raise CompressError(
                 f"{self.codec.spec.where}: this codec stores keys before RoPE; call kv.hooks.attach(model)"
             )
-        first, last = self.sink.length + start, self.sink.length + stop
-        cos, sin = self.rope.rows(first, last)
-        if self.source is not None and first < self.source.shape[1]:  # pads turn as the tokens that they are copies of
-            moved = self.source[:, first:last]
-            rows, count = self.rope.rows(0, self.source.shape[1] + 1), moved.shape[1]
-            cos, sin = (
-                torch.cat((_rows(r, moved), x.expand(len(moved), -1, -1)[:, count:]), 1)
-                for r, x in zip(rows, (cos, sin), strict=True)
-            )
-        return {"cos": cos, "sin": sin}
+        both = self._rotary(start, stop, self.rope.rows)
+        return {"cos": both[:, 0], "sin": both[:, 1]}
 
     def _read_blocks(self, step: int, keep: bool) -> Iterator[tuple[slice, Block]]:
         """`blocks`; a codec that is pre-RoPE and reads more than its `block` at once has compiled code, which is given
@@ -282,21 +275,19 @@ class Store:
             return
         for start in range(0, self.coded, step):
             stop = min(start + step, self.coded)
-            halves = self._halves(start, stop, keep)
+            assert self.rope is not None, "keys before RoPE were coded with it"
+            halves = self._rotary(start, stop, partial(self.rope.halves, keep=keep))
             yield slice(start, stop), {**self.state, **self._rows_of(start, stop, 0), "halves": halves}
 
-    def _halves(self, start: int, stop: int, keep: bool) -> Tensor:
-        """Half rows of coded tokens [B or 1, 2, n, half]."""
-        assert self.rope is not None, "keys before RoPE were coded with it"
+    def _rotary(self, start: int, stop: int, rows: Callable[[int, int], Tensor]) -> Tensor:
+        """Return rows(first, last) [B or 1, 2, n, ...] of coded tokens; pads have those of what they are copies of."""
         first, last = self.sink.length + start, self.sink.length + stop
-        found = self.rope.halves(first, last, keep)
+        turns = rows(first, last)
         if self.source is None or first >= self.source.shape[1]:
-            return found
-        moved = self.source[:, first:last]  # pads turn as the tokens that they are copies of
-        rows = self.rope.halves(0, self.source.shape[1] + 1, keep)
-        columns = moved[:, None, :, None].expand(-1, 2, -1, rows.shape[3])
-        head = rows.expand(len(moved), -1, -1, -1).gather(2, columns)
-        return torch.cat((head, found.expand(len(moved), -1, -1, -1)[:, :, moved.shape[1] :]), 2)
+            return turns
+        moved = self.source[:, first:last]
+        head = _gather(rows(0, self.source.shape[1] + 1).expand(len(moved), -1, -1, -1), moved)
+        return torch.cat((head, turns.expand(len(moved), -1, -1, -1)[:, :, moved.shape[1] :]), 2)
 
     def _block(self, start: int, stop: int, run: int) -> Block:
         return {**self.state, **self._turns(start, stop), **self._rows_of(start, stop, run)}
@@ -330,8 +321,3 @@ class Store:
 def _gather(x: Tensor, columns: Tensor) -> Tensor:
     """x [B, h, n, width], columns [B, c] -> [B, h, c, width]."""
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _rows(x: Tensor, columns: Tensor) -> Tensor:
-    """x [B or 1, n, width], columns [B, c] -> [B, c, width]."""
-    return x.expand(len(columns), -1, -1).gather(1, columns[..., None].expand(-1, -1, x.shape[2]))

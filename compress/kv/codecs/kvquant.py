@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.errors import CalibrationError, RecipeError
-from compress.kv.codec import Block, Codec, Field, Spec
+from compress.errors import CalibrationError
+from compress.kv.codec import Block, Codec, Field, Spec, check_bits, check_static, head_rows, token_rows
 from compress.kv.codecs.packed import Codes
 
 NEEDS = frozenset({"keys_pre", "values", "gradients"})
@@ -50,8 +50,7 @@ class Config:
     q_norm: bool = False  # read with levels that keep mean and variance; published: at 2 bits
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+        check_bits(self.bits)
         if not 0 <= self.outliers < 0.5:
             raise ValueError(f"outliers {self.outliers} is a share below 0.5")
 
@@ -141,7 +140,7 @@ def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NonUniform(Codec):
-    """What keys and values share: codes of levels, and the largest errors of each token."""
+    """Codes of levels, and the largest errors of each token, of keys or values."""
 
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, static)
@@ -174,7 +173,7 @@ class NonUniform(Codec):
         found |= self.codes.pack(codes)
         if self.slots:
             missed = x - (self.table("outputs", x)[codes] * scale + offset)
-            flat = missed.transpose(1, 2).flatten(2)  # B, n, h and width
+            flat = token_rows(missed)
             places = flat.abs().topk(self.slots).indices
             found["outliers"] = flat.gather(-1, places).half()[:, None]
             found["places"] = places.to(self.index)[:, None]
@@ -186,9 +185,9 @@ class NonUniform(Codec):
         x = self.table("outputs", codes)[codes.int()].mul_(scale).add_(offset)
         if not self.slots:
             return x
-        flat = x.transpose(1, 2).flatten(2)
+        flat = token_rows(x)
         flat.scatter_add_(-1, block["places"][:, 0].long(), block["outliers"][:, 0].float())
-        return flat.unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        return head_rows(flat, self.spec.heads)
 
 
 class Keys(NonUniform):
@@ -208,8 +207,7 @@ class Values(NonUniform):
         self.fields = {**self.fields, "offsets": Field("scales"), "scales": Field("scales")}
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
-        rows = x.transpose(1, 2).flatten(2)
-        low, high = narrowest(rows.flatten(0, 1), self.slots)
+        low, high = narrowest(token_rows(x).flatten(0, 1), self.slots)
         offsets, scales = _affine(low, high)
         shape = (x.shape[0], 1, x.shape[2], 1)
         return {"offsets": offsets.view(shape), "scales": scales.view(shape)}
@@ -221,11 +219,5 @@ class Values(NonUniform):
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     names = {"levels", "outputs"} | ({"offsets", "scales"} if spec.kind == "keys" else set())
     shapes = {name: (2**config.bits,) if name in ("levels", "outputs") else (spec.heads, spec.width) for name in names}
-    for name, shape in shapes.items():
-        if name not in static or tuple(static[name].shape) != shape:
-            found = tuple(static[name].shape) if name in static else "none"
-            raise RecipeError(
-                f"{spec.where}: kvquant needs calibrated {name} of shape {shape}, found {found}; calibrate the cache "
-                "with these settings"
-            )
+    check_static(spec, "kvquant", static, shapes)
     return (Keys if spec.kind == "keys" else Values)(config, spec, static)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from compress.kernels.cpu import kv_affine, kv_levels
 from compress.kernels.cpu.emitter import LANES
-from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits
 from compress.kv.codecs.packed import Codes
 from compress.numerics import hadamard
 
@@ -45,7 +45,6 @@ LEAST = 8  # of them that are not copies, for it to count
 SMALLEST = 1e-12  # root mean square of a vector that is not zero
 STEPS = 8  # of an 8-bit norm in an octave
 ROUNDS = 400  # of Lloyd's algorithm
-ALL = 1 << 40  # tokens
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Config:
     seed: int = 0  # of the signs
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+        check_bits(self.bits)
 
 
 @cache

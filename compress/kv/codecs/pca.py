@@ -36,12 +36,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.errors import RecipeError
 from compress.kernels.cpu import kv_affine, kv_basis, kv_levels, kv_mixed, kv_prerope
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.kv_mixed import BLOCK, MOST, STEPS
-from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codecs.lloyd import ALL, Norms, levels, nearest
+from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_static
+from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
@@ -303,10 +302,7 @@ def _tables(in_steps: bool) -> kv_mixed.Tables:
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    missing = {"mean", "back", "variances", "bits"} - static.keys()
-    if missing:
-        raise RecipeError(f"{spec.where}: pca has no calibrated {min(missing)}; calibrate the cache first")
-    if static["bits"].shape != (spec.heads, spec.width):
-        found = tuple(static["bits"].shape)
-        raise RecipeError(f"{spec.where}: calibrated for {found} heads and channels, not {spec.heads, spec.width}")
+    channels = (spec.heads, spec.width)
+    shapes = {"bits": channels, "mean": channels, "variances": channels, "back": (*channels, spec.width)}
+    check_static(spec, "pca", static, shapes)
     return Principal(spec, static)

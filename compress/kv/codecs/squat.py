@@ -30,8 +30,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError, RecipeError
-from compress.kv.codec import Block, Codec, Spec
+from compress.errors import CompressError
+from compress.kv.codec import Block, Codec, Spec, check_static
 from compress.kv.codecs import kivi
 
 NEEDS = frozenset({"queries"})
@@ -132,9 +132,5 @@ def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     if config.subspace == "calibrated":
         starts = range(0, spec.width - config.columns, config.columns)
         shape = (spec.heads, sum((spec.width - start - config.columns) * config.columns for start in starts))
-        if "compensation" not in static or tuple(static["compensation"].shape) != shape:
-            raise RecipeError(
-                f"{spec.where}: squat needs a calibrated compensation of shape {shape}; calibrate the cache with these "
-                "settings, or set subspace: prompt"
-            )
+        check_static(spec, "squat", static, {"compensation": shape}, ", or set subspace: prompt")
     return Keys(config, spec, static)
