@@ -1,4 +1,4 @@
-"""What one layer keeps of its keys or of its values: sink | coded tokens | exact tail.
+"""Store the keys or the values of one layer: sink | coded tokens | exact tail.
 
 The first `sink` tokens stay exact for good. Later ones enter the tail and leave it in whole groups of the codec, oldest
 first, as soon as `residual_length` newer tokens stay behind; what is coded is never coded again. Memory grows
@@ -77,7 +77,7 @@ class Store:
 
     @property
     def keeps_halves(self) -> bool:
-        """Whether fused attention keeps rotary rows beside positions where there is much to read, for compiled code."""
+        """True if fused attention keeps rotary rows beside positions where there is much to read, for compiled code."""
         query = torch.empty(1, 1, 1, self.codec.spec.width, device=self._sample().device)
         return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
 
@@ -115,7 +115,7 @@ class Store:
             self.tail.append(whole[:, :, count:])
 
     def blocks(self, step: int) -> Iterator[tuple[slice, Block]]:
-        """Coded tokens, counted from the first one, and their fields: about `step` at a time."""
+        """Yield coded tokens, counted from the first one, and their fields: about `step` at a time."""
         step = max(1, step // self.codec.granularity) * self.codec.granularity
         first = 0
         for run, length in enumerate(self.runs if self._has_runs else [self.coded]):
@@ -125,7 +125,7 @@ class Store:
             first += length
 
     def read(self, new: Tensor | None = None) -> Tensor:
-        """All tokens in token order, then those of `new`: [B, h, tokens, width] in the model's type."""
+        """Return all tokens in token order, then those of `new`: [B, h, tokens, width] in the model's type."""
         if new is not None and not len(self):
             return new
         sample = self._sample() if new is None else new
@@ -256,7 +256,7 @@ class Store:
             self.tail.append(cut.to(self.codec.spec.dtype))
 
     def _turns(self, start: int, stop: int) -> dict[str, Tensor]:
-        """cos and sin of coded tokens, where the codec is pre-RoPE."""
+        """Return cos and sin of coded tokens, where the codec is pre-RoPE."""
         if self.codec.rope == "post":
             return {}
         if self.rope is None:
@@ -293,7 +293,7 @@ class Store:
         return {**self.state, **self._turns(start, stop), **self._rows_of(start, stop, run)}
 
     def _rows_of(self, start: int, stop: int, run: int) -> dict[str, Tensor]:
-        """Rows of all fields of coded tokens."""
+        """Return the rows of all fields of coded tokens."""
         rows = {}
         for name, field in self.codec.fields.items():
             ends = (start // field.tokens, -(-stop // field.tokens)) if field.tokens else (run, run + 1)
@@ -301,7 +301,7 @@ class Store:
         return rows
 
     def _in_front(self, x: Tensor, pads: Tensor, most: int) -> Tensor:
-        """The first real tokens of each row before its pads, which become copies of the next one."""
+        """Move the first real tokens of each row before its pads, which become copies of the next one."""
         sink = self.policy.sink
         if not most:
             return x
@@ -314,7 +314,7 @@ class Store:
         return torch.cat((_gather(x, self.source), x[:, :, most + sink :]), 2)
 
     def _sample(self) -> Tensor:
-        """Any stored tensor [B, h, ...], for its device."""
+        """Return any stored tensor [B, h, ...], for its device."""
         return next(b.view() for b in (self.sink, self.tail, *self.fields.values()) if b.length)
 
 

@@ -56,7 +56,7 @@ class Config:
             raise ValueError(f"block_tokens {self.block_tokens} is not 2 or more")
 
     def ends(self, length: int) -> int:
-        """Entries set aside at each end of a vector."""
+        """Return how many entries are set aside at each end of a vector."""
         return max(1, round(self.sparse * length / 2)) if self.sparse else 0
 
 
@@ -98,7 +98,7 @@ class Gear(Codec):
         raise NotImplementedError
 
     def whole(self, vectors: Tensor) -> Tensor:
-        """The inverse of `vectors`."""
+        """Undo `vectors`."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ class Gear(Codec):
         return self.whole(self.vectors(x).scatter_add_(-1, block["places"].long(), block["outliers"].float()))
 
     def _product(self, block: Block) -> Tensor:
-        """The low-rank part [B, h, n, width]."""
+        """Return the low-rank part [B, h, n, width]."""
         left = block["left"].float().unflatten(2, (-1, self.granularity))
         return (left @ block["right"].float()).flatten(2, 3)
 
@@ -196,7 +196,7 @@ class Values(Gear):
 
 
 def _base(config: Config, spec: Spec) -> Codec:
-    """The codec of the integers."""
+    """Return the codec of the integers."""
     whole = config.block_tokens if spec.kind == "keys" else spec.width
     group = config.group_size or whole
     check_groups(spec, group, whole, f"block_tokens {whole}" if spec.kind == "keys" else f"head's {whole} channels")
@@ -204,7 +204,7 @@ def _base(config: Config, spec: Spec) -> Codec:
 
 
 def _tokens(block: Mapping[str, Tensor]) -> int:
-    """Of a block, from its codes."""
+    """Return the tokens of a block, from its codes."""
     return next(rows for name, rows in block.items() if name.startswith("codes")).shape[2]
 
 

@@ -161,12 +161,12 @@ class ByToken(Packed):
 
 
 def _few(rows: Tensor) -> bool:
-    """Whether the compiled kernels read the codes for these queries or probabilities [B, h, m, ...]."""
+    """Return whether the compiled kernels read the codes for these queries or probabilities [B, h, m, ...]."""
     return rows.is_cpu and rows.dtype == torch.float32 and rows.shape[2] <= kv_affine.MOST_ROWS
 
 
 def _many(block: Block, group: int) -> bool:
-    """Whether there are so many codes that a compiled kernel saves time."""
+    """Return whether there are so many codes that a compiled kernel saves time."""
     return block["scales"].numel() * group > kv_affine.SMALL
 
 

@@ -55,7 +55,7 @@ class Config:
             raise ValueError(f"outliers {self.outliers} is a share below 0.5")
 
     def slots(self, channels: int) -> int:
-        """Outliers that a token of so many channels stores."""
+        """Return how many outliers a token of so many channels stores."""
         return max(1, round(self.outliers * channels)) if self.outliers else 0
 
 
@@ -86,7 +86,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
 
 
 def k_means(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Sorted levels [count] float64 at which sum weight (x - nearest level)^2 is (locally) least; x, weight [n]."""
+    """Return sorted levels [count] float64 with (locally) least sum weight (x - nearest level)^2; x, weight [n]."""
     x, order = x.double().sort()
     weight = weight.double()[order]
     total = float(weight.sum())
@@ -120,13 +120,13 @@ def spread(levels: Tensor, x: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
-    """Codes int64 of the nearest of sorted levels."""
+    """Return codes int64 of the nearest of sorted levels."""
     levels = levels.float()
     return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
 
 
 def narrowest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Least and largest entry [n, 1] of rows [n, C] without the `count` outermost, in the split that leaves least."""
+    """Return least and largest entry [n, 1] of rows [n, C] without the `count` outermost, split to leave the least range."""
     sides = min(count + 1, rows.shape[-1])
     low = rows.topk(sides, largest=False).values  # rising: after j are cut at the low end
     high = rows.topk(sides).values.flip(-1)  # rising: with count - j cut at the high end
@@ -135,7 +135,7 @@ def narrowest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """offset and scale, float16, that map [-1, 1] to [low, high]."""
+    """Return offset and scale, float16, that map [-1, 1] to [low, high]."""
     return ((high + low) / 2).half(), ((high - low) / 2).clamp(min=LEAST).half()
 
 
@@ -153,7 +153,7 @@ class NonUniform(Codec):
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     def table(self, name: str, x: Tensor) -> Tensor:
-        """A static tensor in float32, on the device of x."""
+        """Return a static tensor in float32, on the device of x."""
         if x.device not in self._tables:
             self._tables[x.device] = {key: tensor.float().to(x.device) for key, tensor in self.static.items()}
         return self._tables[x.device][name]

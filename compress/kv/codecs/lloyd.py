@@ -62,7 +62,7 @@ class Config:
 
 @cache
 def levels(bits: int) -> Tensor:
-    """The 2^bits levels of least squared error for N(0, 1), ascending, float32 [2^bits]; bits 0 has the mean alone."""
+    """Return the 2^bits levels of least squared error for N(0, 1), ascending, float32 [2^bits]; of 0 bits: [0]."""
     with torch.inference_mode(False), torch.device("cpu"):
         count = 2**bits
         normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
@@ -80,12 +80,12 @@ def levels(bits: int) -> Tensor:
 
 
 def nearest(x: Tensor, table: Tensor) -> Tensor:
-    """Indices, int64, of the nearest levels of an ascending table [count]."""
+    """Return the indices, int64, of the nearest levels of an ascending table [count]."""
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2)
 
 
 def rms(x: Tensor) -> Tensor:
-    """Root mean square over the last axis, kept; never zero."""
+    """Return the root mean square over the last axis, kept; never zero."""
     return x.square().mean(-1, keepdim=True).sqrt().clamp(min=SMALLEST)
 
 
@@ -136,7 +136,7 @@ class Levels:
         return self.table.to(codes.device)[codes.int()]
 
     def whole(self) -> tuple[tuple[int, ...], float]:
-        """The levels as small integers, for compiled code, and the step that these are multiples of."""
+        """Return the levels as small integers, for compiled code, and the step that these are multiples of."""
         step = float(self.table[-1]) / kv_levels.LARGEST_LEVEL
         return tuple((self.table / step).round().int().tolist()), step
 
@@ -188,7 +188,7 @@ class Lloyd(Codec):
         return x + block["mean"].float() if "mean" in block else x
 
     def query(self, q: Tensor, state: Block) -> Tensor:
-        """With a column more: what the mean adds to all scores."""
+        """Rotate the queries and append a column, the constant that the mean adds to all scores."""
         if self.rope == "pre":
             return q
         bias = q @ state["mean"].float().mT if "mean" in state else q.new_zeros(*q.shape[:3], 1)
@@ -226,7 +226,7 @@ class Lloyd(Codec):
         return mixed
 
     def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
-        """Whether compiled code reads the codes for these queries or probabilities."""
+        """Return whether compiled code reads the codes for these queries or probabilities."""
         if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
             return False
         is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
@@ -245,7 +245,7 @@ def _first(block: Block, fields: Mapping[str, Field], count: int) -> dict[str, T
 
 
 def _last(block: Block, fields: Mapping[str, Field], start: int) -> Block:
-    """The tokens from `start` on, with what is not of tokens."""
+    """Return the block from token `start` on."""
     return {**block, **{name: block[name][:, :, start:] for name in fields}} if start else block
 
 

@@ -57,7 +57,7 @@ def fit(groups: Tensor, bits: int, clip: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def heads_together(heads: int) -> int:
-    """The largest power of two, up to ROTATED, that divides the number of heads."""
+    """Return the largest power of two, up to ROTATED, that divides the number of heads."""
     return min(ROTATED, heads & -heads)
 
 
@@ -92,7 +92,7 @@ class Rotated(Codec):
         return {**packed, "scales": scales[:, None, ..., 0], "minima": minima[:, None, ..., 0]}
 
     def coded(self, block: Block) -> Tensor:
-        """What was coded, rotated, in the order of the heads: [B, n, h width] float32."""
+        """Return the coded rows, still rotated, in the order of the heads: [B, n, h width] float32."""
         groups = self.codes.unpack(block)[:, 0].float().unflatten(-1, (-1, self.group))
         groups = groups.mul_(block["scales"][:, 0].float()[..., None]).add_(block["minima"][:, 0].float()[..., None])
         rows = groups.flatten(-2)

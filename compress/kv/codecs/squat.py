@@ -55,7 +55,7 @@ class Config:
 
 
 def moment(queries: Tensor, heads: int) -> Tensor:
-    """Second moment [..., h, width, width] of queries [..., H, n, width], H a multiple of h; mean diagonal 1.
+    """Return the second moment [..., h, width, width] of queries [..., H, n, width], divided by its mean diagonal.
 
     Rows of zeros do not count.
     """
@@ -65,7 +65,7 @@ def moment(queries: Tensor, heads: int) -> Tensor:
 
 
 def compensation(second: Tensor, config: Config) -> Tensor:
-    """What the later channels take over of each piece: all W_i [.., later channels, columns] in a row, float16.
+    """Return what later channels take over of each piece: all W_i [.., later channels, columns] in a row, float16.
 
     second: [..., width, width] as `moment` gives it.
     """
