@@ -174,7 +174,7 @@ def test_the_command(pico_dir: Callable[..., Path], recipes: Callable[[int], str
     rows = json.loads(out)["rows"]
     assert [(row["recipe"], row["extra"]) for row in rows] == [("kv2", 0), ("kv8", 0), ("kv2", 16)]
     two, large, longer = rows
-    assert two["tokens"] == 3 * 63 and two["speed"]["decode_a"] > 0 and longer["speed"] is None
+    assert two["tokens"] == 3 * 63 and two["speed"]["decoded_rate"] > 0 and longer["speed"] is None
     assert two["kl"] > longer["kl"] > 0 and two["kl"] > large["kl"] > 0
     step = 16 * (2 * 2 * 32 * 4 - 2 * 2 * 32 * 4 / 8) / 128  # of exact tokens, bytes a token
     target = large["size"]["bytes_per_token"]

@@ -189,8 +189,8 @@ class Turns:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self.cos[:, start:stop], self.sin[:, start:stop]
+    def rows(self, start: int, stop: int) -> Tensor:
+        return torch.stack((self.cos[:, start:stop], self.sin[:, start:stop]), 1)
 
 
 @pytest.mark.parametrize("kind", ["keys", "values"])
@@ -210,7 +210,7 @@ def test_chunks_and_padding_of_the_store(kind: str) -> None:
 def test_keys_are_coded_before_rope() -> None:
     x = normal(1, HEADS, 40, WIDTH)
     store = filled("keys", x, [40])
-    cos, sin = store.rope.rows(2, 32)  # type: ignore[union-attr]
+    cos, sin = store.rope.rows(2, 32).unbind(1)  # type: ignore[union-attr]
     plain = unrotate(x[:, :, 2:32], cos, sin)
     made = store.codec
     torch.testing.assert_close(store.read()[:, :, 2:32], rotate(made.decode(made.encode(plain, {})), cos, sin))

@@ -197,9 +197,9 @@ def test_extremes() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(RecipeError, match="layer 0, keys: pca has no calibrated back; calibrate"):
+    with pytest.raises(RecipeError, match="layer 0, keys: pca needs calibrated bits of shape .*none; calibrate"):
         pca.build(pca.Config(), spec("keys"), {})
-    with pytest.raises(RecipeError, match=r"calibrated for \(2, 32\) heads and channels, not \(3, 32\)"):
+    with pytest.raises(RecipeError, match=r"calibrated bits of shape \(3, 32\), found \(2, 32\)"):
         pca.build(pca.Config(), spec("values", 3), pca.calibrate(pca.Config(), spec("values"), samples()))
     for settings, match in (({"bits": 0.0}, "bits 0.0"), ({"unit": 0}, "unit 0")):
         with pytest.raises(ValueError, match=match):

@@ -189,7 +189,9 @@ def test_chunks_and_padding() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(RecipeError, match=r"keys: squat needs a calibrated compensation of shape \(2, 384\)"):
+    with pytest.raises(
+        RecipeError, match=r"keys: squat needs calibrated compensation of shape \(2, 384\).* or set subspace: prompt"
+    ):
         squat.build(squat.Config(), spec(), {})
     assert isinstance(squat.build(squat.Config(), spec("values"), {}), kivi.ByToken)
     for settings in ({"bits": 0}, {"columns": 0}, {"strength": -1.0}, {"rank": 0}, {"group_size": 1}):

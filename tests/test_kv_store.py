@@ -240,10 +240,10 @@ def test_rope() -> None:
     torch.testing.assert_close(unrotate(turned, cos, sin), x, atol=1e-6, rtol=1e-5)
     rope = Rope()
     rope.append(cos.expand(2, -1, -1)[:, :30], sin.expand(2, -1, -1)[:, :30])
-    assert rope.rows(3, 5)[0].shape == (1, 2, 6)
+    assert rope.rows(3, 5)[:, 0].shape == (1, 2, 6)
     rope.append(torch.stack((cos[0, 30:], cos[0, :10])), torch.stack((sin[0, 30:], sin[0, :10])))
     rope.select(torch.tensor([1, 0]))
-    assert torch.equal(rope.rows(29, 31)[1], torch.stack((sin[0, [29, 0]], sin[0, [29, 30]])))
+    assert torch.equal(rope.rows(29, 31)[:, 1], torch.stack((sin[0, [29, 0]], sin[0, [29, 30]])))
     with pytest.raises(CompressError, match="attach"):
         rope.rows(0, 41)
 

@@ -1,4 +1,4 @@
-"""How good a checkpoint is: perplexity, divergence from another checkpoint, what it writes, and how fast (speed)."""
+"""Evaluate a checkpoint: perplexity, divergence from another one, the text that it writes, and its speed."""
 
 from compress.evaluate.generation import generate
 from compress.evaluate.scores import Comparison, Execution, Scores, evaluate

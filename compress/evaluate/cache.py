@@ -1,4 +1,4 @@
-"""How good, small and fast compressed caches are: the protocol of `compress kv-bench`.
+"""Measure the quality, bytes and speed of compressed caches: the protocol of `compress kv-bench`.
 
 At each context length, for each recipe: the loss of perplexity and the divergence from the uncompressed cache through
 the cache (cache_scores.py), recall of what lies far back, the error of attention's output (cache_error.py), bytes and
@@ -85,7 +85,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure."""
+    """The caches to measure and the text to measure them on."""
 
     recipes: dict[str, CacheSettings]  # by name; none: the checkpoint's own cache
     text: str | Path
@@ -97,7 +97,7 @@ class Request:
 
 
 def bench(directory: Path, asked: Request, execution: Execution, progress: Progress = silent) -> Bench:
-    """Measure. Raises CalibrationError for contexts or texts that do not fit, RecipeError for caches that do not."""
+    """Measure all caches. Raises CalibrationError for contexts or texts that do not fit, RecipeError for such caches."""
     limit = lm.max_positions(lm.load_config(directory))
     contexts = asked.contexts or default_contexts(limit)
     texts = {n: scores._windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
@@ -131,7 +131,7 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
 
 
 def default_contexts(limit: int | None) -> tuple[int, ...]:
-    """Three lengths within the model's limit."""
+    """Return three context lengths within the model's limit."""
     fitting = tuple(n for n in CONTEXTS if limit is None or n <= limit)
     if len(fitting) == len(CONTEXTS) or limit is None:
         return fitting
@@ -141,7 +141,7 @@ def default_contexts(limit: int | None) -> tuple[int, ...]:
 def evaluate(
     directories: Sequence[Path], asked: Request, seq_len: int, execution: Execution, progress: Progress = silent
 ) -> Comparison:
-    """Scores of the first checkpoint through one cache, beside the last one (or itself) through the exact cache."""
+    """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact cache."""
     windows = scores._windows(list(directories), asked.text, seq_len, asked.max_tokens)
     models = [load_model(directory, execution) for directory in directories]
     found = candidates(models[0], directories[0], asked.recipes, asked.calib, progress)
@@ -155,7 +155,7 @@ def evaluate(
 def generate(
     directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, device: str, asked: Request
 ) -> str:
-    """What the model writes with one cache (compress/evaluate/generation.py says the rest)."""
+    """Return what the model writes with one cache; the arguments are those of compress/evaluate/generation.py."""
 
     def load() -> PreTrainedModel:
         model = lm.load_model(directory, "auto", device)
@@ -167,7 +167,7 @@ def generate(
 
 
 def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[CacheBytes], length: int) -> list[Candidate]:
-    """The smaller ones, with as many more exact tokens as bring them to the bytes of the largest."""
+    """Return the smaller caches, each with as many more exact tokens as bring it to the bytes of the largest."""
     target = max(size.bytes_per_token for size in measured)
     longer = []
     for candidate, size in zip(found, measured, strict=True):
@@ -185,7 +185,7 @@ def _context(
     measured: tuple[Sequence[CacheBytes], Sequence[CacheSpeed | None]],
     progress: Progress,
 ) -> list[Row]:
-    """All rows of one context length."""
+    """Return the rows of one context length."""
     count, length = windows.shape
     batch = _batch(model, found, length)
     say = counter(progress, f"scoring at {length} tokens", count)
@@ -224,7 +224,7 @@ def _context(
 
 
 def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
-    """Windows at a time, so that the logits of a chunk through all caches fit in BATCH_NBYTES."""
+    """Return how many windows to take at a time: the logits of a chunk through all caches fit in BATCH_NBYTES."""
     chunks = spans([candidate.codings(model.config) for candidate in found], length)
     longest = max(stop - start for start, stop in chunks)
     vocabulary = model.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""The error of attention itself: what a compressed cache does to the output of each layer, all else exact.
+"""Measure how much a compressed cache changes the output of each attention layer, all else exact.
 
 The model runs with exact caches over a window in two parts. Beside each layer's attention the same module is called
 again on the same inputs, with a cache under test in place of the exact one; the first part fills it, the queries of
@@ -28,7 +28,7 @@ Make = Callable[[], KVCache]
 
 @dataclass(frozen=True)
 class OutputError:
-    """Relative squared errors of one cache: over all queries of a layer, [layers]."""
+    """Relative squared errors of one cache, over all queries of each layer, [layers]."""
 
     mean: Tensor
     p50: Tensor
@@ -36,7 +36,7 @@ class OutputError:
 
 
 def output_errors(model: Any, windows: Tensor, makes: Sequence[Make], batch: int = 4) -> list[OutputError]:
-    """Of each cache; windows int64 [windows, seq_len], longer than QUERIES. Needs the hooks of compress/kv/hooks.py."""
+    """Return the errors of each cache on windows int64 [windows, seq_len], seq_len > QUERIES; the model has hooks."""
     modules = attentions(model)
     errors: list[dict[int, list[Tensor]]] = [{index: [] for index in modules} for _ in makes]
     for tokens in windows.split(batch):
@@ -55,7 +55,7 @@ def output_errors(model: Any, windows: Tensor, makes: Sequence[Make], batch: int
 
 
 def attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """Layer number -> the module that updates its cache: the innermost one that knows its number."""
+    """Return by layer number the module that updates its cache: the innermost one that knows its number."""
     found = {name: m for name, m in model.named_modules() if isinstance(getattr(m, "layer_idx", None), int)}
     inner = [n for n in found if not any(other.startswith(f"{n}.") for other in found)]
     return {found[name].layer_idx: found[name] for name in inner}
@@ -85,7 +85,7 @@ class _Beside:
 
 
 class _reading:
-    """The attention that a cache needs."""
+    """Sets the attention function that a cache needs, and puts the model's own back."""
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.config, self.own = model.config, model.config._attn_implementation
@@ -106,13 +106,13 @@ def _tensor(output: Any) -> Tensor:
 
 
 def _relative(exact: Tensor, other: Tensor) -> Tensor:
-    """[B, n, hidden] twice -> [B n] float64."""
+    """Return the relative squared error of each query, [B n] float64, of two outputs [B, n, hidden]."""
     exact, other = exact.double(), other.double()
     return ((exact - other).square().sum(-1) / exact.square().sum(-1).clamp(min=1e-30)).flatten().cpu()
 
 
 def _summary(layers: list[list[Tensor]]) -> OutputError:
-    """Layers that no cache was asked of have no error."""
+    """Return the statistics over queries of each layer; layers without a cache have no error."""
     rows = [torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64) for parts in layers]
     return OutputError(
         torch.stack([row.mean() for row in rows]),

@@ -1,4 +1,4 @@
-"""What a compressed cache does to predictions: teacher forcing through the cache, and recall of what lies far back.
+"""Score predictions through a compressed cache (teacher forcing), and its recall of text that lies far back.
 
 Windows are fed in chunks: the past is read as it is stored, the chunk itself exactly, then it is stored. With chunks
 that divide `flush` and `residual_length`, the first of them as long as nothing is coded, this is what token-by-token
@@ -88,7 +88,7 @@ def policies(codings: Codings) -> list[Policy]:
 
 
 def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
-    """Chunks through which all of these caches read what they would read token by token."""
+    """Return the chunks through which all of these caches read what they would read token by token."""
     found = [policy for codings in caches for policy in policies(codings)]
     sinks = [policy.sink for policy in found]
     step = math.gcd(*(p.flush for p in found), *(p.residual_length for p in found), *(s - sinks[0] for s in sinks))
@@ -100,13 +100,13 @@ def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
 
 
 def exact_tokens(codings: Codings) -> int:
-    """Tokens of past from which on at least four flushes are coded everywhere."""
+    """Return how many tokens of past it takes until at least four flushes are coded everywhere."""
     return max(p.sink + p.residual_length + 4 * p.flush for p in policies(codings))
 
 
 @torch.no_grad()
 def through(model: Any, tokens: Tensor, cache: Any, chunks: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Logits [B, n, vocab] of each chunk of tokens [B, seq_len], read through the cache."""
+    """Yield the logits [B, n, vocab] of each chunk of tokens [B, seq_len], read through the cache."""
     for start, stop in chunks:
         yield model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True).logits
 
@@ -144,7 +144,7 @@ def compare(
 
 
 def interval(differences: Tensor) -> tuple[float, float] | None:
-    """95% bootstrap interval of the mean of differences [windows]; None for a single one."""
+    """Return the 95% bootstrap interval of the mean of differences [windows]; None for a single one."""
     count = len(differences)
     if count < 2:
         return None
@@ -192,7 +192,7 @@ def recall(model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: 
 
 
 def _needle_nll(model: Any, tokens: Tensor, candidate: Candidate | None, chunks: Sequence[tuple[int, int]]) -> Tensor:
-    """nll of the last NEEDLE - CUE tokens, [B, NEEDLE - CUE]."""
+    """Return the nll of the last NEEDLE - CUE tokens, [B, NEEDLE - CUE]."""
     cache = DynamicCache(config=model.config) if candidate is None else candidate.cache(model.config)
     count, kept = NEEDLE - CUE, []
     for (_, stop), logits in zip(chunks, through(model, tokens, cache, chunks), strict=True):

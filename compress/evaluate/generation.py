@@ -1,4 +1,4 @@
-"""Letting a checkpoint continue a prompt: the plainest look at what a model still can."""
+"""Let a checkpoint continue a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generate(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> str:
-    """The text with which the model continues the prompt, without the prompt; it stops at the model's end of text.
+    """Return the text with which the model continues the prompt, without the prompt, up to its end of text.
 
     temperature 0 takes the likeliest token each time; above that tokens are drawn, seeded by `seed`. The generation
     settings stored with the checkpoint do not count.
@@ -47,7 +47,7 @@ def continued(
     temperature: float,
     seed: int,
 ) -> str:
-    """The same with the model that `load` gives, once the prompt is known to have tokens."""
+    """Return the same of the model that `load` gives, which is called once the prompt is known to have tokens."""
     tokenizer = lm.load_tokenizer(directory)
     ids = cast(list[int], tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:

@@ -1,4 +1,4 @@
-"""Perplexity of a checkpoint, and how far its predictions are from those of another one.
+"""Measure the perplexity of a checkpoint, and how far its predictions are from those of another one.
 
 Windows of seq_len tokens that do not overlap are cut from the start of the text; every token but a window's first is
 predicted from those before it in the window. Perplexity = exp(mean negative log-likelihood). KL = mean over the same
@@ -29,7 +29,7 @@ BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activatio
 
 @dataclass(frozen=True)
 class Execution:
-    """How the models run; the figures change with it by rounding only."""
+    """Settings of how models run; the figures change with it by rounding only."""
 
     dtype: str = "float32"  # float32, float16, bfloat16, or auto: as stored
     device: str = "cpu"
@@ -42,7 +42,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a model predicts a text."""
+    """Figures of how well a model predicts a text."""
 
     text: str  # file or data set name
     perplexity: float  # exp(nll)
@@ -54,7 +54,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Comparison(Scores):
-    """The same, beside a base model. KL in nats a token, over the scored positions."""
+    """Scores beside those of a base model. KL in nats a token, over the scored positions."""
 
     base_perplexity: float
     perplexity_ratio: float  # model to base
@@ -78,7 +78,7 @@ def evaluate(
     execution: Execution = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Scores of a checkpoint on the first max_tokens tokens of a text; a Comparison if a base checkpoint is given.
+    """Return scores of a checkpoint on the first max_tokens tokens of a text; a Comparison if a base is given.
 
     text is anything that calibration takes: a file, or the name of a data set. progress is told (windows done, windows
     in all). Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def _windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
-    """The windows to score, int64 [windows, seq_len]; all that can be wrong is found before a model is loaded."""
+    """Return the windows to score, int64 [windows, seq_len], and find what is wrong before a model is loaded."""
     configs = [load.load_config(directory) for directory in directories]
     tokenizers = [load.load_tokenizer(directory) for directory in directories]
     for directory, config, tokenizer in zip(directories[1:], configs[1:], tokenizers[1:], strict=True):
@@ -130,7 +130,7 @@ def _batch(models: list[PreTrainedModel], seq_len: int) -> int:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
-    """Logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
+    """Return the logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
     if not all(torch.isfinite(part).all() for part in logits.split(kl.rows_at_a_time(logits.shape[1]))):
         raise NumericalError(f"{name} gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow")

@@ -1,4 +1,4 @@
-"""How fast a checkpoint runs: prefill and decode in tokens a second, and each shape of packed layer beside bfloat16.
+"""Time a checkpoint: prefill and decode in tokens a second, and each shape of packed layer beside bfloat16.
 
 What is compared is timed in turns in the same run, so that a busy machine slows all of it alike. Calls go round over
 the layers of a shape (and over copies of the bfloat16 weight), so that no weight is found in a cache because it was
@@ -52,7 +52,7 @@ class LayerSpeed:
 
 @dataclass(frozen=True)
 class Speed:
-    """What `measure` found; rates are those of all sequences of the batch together."""
+    """Rates that `measure` found, those of all sequences of the batch together."""
 
     device: str
     threads: int
@@ -82,7 +82,7 @@ def measure(
 
 
 def _generation(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
-    """Tokens a second of the prompt, and of what follows it, with the model's own generate; the better of two runs."""
+    """Return tokens a second of the prompt and of what follows, with the model's own generate: the better of two."""
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(model.device)
@@ -106,7 +106,7 @@ def _now(device: torch.device) -> float:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes a second, read and written ones together, of a copy inside the device's memory."""
+    """Return the bytes a second, read and written ones together, of a copy inside the device's memory."""
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     (seconds,) = in_turns([[lambda: target.copy_(source)]], device)
@@ -114,7 +114,7 @@ def copy_rate(device: str) -> float:
 
 
 def _alike(model: nn.Module) -> list[list[PackedLinear]]:
-    """The packed layers, those of the same shape, format, operations and low-rank part together."""
+    """Return the packed layers, grouped by shape, format, operations and low-rank part."""
     groups: dict[Any, list[PackedLinear]] = {}
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -140,13 +140,13 @@ def _layer(modules: Sequence[PackedLinear], rows: int, copied: float) -> LayerSp
 
 
 def bfloat16_weights(shape: tuple[int, int], device: str) -> list[Tensor]:
-    """Random weights [out, in], as many as exceed the caches together."""
+    """Return random weights [out, in], as many as exceed the caches together."""
     count = max(2, math.ceil(ROTATED_BYTES[device] / (2 * shape[0] * shape[1])))
     return [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
 
 
 def in_turns(kinds: Sequence[Sequence[Call]], device: str) -> list[float]:
-    """Median seconds of a call of each kind; the calls of a kind are taken in turn, and so are the kinds."""
+    """Return the median seconds of a call of each kind; the calls of a kind are taken in turn, and so are the kinds."""
     rounds = [_graph(calls) if device == "cuda" else _timed(calls) for calls in kinds]
     for round in rounds:
         round()  # compiles, decodes, fills caches
@@ -172,7 +172,7 @@ def _timed(calls: Sequence[Call]) -> Callable[[], list[float]]:
 
 
 def _graph(calls: Sequence[Call]) -> Callable[[], list[float]]:
-    """All calls in one CUDA graph; a round is a replay, and gives the mean."""
+    """Return a round that replays all calls as one CUDA graph and gives the mean."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

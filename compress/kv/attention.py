@@ -75,7 +75,7 @@ def _attend(
     mask: Tensor | None,
     logits: tuple[float, float | None],
 ) -> Tensor:
-    """What is stored, then `new` (keys, values [B, h, n, width]), in pieces of the queries -> [B, n, H, width]."""
+    """Attend to what is stored and to `new` (keys, values [B, h, n, width]), in pieces of queries -> [B, n, H, width]."""
     stored = len(layer.stores["keys"]) if layer is not None and layer.stores else 0
     tokens = stored + (0 if new is None else new[0].shape[2])
     count = query.shape[2]
@@ -141,7 +141,7 @@ def _mask(scores: Tensor, mask: Tensor) -> None:
 
 
 def _in_order(layer: CodedLayer | None, mask: Tensor) -> Tensor:
-    """The columns of the mask in storage order, which differs where left padding is known."""
+    """Return the columns of the mask in storage order, which differs where left padding is known."""
     columns = layer.stores["keys"].columns if layer is not None and layer.stores else None
     if columns is None:
         return mask

@@ -1,4 +1,4 @@
-"""Rows along a token axis that grow at the end and go at the front, without copying the rest each time."""
+"""Keep rows along a token axis that grow at the end and go at the front, without copying the rest each time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Buffer:
         self.length = 0
 
     def view(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows start..stop, sharing memory; never call it before the first `append`."""
+        """Return rows start..stop, sharing memory; never call it before the first `append`."""
         assert self._data is not None
         last = self.length if stop is None else stop
         return self._data[:, :, self._start + start : self._start + last]
 
     def append(self, rows: Tensor) -> None:
-        """Copies the rows: no memory of the caller is kept alive. CompressError if they are of another batch."""
+        """Copy the rows: no memory of the caller is kept alive. CompressError if they are of another batch."""
         count = rows.shape[2]
         if self._data is None:
             self._allocate(rows, count)
@@ -50,7 +50,7 @@ class Buffer:
         self.length -= count
 
     def take(self, index: Tensor) -> None:
-        """Rows of the batch by index."""
+        """Keep these rows of the batch, by index."""
         if self._data is not None:
             self._data = self._data.index_select(0, index.to(self._data.device))
 
@@ -59,7 +59,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Of the rows in use."""
+        """Bytes of the rows in use."""
         return 0 if self._data is None else self.view().numel() * self._data.element_size()
 
     @property
@@ -72,7 +72,7 @@ class Buffer:
         self._data = like.new_empty(shape)
 
     def _make_room(self, count: int) -> None:
-        """Moves the rows to the front, of the same memory if half of it is free."""
+        """Move the rows to the front, of the same memory if half of it is free."""
         assert self._data is not None
         old, needed = self.view(), self.length + count
         if self._start < self.length or needed > self._data.shape[2]:

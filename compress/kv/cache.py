@@ -93,7 +93,7 @@ class CodedLayer(CacheLayerMixin):
         return tuple(self.stores[kind].read() for kind in KINDS)
 
     def commit(self, queries: Tensor | None = None) -> None:
-        """Stores what attention was shown last; queries [B, H, n, width], of the first tokens, for codecs that ask."""
+        """Store what attention was shown last; queries [B, H, n, width], of the first tokens, for codecs that ask."""
         if self._pending is not None:
             new, self._pending = self._pending, None
             self._store(new, queries)
@@ -106,7 +106,7 @@ class CodedLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """(length, offset) of the columns of the mask: fewer tokens may be stored than were seen."""
+        """Return (length, offset) of the columns of the mask: fewer tokens may be stored than were seen."""
         count = query_length if isinstance(query_length, int) else len(query_length)
         stored = self.stored
         return stored + count, self.seen - stored
@@ -165,7 +165,7 @@ class CodedLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """All layers of a model; `nbytes()` says what they take."""
+    """A cache of all layers of a model."""
 
     def __init__(
         self, codings: Codings, exact_prefill: bool, queries: int, static: Mapping[str, Tensor], path: CachePath
@@ -178,7 +178,7 @@ class KVCache(Cache):
         super().__init__(layers=[])
 
     def codec(self, index: int, kind: str, states: Tensor) -> Codec:
-        """The codec of a layer's keys or values, made from the first of them [B, h, n, width]."""
+        """Return the codec of a layer's keys or values, made from the first of them [B, h, n, width]."""
         heads, width = states.shape[1], states.shape[-1]
         layers = len(self.codings)
         spec = Spec(kind, index, layers, heads, width, max(1, self.queries // heads), states.dtype)  # type: ignore[arg-type]
@@ -228,21 +228,21 @@ class KVCache(Cache):
 
 
 def _held(layer: Any) -> list[Tensor]:
-    """Tensors of a layer of transformers: keys and values, states of convolutions and recurrences."""
+    """Return the tensors of a layer of transformers: keys and values, states of convolutions and recurrences."""
     states = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
     found = [*(getattr(layer, kind, None) for kind in KINDS), *(x for each in states for x in each.values())]
     return [x for x in found if x is not None]
 
 
 def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    """The codec of one tensor kind of one layer; `static` holds tensors of all layers, "layers.3.keys.<name>"."""
+    """Build the codec of one tensor kind of one layer; `static` holds tensors of all layers, "layers.3.keys.<name>"."""
     prefix = f"layers.{spec.layer}.{spec.kind}."
     own = {name.removeprefix(prefix): tensor for name, tensor in static.items() if name.startswith(prefix)}
     return plugins.load("kv", coding.method).build(coding.config, spec, own)
 
 
 def check(codec: Codec, path: CachePath) -> None:
-    """RecipeError for a codec that cannot work on this path."""
+    """Raise RecipeError for a codec that cannot be read in this way."""
     if path == "decode" and (codec.needs_queries or not codec.reconstructs):
         why = "needs the queries" if codec.needs_queries else "has scores but no keys or values to give back"
         raise RecipeError(
@@ -299,7 +299,7 @@ def make_cache(
     static: Mapping[str, Tensor] | None = None,
     path: str = "decode",
 ) -> KVCache:
-    """A fresh cache for a model of this configuration (PreTrainedConfig).
+    """Return a fresh cache for a model of this configuration (PreTrainedConfig).
 
     settings: a recipe's `kv_cache`, as data or as it was read; static: its calibrated tensors, if it has any.
     """

@@ -1,4 +1,4 @@
-"""What a KV codec is: how rows of keys or values become stored fields, and how attention reads them.
+"""Define what a KV codec is: how keys or values become rows of stored fields, and how attention reads these.
 
 Shapes everywhere: keys and values [B, h, n, width] (batch, KV heads, tokens, head dim), queries [B, h, m, width] in
 float32 with m = query heads of a KV head times query tokens; the token axis of every stored field is axis 2.
@@ -13,13 +13,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.errors import RecipeError
+
+ALL = 1 << 40  # tokens that a compiled reader takes at once: all of them
+
 Block = Mapping[str, Tensor]  # name -> rows of the stored fields of some tokens; with the state and, pre-RoPE, cos, sin
 Part = Literal["codes", "scales", "extras"]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Where a codec sits: one for each layer and each of keys and values."""
+    """The place of a codec: one for each layer and each of keys and values."""
 
     kind: Literal["keys", "values"]
     layer: int
@@ -65,7 +69,7 @@ class Codec:
         self.spec, self.static = spec, dict(static or {})
 
     def begin(self, x: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
-        """State of a sequence, [B, ...] each, from the first tokens x [B, h, n, width] that are encoded."""
+        """Return the state of a sequence, [B, ...] each, from the first tokens x [B, h, n, width] that are encoded."""
         return {}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
@@ -76,18 +80,18 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, block: Block) -> Tensor:
-        """Rows of the fields -> [B, h, n, width], float32 unless the stored numbers are exact in the model's type."""
+        """Decode rows of the fields to [B, h, n, width]: float32, or the model's type where that holds the numbers."""
         raise NotImplementedError
 
     def write(self, block: Block, out: Tensor) -> None:
-        """`dense` into out [B, h, n, width] of the model's type, for at most `write_at_once(out)` tokens."""
+        """Write `dense` into out [B, h, n, width] of the model's type, for at most `write_at_once(out)` tokens."""
         out.copy_(self.dense(block))
 
     def write_at_once(self, out: Tensor) -> int:
         return self.block
 
     def dense(self, block: Block) -> Tensor:
-        """What attention reads, [B, h, n, width]: `decode`, rotated if it is pre-RoPE. Not to be overridden."""
+        """Return what attention reads, [B, h, n, width]: `decode`, rotated if it is pre-RoPE. Not to be overridden."""
         x = self.decode(block)
         return rotate(x, block["cos"], block["sin"]) if self.rope == "pre" else x
 
@@ -100,7 +104,7 @@ class Codec:
         return query @ self.dense(block).float().transpose(-1, -2)
 
     def at_once(self, rows: Tensor) -> int:
-        """Tokens that `scores` (rows: its queries) and `mix` (its p) are given at a time; a compiled one takes all.
+        """Return how many tokens `scores` (rows: its queries) and `mix` (its p) take at a time; a compiled one takes ALL.
 
         A codec of keys before RoPE that takes more than `block`, here or in `write_at_once`, is given `halves` [B or 1,
         2, n, rotary width / 2] (cos and sin) in place of cos and sin.
@@ -108,7 +112,7 @@ class Codec:
         return self.block
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        """`scores` into out [B, h, m, n] float32, whose last axis is contiguous."""
+        """Write `scores` into out [B, h, m, n] float32, whose last axis is contiguous."""
         out.copy_(self.scores(query, block))
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
@@ -116,17 +120,54 @@ class Codec:
         return p @ self.dense(block).float()
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
-        """The sum of what `mix` returned -> [B, h, m, width]; mass [B, h, m, 1] is the sum of p over coded tokens."""
+        """Turn the sum of what `mix` returned into values [B, h, m, width]; mass [B, h, m, 1]: the sum of p."""
         return mixed
 
 
+def check_bits(bits: int) -> None:
+    """Raise ValueError unless codes may have so many bits."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits {bits} is not between 1 and 8")
+
+
+def check_groups(spec: Spec, group_size: int, count: int, what: str) -> None:
+    """Raise RecipeError unless groups of this size fill `count` of something."""
+    if count % group_size:
+        raise RecipeError(
+            f"{spec.where}: group_size {group_size} does not divide the {what}; set kv_cache.{spec.kind}.group_size"
+        )
+
+
+def check_static(
+    spec: Spec, method: str, static: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], instead: str = ""
+) -> None:
+    """Raise RecipeError unless calibration has given a codec all its tensors in these shapes; instead: other advice."""
+    for name, shape in shapes.items():
+        held = tuple(static[name].shape) if name in static else "none"
+        if held != shape:
+            raise RecipeError(
+                f"{spec.where}: {method} needs calibrated {name} of shape {shape}, found {held}; calibrate the cache "
+                f"with these settings{instead}"
+            )
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """Return x [B, h, n, width] as one row for each token, [B, n, h width]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def head_rows(rows: Tensor, heads: int) -> Tensor:
+    """Return rows [B, n, h width] as [B, h, n, width], the inverse of `token_rows`."""
+    return rows.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, h, n, width] with cos, sin [B or 1, n, rotary width], in float32; the rest stays."""
+    """Turn the first channels of x [B, h, n, width] with cos, sin [B or 1, n, rotary width], in float32."""
     return _turn(x, cos.float(), sin.float())
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Inverse of `rotate`, also where cos and sin carry a factor (cos^2 + sin^2 != 1)."""
+    """Undo `rotate`, also where cos and sin carry a factor (cos^2 + sin^2 != 1)."""
     cos, sin = cos.float(), sin.float()
     size = cos.square() + sin.square()
     return _turn(x, cos / size, -sin / size)

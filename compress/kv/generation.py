@@ -37,7 +37,7 @@ _SWITCH = "_compress_kv_switch"
 
 @dataclass
 class Use:
-    """What `generate` of a model does."""
+    """The cache that `generate` of a model makes."""
 
     settings: CacheSettings
     static: Mapping[str, Tensor]
@@ -72,7 +72,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """As the model was."""
+    """Undo `attach`."""
     use = vars(model).pop("kv_cache", None)
     if use is None:
         return
@@ -83,12 +83,12 @@ def detach(model: nn.Module) -> None:
 
 
 def can_read_codes(model: Any) -> bool:
-    """Whether the model lets its attention be chosen, and needs no more of it than scaled_dot_product_attention."""
+    """Return whether the model lets its attention be chosen and needs only scaled_dot_product_attention of it."""
     return bool(getattr(model, "_supports_sdpa", False)) and bool(model._can_set_attn_implementation())
 
 
 def switch(model: nn.Module) -> None:
-    """Hooks that give the model the attention that reads codes while a cache for it is among the arguments; once."""
+    """Add hooks, once, that give the model the attention that reads codes while such a cache is among the arguments."""
     if hasattr(model, _SWITCH):
         return
     attention.register()
@@ -110,7 +110,7 @@ def switch(model: nn.Module) -> None:
 
 
 def fresh(model: Any) -> KVCache:
-    """A cache for one call of generate."""
+    """Return a cache for one call of generate."""
     use: Use = model.kv_cache
     if not use.tried:
         use.tried = True
@@ -122,7 +122,7 @@ def fresh(model: Any) -> KVCache:
 
 
 def check_length(config: Any, tokens: int) -> None:
-    """CompressError where a context is longer than the model is made for."""
+    """Raise CompressError where a context is longer than the model is made for."""
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -134,7 +134,7 @@ def check_length(config: Any, tokens: int) -> None:
 
 
 def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **others: Any) -> None:
-    """In place of the class's method; rest: generation mode, batch size, most tokens in the cache."""
+    """Replace the class's method; rest: generation mode, batch size, most tokens in the cache."""
     asked = generation_config.cache_implementation
     is_asked = asked is not None and asked != model.generation_config.cache_implementation
     given = model_kwargs.get("past_key_values") is not None

@@ -1,4 +1,4 @@
-"""What a cache must be told and `update` does not say: left padding, and the rotary embedding of each token.
+"""Tell a cache of left padding and of the rotary embedding of each token, which `update` is not given.
 
 `attach(model)` adds hooks that look for a `KVCache` among the arguments of each forward pass, and do nothing where
 there is none. generate and plain calls of the model both pass through them.
@@ -17,7 +17,7 @@ _MARK = "_compress_kv_hooks"
 
 
 def attach(model: nn.Module) -> None:
-    """Once for a model; again does no harm."""
+    """Add the hooks to a model; again does no harm."""
     if hasattr(model, _MARK):
         return
     handles = [model.register_forward_pre_hook(_padding, with_kwargs=True)]
@@ -40,7 +40,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Leading zeros of the attention mask [B, tokens] of a first chunk."""
+    """Count the leading zeros of the attention mask [B, tokens] of a first chunk."""
     cache, mask = _cache(kwargs), kwargs.get("attention_mask")
     if cache is None or cache.get_seq_length() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return
@@ -49,7 +49,7 @@ def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]) -> None:
-    """cos and sin of the new tokens, for the layer that is about to store them, and their positions."""
+    """Pass on cos and sin of the new tokens, for the layer that is about to store them, and their positions."""
     cache, turns = _cache(kwargs), kwargs.get("position_embeddings")
     index = module.layer_idx
     if cache is None or not isinstance(turns, tuple) or not isinstance(index, int) or index >= len(cache.layers):
@@ -62,5 +62,5 @@ def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]
 
 
 def _cache(kwargs: dict[str, Any]) -> KVCache | None:
-    """The cache among the arguments; its name differs between models."""
+    """Return the cache among the arguments; its name differs between models."""
     return next((value for value in kwargs.values() if isinstance(value, KVCache)), None)

@@ -1,4 +1,4 @@
-"""Rotary embedding of cached tokens, for codecs that store keys before it.
+"""Keep the rotary embedding of cached tokens, for codecs that store keys before it.
 
 One `Rope` for all layers of a cache that are turned alike. It keeps what is least of
 
@@ -59,22 +59,22 @@ class Rope:
             self._keep_rows()
         _extend(self._rows, _half(cos, sin))
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [B or 1, stop - start, rotary width]."""
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return cos and sin [B or 1, 2, stop - start, rotary width] of tokens."""
         if stop > len(self):
             raise CompressError(
                 "kv_cache: keys before RoPE need compress.kv.hooks.attach(model) before the first token, and a model "
                 "with a rotary embedding; else choose keys after RoPE (rope: post), or another method for keys"
             )
         if self._source is not None:
-            return self._made(start, stop)
+            return torch.stack(self._made(start, stop), 1)
         rows = self._rows.view(start, stop)
-        rows = torch.cat((rows, rows), -1)
-        return rows[:, 0], rows[:, 1]
+        return torch.cat((rows, rows), -1)
 
     def halves(self, start: int, stop: int, keep: bool) -> Tensor:
-        """The first half of the columns of cos and sin [B or 1, 2, stop - start, rotary width / 2]; keep: they will be
-        asked for again, and are not to be made again.
+        """Return the first half of the columns of cos and sin [B or 1, 2, stop - start, rotary width / 2].
+
+        keep: hold them, because they are asked for again.
         """
         if self._source is not None and not keep:
             return _half(*self._made(start, stop))
@@ -106,7 +106,7 @@ class Rope:
         return self._rows.allocated + self._positions.allocated
 
     def _keep_rows(self) -> None:
-        """From now on, and of the tokens so far."""
+        """Keep rows from now on, and of the tokens so far."""
         rows = self._made(0, len(self))
         self.clear()
         _extend(self._rows, _half(*rows))
@@ -132,7 +132,7 @@ def _half(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sources(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that make cos and sin of (something of the type wanted, positions [B, n])."""
+    """Return the modules of a model that make cos and sin of (something of the type wanted, positions [B, n])."""
     found = []
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
@@ -149,7 +149,7 @@ def _call(source: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, T
 
 
 def _makes(source: nn.Module, positions: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether it makes these rows, and makes them whatever the other positions are; its state is not changed."""
+    """Return whether a module makes these rows, whatever the other positions are; leave its state as it is."""
     source = copy.deepcopy(source)
     if not _same(_call(source, cos, positions), (cos, sin)):
         return False

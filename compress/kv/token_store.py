@@ -1,4 +1,4 @@
-"""What one layer keeps of its keys or of its values: sink | coded tokens | exact tail.
+"""Store the keys or the values of one layer: sink | coded tokens | exact tail.
 
 The first `sink` tokens stay exact for good. Later ones enter the tail and leave it in whole groups of the codec, oldest
 first, as soon as `residual_length` newer tokens stay behind; what is coded is never coded again. Memory grows
@@ -12,7 +12,8 @@ exact until those that follow have given every row more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ class Store:
 
     @property
     def keeps_halves(self) -> bool:
-        """Whether fused attention keeps rotary rows beside positions where there is much to read, for compiled code."""
+        """True if fused attention keeps rotary rows beside positions where there is much to read, for compiled code."""
         query = torch.empty(1, 1, 1, self.codec.spec.width, device=self._sample().device)
         return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
 
@@ -114,7 +115,7 @@ class Store:
             self.tail.append(whole[:, :, count:])
 
     def blocks(self, step: int) -> Iterator[tuple[slice, Block]]:
-        """Coded tokens, counted from the first one, and their fields: about `step` at a time."""
+        """Yield coded tokens, counted from the first one, and their fields: about `step` at a time."""
         step = max(1, step // self.codec.granularity) * self.codec.granularity
         first = 0
         for run, length in enumerate(self.runs if self._has_runs else [self.coded]):
@@ -124,7 +125,7 @@ class Store:
             first += length
 
     def read(self, new: Tensor | None = None) -> Tensor:
-        """All tokens in token order, then those of `new`: [B, h, tokens, width] in the model's type."""
+        """Return all tokens in token order, then those of `new`: [B, h, tokens, width] in the model's type."""
         if new is not None and not len(self):
             return new
         sample = self._sample() if new is None else new
@@ -255,23 +256,15 @@ class Store:
             self.tail.append(cut.to(self.codec.spec.dtype))
 
     def _turns(self, start: int, stop: int) -> dict[str, Tensor]:
-        """cos and sin of coded tokens, where the codec is pre-RoPE."""
+        """Return cos and sin of coded tokens, where the codec is pre-RoPE."""
         if self.codec.rope == "post":
             return {}
         if self.rope is None:
             raise CompressError(
                 f"{self.codec.spec.where}: this codec stores keys before RoPE; call kv.hooks.attach(model)"
             )
-        first, last = self.sink.length + start, self.sink.length + stop
-        cos, sin = self.rope.rows(first, last)
-        if self.source is not None and first < self.source.shape[1]:  # pads turn as the tokens that they are copies of
-            moved = self.source[:, first:last]
-            rows, count = self.rope.rows(0, self.source.shape[1] + 1), moved.shape[1]
-            cos, sin = (
-                torch.cat((_rows(r, moved), x.expand(len(moved), -1, -1)[:, count:]), 1)
-                for r, x in zip(rows, (cos, sin), strict=True)
-            )
-        return {"cos": cos, "sin": sin}
+        both = self._rotary(start, stop, self.rope.rows)
+        return {"cos": both[:, 0], "sin": both[:, 1]}
 
     def _read_blocks(self, step: int, keep: bool) -> Iterator[tuple[slice, Block]]:
         """`blocks`; a codec that is pre-RoPE and reads more than its `block` at once has compiled code, which is given
@@ -282,27 +275,25 @@ class Store:
             return
         for start in range(0, self.coded, step):
             stop = min(start + step, self.coded)
-            halves = self._halves(start, stop, keep)
+            assert self.rope is not None, "keys before RoPE were coded with it"
+            halves = self._rotary(start, stop, partial(self.rope.halves, keep=keep))
             yield slice(start, stop), {**self.state, **self._rows_of(start, stop, 0), "halves": halves}
 
-    def _halves(self, start: int, stop: int, keep: bool) -> Tensor:
-        """Half rows of coded tokens [B or 1, 2, n, half]."""
-        assert self.rope is not None, "keys before RoPE were coded with it"
+    def _rotary(self, start: int, stop: int, rows: Callable[[int, int], Tensor]) -> Tensor:
+        """Return rows(first, last) [B or 1, 2, n, ...] of coded tokens; pads have those of what they are copies of."""
         first, last = self.sink.length + start, self.sink.length + stop
-        found = self.rope.halves(first, last, keep)
+        turns = rows(first, last)
         if self.source is None or first >= self.source.shape[1]:
-            return found
-        moved = self.source[:, first:last]  # pads turn as the tokens that they are copies of
-        rows = self.rope.halves(0, self.source.shape[1] + 1, keep)
-        columns = moved[:, None, :, None].expand(-1, 2, -1, rows.shape[3])
-        head = rows.expand(len(moved), -1, -1, -1).gather(2, columns)
-        return torch.cat((head, found.expand(len(moved), -1, -1, -1)[:, :, moved.shape[1] :]), 2)
+            return turns
+        moved = self.source[:, first:last]
+        head = _gather(rows(0, self.source.shape[1] + 1).expand(len(moved), -1, -1, -1), moved)
+        return torch.cat((head, turns.expand(len(moved), -1, -1, -1)[:, :, moved.shape[1] :]), 2)
 
     def _block(self, start: int, stop: int, run: int) -> Block:
         return {**self.state, **self._turns(start, stop), **self._rows_of(start, stop, run)}
 
     def _rows_of(self, start: int, stop: int, run: int) -> dict[str, Tensor]:
-        """Rows of all fields of coded tokens."""
+        """Return the rows of all fields of coded tokens."""
         rows = {}
         for name, field in self.codec.fields.items():
             ends = (start // field.tokens, -(-stop // field.tokens)) if field.tokens else (run, run + 1)
@@ -310,7 +301,7 @@ class Store:
         return rows
 
     def _in_front(self, x: Tensor, pads: Tensor, most: int) -> Tensor:
-        """The first real tokens of each row before its pads, which become copies of the next one."""
+        """Move the first real tokens of each row before its pads, which become copies of the next one."""
         sink = self.policy.sink
         if not most:
             return x
@@ -323,15 +314,10 @@ class Store:
         return torch.cat((_gather(x, self.source), x[:, :, most + sink :]), 2)
 
     def _sample(self) -> Tensor:
-        """Any stored tensor [B, h, ...], for its device."""
+        """Return any stored tensor [B, h, ...], for its device."""
         return next(b.view() for b in (self.sink, self.tail, *self.fields.values()) if b.length)
 
 
 def _gather(x: Tensor, columns: Tensor) -> Tensor:
     """x [B, h, n, width], columns [B, c] -> [B, h, c, width]."""
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _rows(x: Tensor, columns: Tensor) -> Tensor:
-    """x [B or 1, n, width], columns [B, c] -> [B, c, width]."""
-    return x.expand(len(columns), -1, -1).gather(1, columns[..., None].expand(-1, -1, x.shape[2]))

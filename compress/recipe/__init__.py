@@ -1,4 +1,4 @@
-"""Recipes: YAML -> `Recipe`, strict keys and types, every default visible, and back."""
+"""Read recipes from YAML with strict keys and types, and write them back with every default."""
 
 from compress.recipe.read import ambiguous, describe, dump, fingerprint, load, names, text
 from compress.recipe.schema import CalibrationConfig, Recipe, Rule, Step, Target

@@ -1,4 +1,4 @@
-"""The blocks of a recipe that stand for a plugin and its settings, from YAML nodes to data."""
+"""Read the blocks of a recipe that name a plugin and its settings, from YAML nodes to data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
 
 
 def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Scheme:
-    """Settings over the defaults of `method`, or over the scheme `above` if there is one and no method is named."""
+    """Return settings over the defaults of `method`, or over the scheme `above` where no method is named."""
     from compress.types import Activations, Correction, Scheme
 
     if "method" in entries:
@@ -43,7 +43,7 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
 
 
 def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
-    """What the block `key` says over `base`, or over `default` if that is None; `base` without one, None for null."""
+    """Return the block `key` laid over `base`, or over `default` if that is None; `base` without one, None for null."""
     if key not in entries:
         return base
     at, node = entries[key]
@@ -69,7 +69,7 @@ def say_renamed(kind: str, name: str) -> None:
 
 
 def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
-    """The dataclass instance `base` with the values of `entries`; `beside`: what else the block may hold."""
+    """Return the dataclass instance `base` with the values of `entries`; beside: other keys that the block may hold."""
     hints = plugins.hints(base)
     check_keys(entries, [*beside, *fields(base)], where)
     values = {key: value(entries, key, hints[key]) for key in entries}
@@ -81,7 +81,7 @@ def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[st
 
 
 def fields(config: Any) -> list[str]:
-    """Names of the fields of a dataclass."""
+    """Return the names of the fields of a dataclass."""
     return [field.name for field in dataclasses.fields(config)]
 
 

@@ -1,4 +1,4 @@
-"""Overrides of a recipe, `key=value`: changes of its YAML tree, which is then read as if the file had said so.
+"""Apply overrides `key=value` to the YAML tree of a recipe, which is then read like a file that says so.
 
 A key without dots that is not a top-level key is a setting of `quantize`. A new method keeps those settings of the file
 that it has, too; settings that are overrides themselves must be the new method's, whatever their order.
@@ -18,7 +18,7 @@ from compress.recipe.yaml import OVERRIDE, changed, compose, is_override, mappin
 
 
 def overridden(root: Node, overrides: Sequence[str]) -> Node:
-    """The tree of a valid recipe with the values of `overrides`, which are still to be checked."""
+    """Return the tree of a valid recipe with the values of `overrides`, which are still to be checked."""
     for override in overrides:
         root = _replaced(root, override)
     entries = mapping(root, "the recipe")
@@ -56,12 +56,12 @@ def _key(override: str) -> str:
 
 
 def _is_bare(key: str) -> bool:
-    """Whether a key of an override stands for a setting of `quantize`."""
+    """Return whether a key of an override stands for a setting of `quantize`."""
     return "." not in key and key not in TOP_KEYS
 
 
 def _fitted(root: Node, path: Sequence[str], config: type, source: str) -> Node:
-    """The tree without what the file sets, at `path` or in rules that build on it, and `config` does not have."""
+    """Return the tree without the settings, at `path` and in rules that build on it, that `config` does not have."""
     known = [*(ALLOCATE_KEYS if path == ["allocate"] else RULE_KEYS), *fields(config)]
 
     def fitting(block: MappingNode) -> Node:

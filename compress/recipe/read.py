@@ -1,4 +1,4 @@
-"""Recipes: YAML -> `Recipe`, strictly, and back.
+"""Read recipes from YAML, strictly, and write them back.
 
     name: gptq4                # by default that of the file
     description: 4-bit GPTQ, one scale for 128 weights
@@ -83,25 +83,25 @@ BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
 
 
 def names() -> list[str]:
-    """The built-in recipes, sorted."""
+    """Return the names of the built-in recipes, sorted."""
     listed = (entry.name for entry in files("compress.recipes").iterdir())
     return sorted(name.removesuffix(".yaml") for name in listed if name.endswith(".yaml"))
 
 
 def text(name: str) -> str:
-    """The YAML of a built-in recipe, comments included."""
+    """Return the YAML of a built-in recipe, comments included."""
     if name not in names():
         raise RecipeError(plugins.unknown("recipe", name, names()))
     return (files("compress.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def describe(name: str) -> str:
-    """The description of a built-in recipe."""
+    """Return the description of a built-in recipe."""
     return value(mapping(compose(text(name), f"{name}.yaml"), "the recipe"), "description", str, "")
 
 
 def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The built-in recipe of that name, or else that in a file, with `key=value` overrides.
+    """Return the built-in recipe of that name, or else that of a file, with `key=value` overrides.
 
     A file with the name of a built-in recipe is meant by its path: ./int4. RecipeError says what is wrong and where:
     file and line, or the override.
@@ -119,25 +119,25 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def ambiguous(name: str) -> str | None:
-    """Say that a built-in recipe is taken where a file here has its name, too; None where there is no such file."""
+    """Return a note that a built-in recipe is taken where a file here has its name, too; None without such a file."""
     if name not in names() or not Path(name).is_file():
         return None
     return f"{name} is the built-in recipe; the file of this name is ./{name}"
 
 
 def dump(recipe: Recipe) -> str:
-    """YAML with every default written out; loads back to an equal recipe."""
+    """Return YAML with every default written out; loads back to an equal recipe."""
     return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """sha256 (hex) of everything that decides numbers: all but the name and the description."""
+    """Return the sha256 (hex) of everything that decides numbers: all but the name and the description."""
     content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    """The recipe in the layout of its YAML."""
+    """Return the recipe in the layout of its YAML."""
 
     return {
         "name": recipe.name,
@@ -272,7 +272,7 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
 
 
 def _context(block: Entries, entries: Entries) -> int | None:
-    """Tokens whose cache is within the target."""
+    """Return how many tokens' cache is within the target."""
     context = value(block, "context", int | None)
     if context is not None and context < 1:
         raise error_at(block["context"][0], f"allocate: context {context} is not positive")
@@ -297,7 +297,7 @@ def _check_keep(entries: Entries, where: str) -> None:
 
 
 def _all_bits(quantize: Scheme, at: Node) -> tuple[Scheme, ...]:
-    """The scheme at every number of bits that its method takes."""
+    """Return the scheme at every number of bits that its method takes."""
     options = []
     for bits in BITS:
         try:
@@ -310,7 +310,7 @@ def _all_bits(quantize: Scheme, at: Node) -> tuple[Scheme, ...]:
 
 
 def _steps(entries: Entries) -> tuple[Step, ...]:
-    """The transforms; one of the whole model comes before those of blocks, which it would undo, and only once."""
+    """Return the transforms; one of the whole model comes first and once: it would undo those of blocks."""
     steps: list[Step] = []
     scopes: list[str] = []
     for node in sequence(entries, "transform"):

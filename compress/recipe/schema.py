@@ -1,4 +1,4 @@
-"""What a recipe says, as data; compress/recipe/read.py reads it from YAML and writes it back."""
+"""Define a recipe as data; compress/recipe/read.py reads it from YAML and writes it back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CacheEstimator = Literal["swap", "output_error", "rule"]
 
 @dataclass(frozen=True)
 class Target:
-    """What an allocation aims at: stored bits a quantized weight, bytes of all stored tensors, or a bound on the KL.
+    """The aim of an allocation: stored bits a quantized weight, bytes of all stored tensors, or a bound on the KL.
 
     `text`: "3.25bpw", "2.1GiB" or "0.05kl" (nats a token, on the calibration text).
     """
@@ -130,7 +130,7 @@ class Allocation:
 
 
 def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
-    """Short names of options: the method where they differ in it, and its bits, or all settings that differ."""
+    """Return short names of options: the method where they differ in it, and its bits, or all settings that differ."""
     methods = {option.method for option in options if option is not None}
     names = []
     for option in options:
@@ -149,7 +149,7 @@ def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
 
 
 def _said(key: str, value: Any, all_of_kin: list[Any]) -> str:
-    """One setting of an option in a few words; of a part, what differs between those that have it; "" without one."""
+    """Return one setting of an option in a few words; of a part, what differs between those that have it, or ""."""
     if not any(isinstance(other, dict) for other in all_of_kin):
         return f"{key}={value}"
     if value is None:
@@ -160,7 +160,7 @@ def _said(key: str, value: Any, all_of_kin: list[Any]) -> str:
 
 
 def settings(scheme: Scheme) -> dict[str, Any]:
-    """A scheme in the layout of its YAML."""
+    """Return a scheme in the layout of its YAML."""
     activations = dataclasses.asdict(scheme.activations) if scheme.activations else None
     lowrank = dataclasses.asdict(scheme.lowrank) if scheme.lowrank else None
     around = {"incoherence": scheme.incoherence, "activations": activations, "lowrank": lowrank}
@@ -182,16 +182,16 @@ class Recipe:
 
     @property
     def packs(self) -> bool:
-        """Whether it has a `quantize` section."""
+        """True if it has a `quantize` section."""
         return self.quantize.method != KEEP
 
     @property
     def pruning(self) -> ExpertPruning | None:
-        """How experts are pruned, None where they are not."""
+        """The settings of expert pruning, None without it."""
         return self.experts if self.experts is not None and self.experts.prune else None
 
     def scheme_for(self, name: str) -> Scheme | None:
-        """What to do with the linear of this full module name; None: keep it as it is."""
+        """Return the scheme of the linear of this full module name; None: it is kept as it is."""
         if any(fnmatchcase(name, pattern) for pattern in self.ignore):
             return None
         for rule in self.rules:
@@ -200,7 +200,7 @@ class Recipe:
         return self.quantize if self.packs else None
 
     def is_open(self, name: str) -> bool:
-        """Whether neither ignore nor a rule decides what happens to a linear: an allocation may."""
+        """Return whether neither `ignore` nor a rule decides about a linear, so that an allocation may."""
         return not any(fnmatchcase(name, pattern) for pattern in self.ignore) and not any(
             rule.matches(name) for rule in self.rules
         )

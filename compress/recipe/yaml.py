@@ -1,4 +1,4 @@
-"""YAML as typed values, where every error names the file, the line, the key and what would be right.
+"""Read YAML as typed values; every error names the file, the line, the key and what would be right.
 
 Works on the tree of YAML nodes, because a node knows where it was written. Types are those of dataclass fields: bool,
 int, float, str, None, Literal, unions of them, and tuple[type, ...] for lists. Nothing is converted silently: "4" is no
@@ -25,7 +25,7 @@ TAG = "tag:yaml.org,2002:"
 
 
 def compose(content: str, source: str) -> Node:
-    """The root of the one document in `content`, a null node if it is empty. `source` names it in messages."""
+    """Return the root of the one document in `content`, a null node if it is empty; `source` names it in messages."""
     try:
         loader = yaml.SafeLoader(content)
         loader.name = source  # goes into the marks of all nodes
@@ -41,7 +41,7 @@ def compose(content: str, source: str) -> Node:
 
 
 def start(source: str) -> Mark:
-    """The place of the first character of `source`."""
+    """Return the place of the first character of `source`."""
     return Mark(source, 0, 0, 0, None, 0)
 
 
@@ -54,7 +54,7 @@ def is_override(node: Node) -> bool:
 
 
 def mapping(node: Node, where: str) -> Entries:
-    """The keys and values of a block; `where` names it in messages."""
+    """Return the keys and values of a block; `where` names it in messages."""
     if not isinstance(node, MappingNode) or node.tag != f"{TAG}map":
         raise error_at(node, f"{where} must be keys with values, found {found(node)}")
     entries: Entries = {}
@@ -75,7 +75,7 @@ def check_keys(entries: Entries, known: Sequence[str], where: str) -> None:
 
 
 def sequence(entries: Entries, key: str) -> list[Node]:
-    """The nodes of a list; none if the key is absent."""
+    """Return the nodes of a list; none if the key is absent."""
     if key not in entries:
         return []
     at, node = entries[key]
@@ -85,7 +85,7 @@ def sequence(entries: Entries, key: str) -> list[Node]:
 
 
 def value(entries: Entries, key: str, hint: Any, default: Any = None) -> Any:
-    """The value of a key as the type `hint`; `default` if the key is absent."""
+    """Return the value of a key as the type `hint`; `default` if the key is absent."""
     if key not in entries:
         return default
     if typing.get_origin(hint) is tuple:
@@ -111,7 +111,7 @@ def plain(node: Node, where: str) -> Any:
 
 
 def found(node: Node) -> str:
-    """What a node is, in words."""
+    """Return a node in words."""
     tag = node.tag.removeprefix(TAG)
     if tag == "str":
         return f"the text {node.value!r}"
@@ -133,7 +133,7 @@ def say_renamed(where: str, old: str, new: str) -> None:
 
 
 def changed(node: Node | None, path: Sequence[str], change: Callable[[Any], Node], source: str) -> Node:
-    """A copy of the tree with `change(old node or None)` at `path`; blocks that are missing on the way are added."""
+    """Return a copy of the tree with `change(old node or None)` at `path`, with the blocks on the way."""
     if not path:
         return change(node)
     head, rest = path[0], path[1:]

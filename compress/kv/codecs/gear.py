@@ -29,8 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.errors import RecipeError
-from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codec import Block, Codec, Field, Spec, check_bits, check_groups, head_rows, token_rows
 from compress.kv.codecs import kivi
 
 NEEDS: frozenset[str] = frozenset()
@@ -50,8 +49,7 @@ class Config:
     block_tokens: int = 128  # [tokens] that are coded together
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+        check_bits(self.bits)
         if self.rank < 0 or not 0 <= self.sparse < 0.5:
             raise ValueError("rank is 0 or more, sparse a share below 0.5")
         if self.group_size is not None and self.group_size < 2:
@@ -60,7 +58,7 @@ class Config:
             raise ValueError(f"block_tokens {self.block_tokens} is not 2 or more")
 
     def ends(self, length: int) -> int:
-        """Entries set aside at each end of a vector."""
+        """Return how many entries are set aside at each end of a vector."""
         return max(1, round(self.sparse * length / 2)) if self.sparse else 0
 
 
@@ -77,10 +75,14 @@ def low_rank(error: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class Gear(Codec):
-    """What keys and values share; `base` codes the integers."""
+    """Integers, coded by `base`, and corrections.
 
-    def __init__(self, config: Config, spec: Spec) -> None:
+    length: of the vectors whose extremes are set aside; tokens: how many a row of outliers stands for.
+    """
+
+    def __init__(self, config: Config, spec: Spec, length: int, tokens: int) -> None:
         super().__init__(spec)
+        self.length = length
         self.config, self.base = config, _base(config, spec)
         self.granularity = self.block = config.block_tokens
         self.block *= max(1, 512 // config.block_tokens)
@@ -90,25 +92,15 @@ class Gear(Codec):
         self.ends = config.ends(self.length)
         self.index = torch.uint8 if self.length <= 256 else torch.int16
         if self.ends:
-            field = Field("extras", self.tokens_of_outliers)
+            field = Field("extras", tokens)
             self.fields |= {"outliers": field, "places": field}
-
-    @property
-    def length(self) -> int:
-        """Of the vectors whose extremes are set aside."""
-        raise NotImplementedError
-
-    @property
-    def tokens_of_outliers(self) -> int:
-        """Tokens that a row of outliers stands for."""
-        raise NotImplementedError
 
     def vectors(self, x: Tensor) -> Tensor:
         """x [B, h, n, width] -> [B, h or 1, rows, ..., length], the vectors whose extremes are set aside; a copy."""
         raise NotImplementedError
 
     def whole(self, vectors: Tensor) -> Tensor:
-        """The inverse of `vectors`."""
+        """Undo `vectors`."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
@@ -143,7 +135,7 @@ class Gear(Codec):
         return self.whole(self.vectors(x).scatter_add_(-1, block["places"].long(), block["outliers"].float()))
 
     def _product(self, block: Block) -> Tensor:
-        """The low-rank part [B, h, n, width]."""
+        """Return the low-rank part [B, h, n, width]."""
         left = block["left"].float().unflatten(2, (-1, self.granularity))
         return (left @ block["right"].float()).flatten(2, 3)
 
@@ -151,13 +143,8 @@ class Gear(Codec):
 class Keys(Gear):
     """Outliers of each channel of a block: [B, h, n / block_tokens, width, slots]."""
 
-    @property
-    def length(self) -> int:
-        return self.config.block_tokens
-
-    @property
-    def tokens_of_outliers(self) -> int:
-        return self.config.block_tokens
+    def __init__(self, config: Config, spec: Spec) -> None:
+        super().__init__(config, spec, config.block_tokens, config.block_tokens)
 
     def vectors(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, self.granularity)).transpose(-1, -2).contiguous()
@@ -188,19 +175,14 @@ class Keys(Gear):
 class Values(Gear):
     """Outliers of each token over all heads: [B, 1, n, slots]."""
 
-    @property
-    def length(self) -> int:
-        return self.spec.heads * self.spec.width
-
-    @property
-    def tokens_of_outliers(self) -> int:
-        return 1
+    def __init__(self, config: Config, spec: Spec) -> None:
+        super().__init__(config, spec, spec.heads * spec.width, 1)
 
     def vectors(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2).flatten(2)[:, None].contiguous()
+        return token_rows(x)[:, None].contiguous()
 
     def whole(self, vectors: Tensor) -> Tensor:
-        return vectors[:, 0].unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        return head_rows(vectors[:, 0], self.spec.heads)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
         found = self.base.mix(p, block)
@@ -216,19 +198,15 @@ class Values(Gear):
 
 
 def _base(config: Config, spec: Spec) -> Codec:
-    """The codec of the integers."""
+    """Return the codec of the integers."""
     whole = config.block_tokens if spec.kind == "keys" else spec.width
     group = config.group_size or whole
-    if whole % group:
-        what = f"block_tokens {whole}" if spec.kind == "keys" else f"head's {whole} channels"
-        raise RecipeError(
-            f"{spec.where}: group_size {group} does not divide the {what}; set kv_cache.{spec.kind}.group_size"
-        )
+    check_groups(spec, group, whole, f"block_tokens {whole}" if spec.kind == "keys" else f"head's {whole} channels")
     return kivi.build(kivi.Config(config.bits, group), spec, {})
 
 
 def _tokens(block: Mapping[str, Tensor]) -> int:
-    """Of a block, from its codes."""
+    """Return the tokens of a block, from its codes."""
     return next(rows for name, rows in block.items() if name.startswith("codes")).shape[2]
 
 

@@ -21,14 +21,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.errors import RecipeError
 from compress.kernels.cpu import kv_affine, kv_decode
-from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits, check_groups
 from compress.kv.codecs.packed import Codes
 
 NEEDS: frozenset[str] = frozenset()
 LEAST = 1e-5  # scale of a constant group
-ALL = 1 << 40  # tokens
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,25 @@ class Config:
     # token for values
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+        check_bits(self.bits)
         if self.group_size < 2:
             raise ValueError(f"group_size {self.group_size} is not 2 or more")
 
 
 def fit(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """groups [..., n] float32 -> scale, minimum [..., 1] float16, codes uint8 [..., n] that are nearest with these."""
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = ((high - low) / (2**bits - 1)).clamp(min=LEAST).half()
-    low = low.half()
+    return quantize(groups, groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True), bits)
+
+
+def quantize(groups: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scale, minimum [..., 1] float16 and the nearest codes uint8 [..., n] for the range from low to high."""
+    scale, low = ((high - low) / (2**bits - 1)).clamp(min=LEAST).half(), low.half()
     codes = ((groups - low.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
     return scale, low, codes.to(torch.uint8)
 
 
 class Packed(Codec):
-    """What both groupings share: codes, scales and minima, decoded by compiled code where there is such."""
+    """Codes, scales and minima of either grouping, decoded by compiled code where there is any."""
 
     group: int
     by_token: bool
@@ -138,11 +138,7 @@ class ByToken(Packed):
     by_token = True
 
     def __init__(self, spec: Spec, config: Config) -> None:
-        if spec.width % config.group_size:
-            raise RecipeError(
-                f"{spec.where}: group_size {config.group_size} does not divide the head's {spec.width} channels; "
-                f"set kv_cache.{spec.kind}.group_size"
-            )
+        check_groups(spec, config.group_size, spec.width, f"head's {spec.width} channels")
         super().__init__(spec, config)
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
 
@@ -166,12 +162,12 @@ class ByToken(Packed):
 
 
 def _few(rows: Tensor) -> bool:
-    """Whether the compiled kernels read the codes for these queries or probabilities [B, h, m, ...]."""
+    """Return whether the compiled kernels read the codes for these queries or probabilities [B, h, m, ...]."""
     return rows.is_cpu and rows.dtype == torch.float32 and rows.shape[2] <= kv_affine.MOST_ROWS
 
 
 def _many(block: Block, group: int) -> bool:
-    """Whether there are so many codes that a compiled kernel saves time."""
+    """Return whether there are so many codes that a compiled kernel saves time."""
     return block["scales"].numel() * group > kv_affine.SMALL
 
 

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.errors import CalibrationError, RecipeError
-from compress.kv.codec import Block, Codec, Field, Spec
+from compress.errors import CalibrationError
+from compress.kv.codec import Block, Codec, Field, Spec, check_bits, check_static, head_rows, token_rows
 from compress.kv.codecs.packed import Codes
 
 NEEDS = frozenset({"keys_pre", "values", "gradients"})
@@ -50,13 +50,12 @@ class Config:
     q_norm: bool = False  # decode with levels that keep mean and variance (Q-Norm); published for 2 bits
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+        check_bits(self.bits)
         if not 0 <= self.outliers < 0.5:
             raise ValueError(f"outliers {self.outliers} is a share below 0.5")
 
     def slots(self, channels: int) -> int:
-        """Outliers that a token of so many channels stores."""
+        """Return how many outliers a token of so many channels stores."""
         return max(1, round(self.outliers * channels)) if self.outliers else 0
 
 
@@ -87,7 +86,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
 
 
 def k_means(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Sorted levels [count] float64 at which sum weight (x - nearest level)^2 is (locally) least; x, weight [n]."""
+    """Return sorted levels [count] float64 with (locally) least sum weight (x - nearest level)^2; x, weight [n]."""
     x, order = x.double().sort()
     weight = weight.double()[order]
     total = float(weight.sum())
@@ -121,13 +120,13 @@ def spread(levels: Tensor, x: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
-    """Codes int64 of the nearest of sorted levels."""
+    """Return codes int64 of the nearest of sorted levels."""
     levels = levels.float()
     return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
 
 
 def narrowest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Least and largest entry [n, 1] of rows [n, C] without the `count` outermost, in the split that leaves least."""
+    """Return least and largest entry [n, 1] of rows [n, C] without the `count` outermost, split to leave the least range."""
     sides = min(count + 1, rows.shape[-1])
     low = rows.topk(sides, largest=False).values  # rising: after j are cut at the low end
     high = rows.topk(sides).values.flip(-1)  # rising: with count - j cut at the high end
@@ -136,12 +135,12 @@ def narrowest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """offset and scale, float16, that map [-1, 1] to [low, high]."""
+    """Return offset and scale, float16, that map [-1, 1] to [low, high]."""
     return ((high + low) / 2).half(), ((high - low) / 2).clamp(min=LEAST).half()
 
 
 class NonUniform(Codec):
-    """What keys and values share: codes of levels, and the largest errors of each token."""
+    """Codes of levels, and the largest errors of each token, of keys or values."""
 
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, static)
@@ -154,7 +153,7 @@ class NonUniform(Codec):
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     def table(self, name: str, x: Tensor) -> Tensor:
-        """A static tensor in float32, on the device of x."""
+        """Return a static tensor in float32, on the device of x."""
         if x.device not in self._tables:
             self._tables[x.device] = {key: tensor.float().to(x.device) for key, tensor in self.static.items()}
         return self._tables[x.device][name]
@@ -174,7 +173,7 @@ class NonUniform(Codec):
         found |= self.codes.pack(codes)
         if self.slots:
             missed = x - (self.table("outputs", x)[codes] * scale + offset)
-            flat = missed.transpose(1, 2).flatten(2)  # B, n, h and width
+            flat = token_rows(missed)
             places = flat.abs().topk(self.slots).indices
             found["outliers"] = flat.gather(-1, places).half()[:, None]
             found["places"] = places.to(self.index)[:, None]
@@ -186,9 +185,9 @@ class NonUniform(Codec):
         x = self.table("outputs", codes)[codes.int()].mul_(scale).add_(offset)
         if not self.slots:
             return x
-        flat = x.transpose(1, 2).flatten(2)
+        flat = token_rows(x)
         flat.scatter_add_(-1, block["places"][:, 0].long(), block["outliers"][:, 0].float())
-        return flat.unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        return head_rows(flat, self.spec.heads)
 
 
 class Keys(NonUniform):
@@ -208,8 +207,7 @@ class Values(NonUniform):
         self.fields = {**self.fields, "offsets": Field("scales"), "scales": Field("scales")}
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
-        rows = x.transpose(1, 2).flatten(2)
-        low, high = narrowest(rows.flatten(0, 1), self.slots)
+        low, high = narrowest(token_rows(x).flatten(0, 1), self.slots)
         offsets, scales = _affine(low, high)
         shape = (x.shape[0], 1, x.shape[2], 1)
         return {"offsets": offsets.view(shape), "scales": scales.view(shape)}
@@ -221,11 +219,5 @@ class Values(NonUniform):
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     names = {"levels", "outputs"} | ({"offsets", "scales"} if spec.kind == "keys" else set())
     shapes = {name: (2**config.bits,) if name in ("levels", "outputs") else (spec.heads, spec.width) for name in names}
-    for name, shape in shapes.items():
-        if name not in static or tuple(static[name].shape) != shape:
-            found = tuple(static[name].shape) if name in static else "none"
-            raise RecipeError(
-                f"{spec.where}: kvquant needs calibrated {name} of shape {shape}, found {found}; calibrate the cache "
-                "with these settings"
-            )
+    check_static(spec, "kvquant", static, shapes)
     return (Keys if spec.kind == "keys" else Values)(config, spec, static)

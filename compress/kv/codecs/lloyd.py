@@ -35,7 +35,7 @@ from torch import Tensor
 
 from compress.kernels.cpu import kv_affine, kv_levels
 from compress.kernels.cpu.emitter import LANES
-from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits
 from compress.kv.codecs.packed import Codes
 from compress.numerics import hadamard
 
@@ -45,7 +45,6 @@ LEAST = 8  # of them that are not copies, for it to count
 SMALLEST = 1e-12  # root mean square of a vector that is not zero
 STEPS = 8  # of an 8-bit norm in an octave
 ROUNDS = 400  # of Lloyd's algorithm
-ALL = 1 << 40  # tokens
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,12 @@ class Config:
     seed: int = 0  # of the random signs of the rotation
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
+        check_bits(self.bits)
 
 
 @cache
 def levels(bits: int) -> Tensor:
-    """The 2^bits levels of least squared error for N(0, 1), ascending, float32 [2^bits]; bits 0 has the mean alone."""
+    """Return the 2^bits levels of least squared error for N(0, 1), ascending, float32 [2^bits]; of 0 bits: [0]."""
     with torch.inference_mode(False), torch.device("cpu"):
         count = 2**bits
         normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
@@ -84,12 +82,12 @@ def levels(bits: int) -> Tensor:
 
 
 def nearest(x: Tensor, table: Tensor) -> Tensor:
-    """Indices, int64, of the nearest levels of an ascending table [count]."""
+    """Return the indices, int64, of the nearest levels of an ascending table [count]."""
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2)
 
 
 def rms(x: Tensor) -> Tensor:
-    """Root mean square over the last axis, kept; never zero."""
+    """Return the root mean square over the last axis, kept; never zero."""
     return x.square().mean(-1, keepdim=True).sqrt().clamp(min=SMALLEST)
 
 
@@ -140,7 +138,7 @@ class Levels:
         return self.table.to(codes.device)[codes.int()]
 
     def whole(self) -> tuple[tuple[int, ...], float]:
-        """The levels as small integers, for compiled code, and the step that these are multiples of."""
+        """Return the levels as small integers, for compiled code, and the step that these are multiples of."""
         step = float(self.table[-1]) / kv_levels.LARGEST_LEVEL
         return tuple((self.table / step).round().int().tolist()), step
 
@@ -192,7 +190,7 @@ class Lloyd(Codec):
         return x + block["mean"].float() if "mean" in block else x
 
     def query(self, q: Tensor, state: Block) -> Tensor:
-        """With a column more: what the mean adds to all scores."""
+        """Rotate the queries and append a column, the constant that the mean adds to all scores."""
         if self.rope == "pre":
             return q
         bias = q @ state["mean"].float().mT if "mean" in state else q.new_zeros(*q.shape[:3], 1)
@@ -230,7 +228,7 @@ class Lloyd(Codec):
         return mixed
 
     def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
-        """Whether compiled code reads the codes for these queries or probabilities."""
+        """Return whether compiled code reads the codes for these queries or probabilities."""
         if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
             return False
         is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
@@ -249,7 +247,7 @@ def _first(block: Block, fields: Mapping[str, Field], count: int) -> dict[str, T
 
 
 def _last(block: Block, fields: Mapping[str, Field], start: int) -> Block:
-    """The tokens from `start` on, with what is not of tokens."""
+    """Return the block from token `start` on."""
     return {**block, **{name: block[name][:, :, start:] for name in fields}} if start else block
 
 

@@ -1,4 +1,4 @@
-"""Codes whose bits differ between channels, packed in pieces that compiled code unpacks with a few instructions.
+"""Pack codes whose bits differ between channels in pieces that compiled code unpacks with a few instructions.
 
 All heads share one row of bytes for each token. A piece holds 16 channels of a head that have equal bits, or the last
 of them, filled up with zeros to 8 or 16; channels of 0 bits are in none. A piece has a plane of 4, 2 and 1 bits for
@@ -107,8 +107,8 @@ class Pieces:
         return starts, at
 
     def _plane(self, column: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the fields of a width, in the order of their bytes: channels (the one past the last for zeros), how far
-        the code's bits are moved; and the bytes."""
+        """Return channels (the one past the last for zeros), how far a code's bits are moved, and bytes, of the fields of
+        a width in the order of their bytes."""
         source: list[int] = []
         shift: list[int] = []
         place: list[int] = []

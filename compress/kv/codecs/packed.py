@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits packed along the channels of each token, in the planar words that the kernels read.
+"""Pack codes of 1 to 8 bits along the channels of each token, in the planar words that the kernels read.
 
 A token of a head is one row of words of compress/numerics/packing.py with a single tile: for width channels and planes
 of w bits TW = channels / F words, field f of word j holding channel f * TW + j, so that consecutive tokens are
@@ -20,7 +20,7 @@ TRIPLE = ("codes3a", "codes3b", "codes3c")
 
 @dataclass(frozen=True)
 class Codes:
-    """How codes [B, h, n, channels] are stored."""
+    """Layout of stored codes [B, h, n, channels]."""
 
     channels: int
     bits: int
@@ -50,7 +50,7 @@ class Codes:
         return found
 
     def unpack(self, block: Block) -> Tensor:
-        """Codes [B, h, n, channels] uint8."""
+        """Return codes [B, h, n, channels] uint8."""
         whole = None
         for width in plane_widths(self.bits):
             parts = [block[name] for name in self._names(width)]

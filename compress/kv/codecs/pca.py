@@ -36,12 +36,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.errors import RecipeError
 from compress.kernels.cpu import kv_affine, kv_basis, kv_levels, kv_mixed, kv_prerope
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.kv_mixed import BLOCK, MOST, STEPS
-from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codecs.lloyd import ALL, Norms, levels, nearest
+from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_static
+from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
@@ -213,19 +212,19 @@ class Principal(Codec):
         return mixed @ self._static("back", mixed) + mass * self._static("mean", mixed)
 
     def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
-        """Whether compiled code reads the codes for these queries or probabilities."""
+        """Return whether compiled code reads the codes for these queries or probabilities."""
         if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
             return False
         is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
         return is_large and rows.shape[2] <= kv_affine.MOST_ROWS
 
     def _whole(self, block: Block) -> int:
-        """Of the first tokens, how many compiled code reads: it may read beyond the last piece, into the next row."""
+        """Return how many of the first tokens compiled code may read, which reads past the last piece of a row."""
         next_row = int(self.pieces.reach > self.pieces.nbytes)
         return (block["norms"].shape[2] - next_row) // BLOCK * BLOCK
 
     def _turns(self, block: Block) -> tuple[int, kv_prerope.Turns]:
-        """How many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
+        """Return how many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
         whole = self._whole(block)
         if self.rope == "post":
             return whole, NO_TURNS
@@ -235,7 +234,7 @@ class Principal(Codec):
         return whole, kv_prerope.Turns(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
 
     def _parts(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
-        """The tokens from `first` on, as plain code reads them."""
+        """Yield the tokens from `first` on, as plain code reads them."""
         for start in range(first, block["norms"].shape[2], self.block):
             tokens = slice(start, start + self.block)
             rows = {name: block[name][:, :, tokens] for name in self.fields}
@@ -250,7 +249,7 @@ class Principal(Codec):
         return kv_mixed.Coded(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
 
     def _transform(self, rotary: int) -> kv_basis.Transform:
-        """`back` as compiled code reads it."""
+        """Return `back` as compiled code reads it."""
         if rotary not in self._made:
             back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
             mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
@@ -259,7 +258,7 @@ class Principal(Codec):
         return self._made[rotary]
 
     def _nearest(self, y: Tensor, norms: Tensor) -> Tensor:
-        """Codes int64 of y [B, h, n, width] for norms [B, h, n, 1]."""
+        """Return codes int64 of y [B, h, n, width] for norms [B, h, n, 1]."""
         y, bits = y / norms.clamp(min=1e-12), self.static["bits"]
         codes = torch.zeros(y.shape, dtype=torch.int64, device=y.device)
         for b in self.static["bits"].unique().tolist():
@@ -268,7 +267,7 @@ class Principal(Codec):
         return codes
 
     def _levels(self, codes: Tensor) -> Tensor:
-        """Of codes [B, h, n, width]."""
+        """Return the levels of codes [B, h, n, width]."""
         return self._on(codes, self.table)[codes.int() + self._on(codes, self.starts)[:, None]]
 
     def _static(self, name: str, like: Tensor) -> Tensor:
@@ -286,7 +285,7 @@ def table(bits: int) -> Tensor:
 
 @cache
 def _steps() -> Tensor:
-    """What the levels by bits are multiples of."""
+    """Return the steps that levels are multiples of, by bits."""
     whole = range(1, kv_levels.MOST_BITS + 1)
     found = {b: float(levels(b).max()) / kv_levels.LARGEST_LEVEL for b in whole}
     return torch.tensor([found.get(b, 1.0) for b in range(MOST + 1)], device="cpu")
@@ -294,7 +293,7 @@ def _steps() -> Tensor:
 
 @cache
 def _tables(in_steps: bool) -> kv_mixed.Tables:
-    """Levels by bits, for compiled code."""
+    """Return levels by bits, for compiled code."""
     found = []
     for b, size in enumerate(_steps().tolist()):
         multiples = (table(b) / size).round() if size != 1 else table(b)
@@ -303,10 +302,7 @@ def _tables(in_steps: bool) -> kv_mixed.Tables:
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    missing = {"mean", "back", "variances", "bits"} - static.keys()
-    if missing:
-        raise RecipeError(f"{spec.where}: pca has no calibrated {min(missing)}; calibrate the cache first")
-    if static["bits"].shape != (spec.heads, spec.width):
-        found = tuple(static["bits"].shape)
-        raise RecipeError(f"{spec.where}: calibrated for {found} heads and channels, not {spec.heads, spec.width}")
+    channels = (spec.heads, spec.width)
+    shapes = {"bits": channels, "mean": channels, "variances": channels, "back": (*channels, spec.width)}
+    check_static(spec, "pca", static, shapes)
     return Principal(spec, static)

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.errors import RecipeError
-from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codecs.kivi import LEAST
+from compress.kv.codec import Block, Codec, Field, Spec, check_groups, check_static, head_rows, token_rows
+from compress.kv.codecs import kivi
 from compress.kv.codecs.packed import Codes
 from compress.numerics import hadamard
 
@@ -42,10 +41,7 @@ class Config:
     clip: float | None = None  # [fraction] of the range of a group that is coded; null: 0.8 up to 2 bits, 1 above
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 1 and 8")
-        if self.group_size < 2:
-            raise ValueError(f"group_size {self.group_size} is not 2 or more")
+        kivi.Config(self.bits, self.group_size)
         if self.clip is not None and not 0 < self.clip <= 1:
             raise ValueError(f"clip {self.clip} is not above 0 and at most 1")
 
@@ -57,20 +53,12 @@ def fit(groups: Tensor, bits: int, clip: float) -> tuple[Tensor, Tensor, Tensor]
     """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     still = torch.where((low < 0) & (high > 0), 0, (low + high) / 2)
-    low, high = still + (low - still) * clip, still + (high - still) * clip
-    scale, low = ((high - low) / (2**bits - 1)).clamp(min=LEAST).half(), low.half()
-    codes = ((groups - low.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
-    return scale, low, codes.to(torch.uint8)
+    return kivi.quantize(groups, still + (low - still) * clip, still + (high - still) * clip, bits)
 
 
 def heads_together(heads: int) -> int:
-    """The largest power of two, up to ROTATED, that divides the number of heads."""
+    """Return the largest power of two, up to ROTATED, that divides the number of heads."""
     return min(ROTATED, heads & -heads)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x [B, h, n, width] -> [B, n, h width]."""
-    return x.transpose(1, 2).flatten(2)
 
 
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,7 +84,7 @@ class Rotated(Codec):
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        rows = hadamard.transform(rows_of(x).unflatten(-1, (-1, self.span))).flatten(-2)
+        rows = hadamard.transform(token_rows(x).unflatten(-1, (-1, self.span))).flatten(-2)
         if "order" in self.static:
             rows = rows[..., self._order(x)]
         scales, minima, codes = fit(rows.unflatten(-1, (-1, self.group)), self.bits, self.clip)
@@ -104,7 +92,7 @@ class Rotated(Codec):
         return {**packed, "scales": scales[:, None, ..., 0], "minima": minima[:, None, ..., 0]}
 
     def coded(self, block: Block) -> Tensor:
-        """What was coded, rotated, in the order of the heads: [B, n, h width] float32."""
+        """Return the coded rows, still rotated, in the order of the heads: [B, n, h width] float32."""
         groups = self.codes.unpack(block)[:, 0].float().unflatten(-1, (-1, self.group))
         groups = groups.mul_(block["scales"][:, 0].float()[..., None]).add_(block["minima"][:, 0].float()[..., None])
         rows = groups.flatten(-2)
@@ -116,10 +104,10 @@ class Rotated(Codec):
 
     def decode(self, block: Block) -> Tensor:
         rows = hadamard.transpose(self.coded(block).unflatten(-1, (-1, self.span)))
-        return rows.flatten(-2).unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        return head_rows(rows.flatten(-2), self.spec.heads)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        return p @ self.coded(block).unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        return p @ head_rows(self.coded(block), self.spec.heads)
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return hadamard.transpose(mixed)
@@ -130,16 +118,7 @@ class Rotated(Codec):
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     channels = spec.heads * spec.width
-    if channels % config.group_size:
-        raise RecipeError(
-            f"{spec.where}: group_size {config.group_size} does not divide the {channels} channels of a token; set "
-            f"kv_cache.{spec.kind}.group_size"
-        )
+    check_groups(spec, config.group_size, channels, f"{channels} channels of a token")
     if spec.kind == "keys":
-        found = tuple(static["order"].shape) if "order" in static else "none"
-        if found != (channels,):
-            raise RecipeError(
-                f"{spec.where}: rotatekv needs the calibrated order of {channels} channels, found {found}; "
-                "calibrate the cache"
-            )
+        check_static(spec, "rotatekv", static, {"order": (channels,)})
     return Rotated(spec, config, static)

@@ -30,8 +30,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError, RecipeError
-from compress.kv.codec import Block, Codec, Spec
+from compress.errors import CompressError
+from compress.kv.codec import Block, Codec, Spec, check_static
 from compress.kv.codecs import kivi
 
 NEEDS = frozenset({"queries"})
@@ -56,7 +56,7 @@ class Config:
 
 
 def moment(queries: Tensor, heads: int) -> Tensor:
-    """Second moment [..., h, width, width] of queries [..., H, n, width], H a multiple of h; mean diagonal 1.
+    """Return the second moment [..., h, width, width] of queries [..., H, n, width], divided by its mean diagonal.
 
     Rows of zeros do not count.
     """
@@ -66,7 +66,7 @@ def moment(queries: Tensor, heads: int) -> Tensor:
 
 
 def compensation(second: Tensor, config: Config) -> Tensor:
-    """What the later channels take over of each piece: all W_i [.., later channels, columns] in a row, float16.
+    """Return what later channels take over of each piece: all W_i [.., later channels, columns] in a row, float16.
 
     second: [..., width, width] as `moment` gives it.
     """
@@ -133,9 +133,5 @@ def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     if config.subspace == "calibrated":
         starts = range(0, spec.width - config.columns, config.columns)
         shape = (spec.heads, sum((spec.width - start - config.columns) * config.columns for start in starts))
-        if "compensation" not in static or tuple(static["compensation"].shape) != shape:
-            raise RecipeError(
-                f"{spec.where}: squat needs a calibrated compensation of shape {shape}; calibrate the cache with these "
-                "settings, or set subspace: prompt"
-            )
+        check_static(spec, "squat", static, {"compensation": shape}, ", or set subspace: prompt")
     return Keys(config, spec, static)
