@@ -57,7 +57,7 @@ def test_search_against_brute_force(name: str, index: int) -> None:
         errors.append(((nearest(weight * scale, 3, 32) / scale - weight) @ x.T).square().sum().item())
     grids = {site.readers[0]: rtn.Config(3, 32, clip_search=False)}
     (_, seen, trial), *_ = trials(case.block, [site], case.batches(), 100, 100)
-    found = awq.search(case.block, site, seen, trial, 20, grids)
+    found = awq.best_scale(case.block, site, seen, trial, 20, grids)
     assert found is not None
     assert found.before == pytest.approx(errors[0], rel=1e-3)
     assert found.after == pytest.approx(min(errors), rel=1e-3)

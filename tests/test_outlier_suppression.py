@@ -60,7 +60,7 @@ def test_search_against_brute_force(index: int) -> None:
         errors.append((rounded - exact).square().sum().item())
     schemes = {site.readers[0]: Scheme("rtn", rtn.Config(4, 32, clip_search=False), activations=Activations(4))}
     (_, seen, trial), *_ = trials(case.block, [site], case.batches(), 100, 100)
-    found = outlier_suppression.search(case.block, site, seen, trial, Config(thresholds=12), schemes)
+    found = outlier_suppression.best_change(case.block, site, seen, trial, Config(thresholds=12), schemes)
     assert found is not None
     assert found.before == pytest.approx(errors[0], rel=1e-2)
     assert found.after == pytest.approx(min(errors), rel=1e-2)

@@ -74,8 +74,8 @@ class Adapted(nn.Module):
     def __init__(self, base_layer: PackedLinear, a: Tensor, b: Tensor) -> None:
         """Start training from a [rank, in] and b [out, rank], which are kept in float32."""
         super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_a, self.lora_b = (nn.Parameter(factor.detach().float().clone()) for factor in (a, b))
+        self.base_layer, device = base_layer.requires_grad_(False), next(base_layer.parameters()).device
+        self.lora_a, self.lora_b = (nn.Parameter(factor.detach().to(device).float().clone()) for factor in (a, b))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for x [..., in], in the floating type of x."""
@@ -99,13 +99,12 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def separate(model: nn.Module) -> int:
     """Make an adapter of the low-rank part of every packed linear, in place; returns their number."""
-    found = _packed(model)
-    parts = {name: layer for name, layer in found.items() if layer.lowrank is not None}
-    for name, layer in parts.items():
+    corrected = {name: layer for name, layer in _packed(model).items() if layer.lowrank is not None}
+    for name, layer in corrected.items():
         weight = layer.packed()
         bare = PackedLinear.from_packed(_without_part(weight), layer.bias)
         model.set_submodule(name, Adapted(bare, *factors(weight)))
-    return len(parts)
+    return len(corrected)
 
 
 def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
@@ -118,8 +117,7 @@ def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
         if fnmatchcase(name, match):
             bound = layer.in_features**-0.5
             a = (2 * torch.rand(rank, layer.in_features, generator=generator) - 1) * bound
-            device = next(layer.parameters()).device
-            model.set_submodule(name, Adapted(layer, a.to(device), torch.zeros(layer.out_features, rank).to(device)))
+            model.set_submodule(name, Adapted(layer, a, torch.zeros(layer.out_features, rank)))
             count += 1
     return count
 
@@ -137,10 +135,10 @@ def factors(weight: PackedWeight) -> Factors:
 
 def save(model: nn.Module, directory: Path, base: str) -> None:
     """Write the adapters of a model; `base`: the directory or name that the base is loaded from."""
-    found = adapted(model)
-    if not found:
+    adapters = adapted(model)
+    if not adapters:
         raise CheckpointError("the model has no adapters to save; attach some, or separate its low-rank parts")
-    pairs = {name: (module.lora_a.detach(), module.lora_b.detach()) for name, module in found.items()}
+    pairs = {name: (module.lora_a.detach(), module.lora_b.detach()) for name, module in adapters.items()}
     _write(directory, pairs, base, fingerprint(model))
 
 
@@ -149,8 +147,8 @@ def load(model: nn.Module, directory: Path) -> int:
 
     Raises CheckpointError for adapters of another base, or a kind that we do not have.
     """
-    pairs, found = _read(directory)
-    if found is not None and found != fingerprint(model):
+    pairs, base = _read(directory)
+    if base is not None and base != fingerprint(model):
         raise CheckpointError(f"{directory} was trained on another base; load the packed model it was made for")
     layers = _packed(model)
     for name, (a, b) in pairs.items():
@@ -163,9 +161,7 @@ def load(model: nn.Module, directory: Path) -> int:
         if layer.lowrank is not None:
             raise CheckpointError(f"{name} has a low-rank part of its own; load the base that the adapter came with")
     for name, (a, b) in pairs.items():
-        layer = layers[name]
-        device = next(layer.parameters()).device
-        model.set_submodule(name, Adapted(layer, a.to(device), b.to(device)))
+        model.set_submodule(name, Adapted(layers[name], a, b))
     return len(pairs)
 
 
@@ -240,18 +236,18 @@ def _without_part(weight: PackedWeight) -> PackedWeight:
 
 def _digest(weights: Iterable[tuple[str, PackedWeight]]) -> str:
     """Return a sha256 of all these weights, in the order of their names; low-rank parts do not count."""
-    parts = {}
+    digests = {}
     for name, weight in weights:
-        own = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.ops}".encode())
+        digest = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.ops}".encode())
         for key, tensor in sorted(_without_part(weight).tensors.items()):
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            own.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            own.update(torch.cat((flat[:SAMPLED], flat[-SAMPLED:])).numpy().tobytes())
-        parts[name] = own.hexdigest()
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+            digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(torch.cat((flat[:SAMPLED], flat[-SAMPLED:])).numpy().tobytes())
+        digests[name] = digest.hexdigest()
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def _write(directory: Path, pairs: Mapping[str, Factors], base: str, found: str) -> None:
+def _write(directory: Path, pairs: Mapping[str, Factors], base: str, base_fingerprint: str) -> None:
     ranks = {name: a.shape[0] for name, (a, _) in pairs.items()}
     common = Counter(ranks.values()).most_common(1)[0][0]
     pattern = {name: rank for name, rank in ranks.items() if rank != common}
@@ -275,7 +271,7 @@ def _write(directory: Path, pairs: Mapping[str, Factors], base: str, found: str)
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous()
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt", FINGERPRINT: found})
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt", FINGERPRINT: base_fingerprint})
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
@@ -288,7 +284,7 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(directory / WEIGHTS_FILE, "pt") as file:
-            found = (file.metadata() or {}).get(FINGERPRINT)
+            base = (file.metadata() or {}).get(FINGERPRINT)
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 tensors[key.removeprefix(PREFIX)] = file.get_tensor(key).float()
     except (OSError, SafetensorError) as error:
@@ -301,7 +297,7 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
         alpha = _pattern(config, "alpha_pattern", name) or config.get("lora_alpha", a.shape[0])
         pairs[name] = a, b * (alpha / (a.shape[0] ** 0.5 if config.get("use_rslora") else a.shape[0]))
-    return pairs, found
+    return pairs, base
 
 
 def _pattern(config: Mapping[str, Any], key: str, name: str) -> float | None:

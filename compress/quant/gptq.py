@@ -53,9 +53,7 @@ class Config(grid.GridConfig):
         check_damp(self.damp)
 
 
-def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
-    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
-    return grid.params(config, shape)
+plan_params = grid.params
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:

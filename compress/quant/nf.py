@@ -40,12 +40,13 @@ class Config:
     clip_search: bool = True  # search the size of a block with the least error; false: take its largest magnitude
 
     def __post_init__(self) -> None:
-        _params(self, 1)
+        plan_params(self, (1, 1))
 
 
 def plan_params(config: Config, shape: tuple[int, int]) -> nf.Params:
     """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
-    return _params(config, shape[1])
+    words = nf.tile_words(config.bits, shape[1]) if 1 <= config.bits <= 16 else nf.TILE_WORDS[0]
+    return nf.Params(config.bits, config.block_size, words, config.scale_bits, config.scale_block, config.scale_dtype)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
@@ -63,11 +64,6 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     scales = nf.sizes(stored, params, shape)
     codes = [_nearest(*pair, params) for pair in zip(target.split(step), scales.split(step), strict=True)]
     return Quantized(PackedWeight(FORMAT, params, nf.pack(torch.cat(codes), stored, params), shape))
-
-
-def _params(config: Config, columns: int) -> nf.Params:
-    words = nf.tile_words(config.bits, columns) if 1 <= config.bits <= 16 else nf.TILE_WORDS[0]
-    return nf.Params(config.bits, config.block_size, words, config.scale_bits, config.scale_block, config.scale_dtype)
 
 
 def _fitted(rows: Tensor, params: nf.Params, search: bool) -> Tensor:

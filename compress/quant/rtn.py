@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.formats import int as int_format
 from compress.quant import grid
 from compress.types import Quantized, Stats
 
@@ -27,9 +26,7 @@ class Config(grid.GridConfig):
     """Settings of round-to-nearest; see GridConfig."""
 
 
-def plan_params(config: Config, shape: tuple[int, int]) -> int_format.Params:
-    """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
-    return grid.params(config, shape)
+plan_params = grid.params
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:

@@ -23,7 +23,7 @@ the search does not know; quantized activations (see outlier_suppression).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,18 +34,8 @@ from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
 from compress.quant import grid
 from compress.quant.settings import check
+from compress.transform import search
 from compress.transform.folding import by_producer, fold, to_readers
-from compress.transform.search import (
-    CLEARLY,
-    Range,
-    Substitute,
-    Trial,
-    fake_weight,
-    observe,
-    scalar_grid,
-    substituted,
-    trials,
-)
 from compress.types import Scheme
 
 SCOPE = "block"
@@ -72,12 +62,12 @@ def apply(
     block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
 ) -> tuple[str, ...]:
     """Scale, then clip a loaded block in place; return notes for the report."""
-    grids = {path: on_grid for path, scheme in schemes.items() if (on_grid := scalar_grid(scheme)) is not None}
+    grids = {path: on_grid for path, scheme in schemes.items() if (on_grid := search.scalar_grid(scheme)) is not None}
     scalable = [site for site in sites if any(reader in grids for reader in site.readers)]
     exponents: list[float] = []
     before = after = 0.0
-    for site, seen, trial in trials(block, scalable, batches, config.tokens, config.sequences):
-        best = search(block, site, seen, trial, config.ratios, grids)
+    for site, seen, trial in search.trials(block, scalable, batches, config.tokens, config.sequences):
+        best = best_scale(block, site, seen, trial, config.ratios, grids)
         if best is not None and best.exponent > 0 and fold(block, site, best.scale):
             exponents.append(best.exponent)
             before, after = before + best.before, after + best.after
@@ -103,8 +93,13 @@ class BestScale:
     after: float
 
 
-def search(
-    block: nn.Module, site: Site, seen: Range, trial: Trial, ratios: int, grids: Mapping[str, grid.GridConfig]
+def best_scale(
+    block: nn.Module,
+    site: Site,
+    seen: search.Range,
+    trial: search.Trial,
+    ratios: int,
+    grids: Mapping[str, grid.GridConfig],
 ) -> BestScale | None:
     """Return the exponent with the least error, the smallest of several; None if there is nothing to measure it on."""
     if not seen.usable or not trial.kept:
@@ -116,10 +111,10 @@ def search(
     for step in range(ratios):
         scale = scales(mean, step / ratios)
         wide = to_readers(site, scale).float()
-        rounded = {r: Substitute(fake_weight(w * wide, grids[r]).div_(wide)) for r, w in weights.items()}
-        with substituted(block, rounded):
+        rounded = {r: search.Substitute(search.fake_weight(w * wide, grids[r]).div_(wide)) for r, w in weights.items()}
+        with search.substituted(block, rounded):
             loss = trial.loss(reference)
-        if loss < (best.after * CLEARLY if best else float("inf")):
+        if loss < (best.after * search.CLEARLY if best else float("inf")):
             best = BestScale(step / ratios, scale, best.before if best else loss, loss)
     return best
 
@@ -150,9 +145,10 @@ def clip(block: nn.Module, batches: BlockInputs, config: Config, grids: Mapping[
     sequences = min(config.sequences, CLIP_TOKENS)
     tokens = min(config.tokens, CLIP_TOKENS // sequences)
     clamped = total = linears = 0
-    for paths in _parts(list(grids), CLIPPED_AT_ONCE):
-        kept = {path: Trial(block.get_submodule(path), tokens, sequences) for path in paths}
-        observe(block, batches, list(kept.values()))
+    for start in range(0, len(grids), CLIPPED_AT_ONCE):
+        paths = list(grids)[start : start + CLIPPED_AT_ONCE]
+        kept = {path: search.Trial(block.get_submodule(path), tokens, sequences) for path in paths}
+        search.observe(block, batches, list(kept.values()))
         for path, trial in kept.items():
             inputs = trial.rows_of_input()
             if inputs.shape[0] and torch.isfinite(inputs).all():
@@ -179,7 +175,7 @@ def clamp(weight: Tensor, inputs: Tensor, config: grid.GridConfig) -> int:
         for ratio in CLIP_RATIOS:
             limit = largest * ratio
             tried = _error(exact, exact.clamp(-limit, limit), factor, config, dtype)
-            better = tried < loss * CLEARLY
+            better = tried < loss * search.CLEARLY
             best, loss = torch.where(better, limit, best), torch.where(better, tried, loss)
         changed += int((exact.abs() > best).sum())
         columns.copy_(exact.clamp_(-best, best).T)
@@ -191,8 +187,3 @@ def _error(exact: Tensor, clamped: Tensor, factor: Tensor, config: grid.GridConf
     scale, zero = grid.fit(clamped, None, config, dtype)
     codes = grid.codes(clamped, scale, zero, config.bits)
     return (factor @ codes.sub_(zero).mul_(scale).sub_(exact)).square_().sum(0)
-
-
-def _parts(paths: list[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(paths), size):
-        yield paths[start : start + size]

@@ -30,18 +30,8 @@ from torch import Tensor, nn
 from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
 from compress.quant.settings import check
+from compress.transform import search
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
-from compress.transform.search import (
-    CLEARLY,
-    Range,
-    Substitute,
-    Trial,
-    fake_activations,
-    fake_weight,
-    scalar_grid,
-    substituted,
-    trials,
-)
 from compress.types import Activations, Scheme
 
 SCOPE = "block"
@@ -82,8 +72,8 @@ def apply(
     searched = [site for site in sites if any(is_rounded(schemes.get(reader)) for reader in site.readers)]
     changed = shifted = 0
     before = after = largest = 0.0
-    for site, seen, trial in trials(block, searched, batches, config.tokens, config.sequences):
-        best = search(block, site, seen, trial, config, schemes)
+    for site, seen, trial in search.trials(block, searched, batches, config.tokens, config.sequences):
+        best = best_change(block, site, seen, trial, config, schemes)
         if best is not None and best.change is not None and fold(block, site, *best.change):
             changed, shifted = changed + 1, shifted + (best.change.shift is not None)
             before, after = before + best.before, after + best.after
@@ -97,11 +87,11 @@ def apply(
 
 def is_rounded(scheme: Scheme | None) -> bool:
     """Return whether a trial can round something of the linear: its weights, its inputs."""
-    return scalar_grid(scheme) is not None or _activations(scheme) is not None
+    return search.scalar_grid(scheme) is not None or _activations(scheme) is not None
 
 
-def search(
-    block: nn.Module, site: Site, seen: Range, trial: Trial, config: Config, schemes: Mapping[str, Scheme]
+def best_change(
+    block: nn.Module, site: Site, seen: search.Range, trial: search.Trial, config: Config, schemes: Mapping[str, Scheme]
 ) -> BestChange | None:
     """Return the change with the least error, the mildest of several; None if there is nothing to measure it on."""
     if not seen.usable or not trial.kept:
@@ -116,11 +106,11 @@ def search(
         changes = [changes[0], *(Change(scale, middle) for scale in shifted)]
     best, least, before = None, float("inf"), float("inf")
     for index, change in enumerate(changes):
-        with substituted(block, substitutes(block, site, change, (low, high), schemes)):
+        with search.substituted(block, substitutes(block, site, change, (low, high), schemes)):
             loss = trial.loss(reference)
         if index == 0:  # no change
             least = before = loss
-        elif loss < least * CLEARLY:
+        elif loss < least * search.CLEARLY:
             best, least = change, loss
     return BestChange(best, before, least)
 
@@ -138,7 +128,7 @@ def scales(largest: Tensor, thresholds: int) -> list[Tensor]:
 
 def substitutes(
     block: nn.Module, site: Site, change: Change, bounds: tuple[Tensor, Tensor], schemes: Mapping[str, Scheme]
-) -> dict[str, Substitute]:
+) -> dict[str, search.Substitute]:
     """Return the readers as they would be rounded after a change; bounds: min and max x of the producer's channels."""
     shift = torch.zeros_like(change.scale) if change.shift is None else change.shift
     low, high = ((bound - shift) / change.scale for bound in bounds)
@@ -151,18 +141,18 @@ def substitutes(
         module = block.get_submodule(reader)
         weight = module.get_parameter("weight").detach().float()
         bias = None if change.shift is None else module.get_parameter("bias").detach().float() + weight @ shift
-        config = scalar_grid(schemes[reader])
+        config = search.scalar_grid(schemes[reader])
         scaled = weight * scale
-        rounded = scaled if config is None else fake_weight(scaled, config)
+        rounded = scaled if config is None else search.fake_weight(scaled, config)
         inputs = partial(_inputs, scale=scale, shift=shift, activations=_activations(schemes[reader]), bound=bound)
-        readers[reader] = Substitute(rounded, bias, inputs)
+        readers[reader] = search.Substitute(rounded, bias, inputs)
     return readers
 
 
 def _inputs(x: Tensor, scale: Tensor, shift: Tensor, activations: Activations | None, bound: float) -> Tensor:
     """Return the changed inputs [..., channels] of a reader, rounded as at run time."""
     changed = ((x.float() - shift) / scale).to(x.dtype)
-    return changed if activations is None else fake_activations(changed, activations, bound)
+    return changed if activations is None else search.fake_activations(changed, activations, bound)
 
 
 def _activations(scheme: Scheme | None) -> Activations | None:

@@ -284,30 +284,28 @@ class _Turn(NamedTuple):
 
     def _across(self, rows: Tensor) -> Tensor:
         """Return Q rows for rows [..., in], with the operations of run time behind the learned matrix."""
-        rows = rows if self.into is None else _each(rows, self.into.T)
-        for name in self.rounding.ops.input:
-            rows = transforms.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, False)
-        return rows
+        return self._operations(rows if self.into is None else _each(rows, self.into.T), "in", False)
 
     def _back(self, rows: Tensor) -> Tensor:
-        for name in reversed(self.rounding.ops.input):
-            rows = transforms.multiply(rows, self.rounding.tensors.get(f"in_{name}"), name, True)
+        """Undo `_across`."""
+        rows = self._operations(rows, "in", True)
         return rows if self.into is None else _each(rows, self.into)
 
     def _columns(self, matrix: Tensor, back: bool) -> Tensor:
         """Return P matrix or P^T matrix for matrix [out, in]; P: the learned one, then the operations undone."""
-        columns, names = matrix.T, self.rounding.ops.output
-        if back:
-            for name in names:
-                columns = transforms.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, False)
+        columns = self._operations(matrix.T, "out", False) if back else matrix.T
         if self.out is not None:
             turned = columns if self.rows is None else columns[:, self.rows]
             turned = _each(turned, self.out if back else self.out.T)
             columns = turned if self.rows is None else columns.index_copy(1, self.rows, turned)
-        if not back:
-            for name in reversed(names):
-                columns = transforms.multiply(columns, self.rounding.tensors.get(f"out_{name}"), name, True)
-        return columns.T
+        return (columns if back else self._operations(columns, "out", True)).T
+
+    def _operations(self, rows: Tensor, side: str, transposed: bool) -> Tensor:
+        """Apply the operations of run time to rows [..., n] on the side "in" or "out" of the weight, or undo them."""
+        names = self.rounding.ops.input if side == "in" else self.rounding.ops.output
+        for name in reversed(names) if transposed else names:
+            rows = transforms.multiply(rows, self.rounding.tensors.get(f"{side}_{name}"), name, transposed)
+        return rows
 
 
 def _each(x: Tensor, matrix: Tensor) -> Tensor:
