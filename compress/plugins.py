@@ -8,6 +8,7 @@ contract.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -17,7 +18,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -131,6 +132,14 @@ def _number(value: Any) -> Any:
     except (ValueError, OverflowError):
         return MISMATCH
     return number if math.isfinite(number) else MISMATCH
+
+
+def replaced(base: Any, values: Mapping[str, Any], where: str, error: Callable[[str, str], Exception]) -> Any:
+    """Return the dataclass instance `base` with other values; error(key, message) is raised for impossible ones."""
+    try:
+        return dataclasses.replace(base, **values)
+    except ValueError as problem:  # begins with the name of the field, if one field is at fault
+        raise error(str(problem).partition(" ")[0], f"{where}: {problem}") from problem
 
 
 def expected(hint: Any) -> str:

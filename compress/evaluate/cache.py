@@ -97,10 +97,10 @@ class Request:
 
 
 def bench(directory: Path, asked: Request, execution: Execution, progress: Progress = silent) -> Bench:
-    """Measure all caches. Raises CalibrationError for contexts or texts that do not fit, RecipeError for such caches."""
+    """Measure all caches. Raises CalibrationError for contexts and texts that do not fit, RecipeError for caches."""
     limit = lm.max_positions(lm.load_config(directory))
     contexts = asked.contexts or default_contexts(limit)
-    texts = {n: scores._windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
+    texts = {n: scores.text_windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
     for length, windows in texts.items():
         if len(windows) < 2:
             raise CalibrationError(f"a context of {length} tokens needs two windows of text or more; give more text")
@@ -141,13 +141,13 @@ def default_contexts(limit: int | None) -> tuple[int, ...]:
 def evaluate(
     directories: Sequence[Path], asked: Request, seq_len: int, execution: Execution, progress: Progress = silent
 ) -> Comparison:
-    """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact cache."""
-    windows = scores._windows(list(directories), asked.text, seq_len, asked.max_tokens)
+    """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact one."""
+    windows = scores.text_windows(list(directories), asked.text, seq_len, asked.max_tokens)
     models = [load_model(directory, execution) for directory in directories]
     found = candidates(models[0], directories[0], asked.recipes, asked.calib, progress)
     say = counter(progress, "scoring", len(windows))
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
-    summary = scores._summary(positions[0], source_name(asked.text), seq_len)
+    summary = scores.summary(positions[0], source_name(asked.text), seq_len)
     assert isinstance(summary, Comparison)
     return summary
 

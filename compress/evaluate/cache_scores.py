@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compress.errors import NumericalError, RecipeError
-from compress.evaluate.scores import _score
+from compress.evaluate.scores import score
 from compress.kv.cache import CachePath, KVCache, make_cache
 from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, exact
 
@@ -133,7 +133,7 @@ def compare(
             target = tokens[:, start + 1 : end + 1].flatten()
             if end > start:
                 plain = plain[:, : end - start].flatten(0, 1)
-                rows = [_score([x[:, : end - start].flatten(0, 1), plain], target) for x in logits]
+                rows = [score([x[:, : end - start].flatten(0, 1), plain], target) for x in logits]
                 parts.append(torch.stack(rows).unflatten(-1, (len(tokens), -1)))
         found.append(torch.cat(parts, -1))
         say(len(tokens))

@@ -10,7 +10,6 @@ apart: encoding, decoding everything, and scores and sums from the stored codes.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 from compress.errors import RecipeError
 from compress.evaluate.cache_scores import Candidate, Say
+from compress.evaluate.speed import now
 from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache
 from compress.kv.settings import KINDS
@@ -86,11 +86,13 @@ def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say
         made: dict[str, Any] = {
             path: _filled(model, tokens, replace(candidate, path=path)) for path in ("decode", "fused")
         }
-        made |= {"dynamic": DynamicCache(config=model.config), "static": _static(model, tokens.shape[1] + STEPS + 2)}
         caches = {name: cache for name, cache in made.items() if cache is not None}
-        for name in ("dynamic", "static"):
-            if name in caches:
-                model(input_ids=tokens, past_key_values=caches[name], use_cache=True)
+        plain: dict[str, Any] = {"dynamic": DynamicCache(config=model.config)}
+        if getattr(model, "_can_compile_fullgraph", False):
+            plain["static"] = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + STEPS + 2)
+        for cache in plain.values():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        caches |= plain
         steps = _steps(model, tokens[:, -1:], caches)
         coded = caches.get("decode") or caches["fused"]
         parts = _parts(model, coded, "decode" in caches)
@@ -130,14 +132,6 @@ def _filled(model: Any, tokens: Tensor, candidate: Candidate) -> KVCache | None:
     except (RecipeError, AttributeError, TypeError):
         return None
     return cache
-
-
-def _static(model: Any, tokens: int) -> StaticCache | None:
-    return (
-        StaticCache(config=model.config, max_cache_len=tokens)
-        if getattr(model, "_can_compile_fullgraph", False)
-        else None
-    )
 
 
 def _steps(model: Any, token: Tensor, caches: dict[str, Any]) -> dict[str, float]:
@@ -191,10 +185,7 @@ def _attended(keys: Store, values: Store, q: Tensor) -> Tensor:
 
 
 def _timed(device: torch.device, call: Callable[[], object]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    """Return the seconds of a call."""
+    start = now(device)
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return now(device) - start

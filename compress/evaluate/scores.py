@@ -84,21 +84,21 @@ def evaluate(
     in all). Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
     """
     directories = [Path(model_directory)] if base is None else [Path(model_directory), Path(base)]
-    windows = _windows(directories, text, seq_len, max_tokens)
+    windows = text_windows(directories, text, seq_len, max_tokens)
     models = [load.load_model(directory, execution.dtype, execution.device) for directory in directories]
     batch = execution.batch or _batch(models, seq_len)
     columns: list[Tensor] = []
     for begin in range(0, len(windows), batch):
         tokens = windows[begin : begin + batch].to(execution.device)
         logits = [_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)]
-        columns.append(_score(logits, tokens[:, 1:].flatten()))
+        columns.append(score(logits, tokens[:, 1:].flatten()))
         if progress is not None:
             progress(min(begin + batch, len(windows)), len(windows))
     positions = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
-    return _summary(positions, source_name(text), seq_len)
+    return summary(positions, source_name(text), seq_len)
 
 
-def _windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
+def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
     """Return the windows to score, int64 [windows, seq_len], and find what is wrong before a model is loaded."""
     configs = [load.load_config(directory) for directory in directories]
     tokenizers = [load.load_tokenizer(directory) for directory in directories]
@@ -137,7 +137,7 @@ def _logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _score(logits: list[Tensor], targets: Tensor) -> Tensor:
+def score(logits: list[Tensor], targets: Tensor) -> Tensor:
     """logits [positions, vocab_size] of the model, and of the base if there is one; targets [positions].
 
     float64 on the CPU: [1, positions] nll, or [4, positions] nll, base nll, KL(base || model), same likeliest token.
@@ -156,8 +156,8 @@ def _score(logits: list[Tensor], targets: Tensor) -> Tensor:
     return torch.cat(figures, 1)
 
 
-def _summary(positions: Tensor, text: str, seq_len: int) -> Scores:
-    """positions: what `_score` gives, [1 or 4, windows, seq_len - 1]."""
+def summary(positions: Tensor, text: str, seq_len: int) -> Scores:
+    """positions: what `score` gives, [1 or 4, windows, seq_len - 1]."""
     windows = positions.shape[1]
     nll = float(positions[0].mean())
     scores = Scores(text, _exp(nll), nll, positions[0].numel(), windows, seq_len)

@@ -88,18 +88,19 @@ def _generation(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> 
     tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(model.device)
 
     def seconds(count: int) -> float:
-        start = _now(model.device)
+        start = now(model.device)
         model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, do_sample=False
         )
-        return _now(model.device) - start
+        return now(model.device) - start
 
     seconds(2)
     first, all = (min(seconds(count) for _ in range(2)) for count in (1, 1 + new_tokens))
     return batch * prompt_tokens / first, batch * new_tokens / max(all - first, 1e-9)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

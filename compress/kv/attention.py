@@ -75,7 +75,7 @@ def _attend(
     mask: Tensor | None,
     logits: tuple[float, float | None],
 ) -> Tensor:
-    """Attend to what is stored and to `new` (keys, values [B, h, n, width]), in pieces of queries -> [B, n, H, width]."""
+    """Attend to what is stored and to `new` (keys, values [B, h, n, width]), in pieces -> [B, n, H, width]."""
     stored = len(layer.stores["keys"]) if layer is not None and layer.stores else 0
     tokens = stored + (0 if new is None else new[0].shape[2])
     count = query.shape[2]

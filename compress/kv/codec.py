@@ -104,7 +104,7 @@ class Codec:
         return query @ self.dense(block).float().transpose(-1, -2)
 
     def at_once(self, rows: Tensor) -> int:
-        """Return how many tokens `scores` (rows: its queries) and `mix` (its p) take at a time; a compiled one takes ALL.
+        """Return how many tokens `scores` (rows: its queries) and `mix` (its p) take at a time; compiled ones take ALL.
 
         A codec of keys before RoPE that takes more than `block`, here or in `write_at_once`, is given `halves` [B or 1,
         2, n, rotary width / 2] (cos and sin) in place of cos and sin.

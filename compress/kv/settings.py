@@ -241,11 +241,12 @@ def _replaced(base: Any, block: _Block, beside: Collection[str] = ()) -> Any:
     for key in block.settings:
         if key not in hints:
             raise block.error((key,), f"{block.where}: {plugins.unknown('key', key, (*beside, *hints))}")
-    try:
-        return dataclasses.replace(base, **{key: block.value(key, hints[key], None) for key in block.settings})
-    except ValueError as error:  # begins with the name of the field, if one field is at fault
-        key = str(error).partition(" ")[0]
-        raise block.error((key if key in hints else next(iter(block.settings)),), f"{block.where}: {error}") from error
+    values = {key: block.value(key, hints[key], None) for key in block.settings}
+
+    def error(key: str, message: str) -> RecipeError:
+        return block.error((key if key in values else next(iter(values)),), message)
+
+    return plugins.replaced(base, values, block.where, error)
 
 
 def _rules(whole: _Block, codings: Mapping[str, Coding]) -> tuple[LayerRule, ...]:

@@ -73,11 +73,11 @@ def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[st
     hints = plugins.hints(base)
     check_keys(entries, [*beside, *fields(base)], where)
     values = {key: value(entries, key, hints[key]) for key in entries}
-    try:
-        return dataclasses.replace(base, **values)
-    except ValueError as error:  # from __post_init__; begins with the name of the field, if one field is at fault
-        key = str(error).partition(" ")[0]
-        raise error_at(entries[key][0] if key in entries else at, f"{where}: {error}") from error
+
+    def error(key: str, message: str) -> RecipeError:
+        return error_at(entries[key][0] if key in entries else at, message)
+
+    return plugins.replaced(base, values, where, error)
 
 
 def fields(config: Any) -> list[str]:

@@ -145,7 +145,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "calibration": dataclasses.asdict(recipe.calibration),
         "transform": [{"method": step.method, **dataclasses.asdict(step.config)} for step in recipe.transform],
         **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
-        "rules": [{_match_key(r): _short(r.match), **_kept_or(r.scheme)} for r in recipe.rules],
+        "rules": [_plain_rule(rule) for rule in recipe.rules],
         "ignore": list(recipe.ignore),
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
@@ -171,12 +171,9 @@ def _kept_or(scheme: Scheme | None) -> dict[str, Any]:
     return settings(scheme) if scheme is not None else {"keep": True}
 
 
-def _match_key(rule: Rule) -> str:
-    return "match_any" if rule.alternatives else "match"
-
-
-def _short(match: tuple[str, ...]) -> str | list[str]:
-    return match[0] if len(match) == 1 else list(match)
+def _plain_rule(rule: Rule) -> dict[str, Any]:
+    match = rule.match[0] if len(rule.match) == 1 else list(rule.match)
+    return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme)}
 
 
 def _read(path: Path) -> str:

@@ -126,7 +126,7 @@ def nearest(x: Tensor, levels: Tensor) -> Tensor:
 
 
 def narrowest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return least and largest entry [n, 1] of rows [n, C] without the `count` outermost, split to leave the least range."""
+    """Return least and largest entry [n, 1] of rows [n, C] without the `count` outermost, split for the least range."""
     sides = min(count + 1, rows.shape[-1])
     low = rows.topk(sides, largest=False).values  # rising: after j are cut at the low end
     high = rows.topk(sides).values.flip(-1)  # rising: with count - j cut at the high end

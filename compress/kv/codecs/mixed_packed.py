@@ -107,8 +107,7 @@ class Pieces:
         return starts, at
 
     def _plane(self, column: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return channels (the one past the last for zeros), how far a code's bits are moved, and bytes, of the fields of
-        a width in the order of their bytes."""
+        """Return channels (that past the last for zeros), shifts of the codes, and bytes of the fields of a width."""
         source: list[int] = []
         shift: list[int] = []
         place: list[int] = []
