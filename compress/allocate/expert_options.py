@@ -36,7 +36,7 @@ NORMS, SQUARES = "expert", "expert_squares"
 SCORES = ("share", "routing")
 
 
-class ExpertLevels:
+class ExpertDamage:
     """The measurements of a run; `groups`: the units."""
 
     def __init__(self, opened: Options, database: Database) -> None:

@@ -16,6 +16,7 @@ from compress.model.skeleton import Skeleton
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import prepare
+from compress.run.identity import identity
 from compress.run.job import Job, Prepared
 from compress.types import LayerPlan, LinearSpec
 
@@ -75,9 +76,9 @@ def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
     return sum(stored.nbytes for stored in skeleton.weight_sources(spec))
 
 
-def identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
+def measurement_identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
     """What the measurements depend on: everything but the target and the allocator."""
-    known = prepare.identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
+    known = identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
     del known["command"]
     return {**known, "recipe": recipe_fingerprint(opened), "units": opened.allocation.units}
 

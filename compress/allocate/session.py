@@ -27,7 +27,7 @@ from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.progress import Progress
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Target
-from compress.run import prepare
+from compress.run import calibration_text, prepare
 from compress.run.job import Job
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.workdir import writing
@@ -99,12 +99,14 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     if not asked.measures and not (database.folder / RUN).is_file():
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):
-        calibration = prepare.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
+        calibration = calibration_text.calibration(
+            opened.asked, opened.prepared, progress, database.folder / "calibration"
+        )
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
-    with database.opened(prepare_options.identity(opened, calibration)):
-        quantize_options.levels(opened, database, calibration, progress)
+    with database.opened(prepare_options.measurement_identity(opened, calibration)):
+        quantize_options.quantize_all(opened, database, calibration.tokens, progress)
         measured = sensitivity.Measured(opened, database, calibration, progress)
         try:
             yield Session(opened, database, measured)
@@ -162,7 +164,7 @@ def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
     prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
     folder = asked.measurements or prepare_options.folder_of(asked)
     with writing(folder, "--measurements"):
-        calibration = prepare.calibration(asked, prepared, progress, folder / "calibration")
+        calibration = calibration_text.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"
         offer = kv_session.offer(asked, allocation, calibration.tokens, folder, progress)
     room = process_memory.parse_size(allocation.target.text) - prepared.plan.nbytes

@@ -10,14 +10,18 @@ sums: in the model's own batched products, and in the statistics of experts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from compress import plugins, process_memory
 from compress.errors import BudgetError
-from compress.lowrank import correct as lowrank
+from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence, target_correction
 from compress.tune import low_rank
@@ -83,13 +87,29 @@ def arrange(
     )
 
 
-def check_prediction(arrangement: Arrangement, limit: int | None) -> None:
-    """Raise BudgetError if an arrangement, that of a run to be resumed, was made for more than the limit."""
+@contextmanager
+def resumed(
+    planned: Arrangement, first: Callable[[dict[str, Any]], dict[str, Any]], limit: int | None
+) -> Iterator[Arrangement]:
+    """Give the arrangement of the run that this one goes on with, and its number of threads while this is active.
+
+    Sums are then taken in the same order. first: stores an arrangement and returns the one that was stored first.
+    Raises BudgetError if that was made for more than the limit.
+    """
+    before = torch.get_num_threads()
+    stored = first({**dataclasses.asdict(planned), "threads": before})
+    threads = stored.pop("threads")
+    arrangement = Arrangement(**stored)
     if limit is not None and arrangement.peak_nbytes > limit:
         raise BudgetError(
             f"the unfinished run was arranged for {process_memory.show(arrangement.peak_nbytes)}, more than "
             f"--max-memory {process_memory.show(limit)}; give at least that to resume it, or --restart to start over"
         )
+    torch.set_num_threads(threads)
+    try:
+        yield arrangement
+    finally:
+        torch.set_num_threads(before)
 
 
 def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
@@ -107,13 +127,19 @@ def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
 
 def readers(layers: Sequence[LayerPlan], every: bool = False) -> dict[str, list[LayerPlan]]:
     """Input key -> the layers whose method needs statistics of it, or all."""
-    methods = {layer.scheme.method for layer in layers if layer.scheme.config is not None}
-    needing = {method for method in methods if plugins.load("quant", method).NEEDS}
-    found: dict[str, list[LayerPlan]] = {}
+    by_input: dict[str, list[LayerPlan]] = {}
     for layer in layers:
-        if every or layer.scheme.method in needing or lowrank.needs_statistics(layer.scheme.lowrank):
-            found.setdefault(layer.spec.input_key, []).append(layer)
-    return found
+        if every or needs_statistics(layer):
+            by_input.setdefault(layer.spec.input_key, []).append(layer)
+    return by_input
+
+
+def needs_statistics(layer: LayerPlan) -> bool:
+    """Return whether statistics of its input are part of how a linear is quantized."""
+    if layer.scheme.config is None:
+        return False
+    method = plugins.load("quant", layer.scheme.method)
+    return bool(method.NEEDS) or correct.needs_statistics(layer.scheme.lowrank)
 
 
 def needs_gradients(layer: LayerPlan) -> bool:
@@ -121,10 +147,16 @@ def needs_gradients(layer: LayerPlan) -> bool:
     return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
 
 
+def needs_in_scale(layer: LayerPlan) -> bool:
+    """Return whether a layer's inputs are quantized with one calibrated scale."""
+    return layer.activations is not None and layer.activations.scale == "tensor"
+
+
 def needs_text(layer: LayerPlan) -> bool:
-    """Whether a low-rank part needs calibration text beside statistics of its inputs."""
-    part = layer.scheme.lowrank
-    return needs_gradients(layer) or (part is not None and bool(part.train or part.train_blocks))
+    """Return whether calibration text is needed to quantize a linear, or to train its low-rank part."""
+    lowrank = layer.scheme.lowrank
+    trains = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
+    return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
 
 
 def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
@@ -277,6 +309,5 @@ def _layer_workspace(layer: LayerPlan) -> int:
     method = plugins.load("quant", layer.scheme.method)
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
     if layer.scheme.lowrank is not None:
-        need += lowrank.workspace(layer.spec.shape)
-    has_statistics = bool(method.NEEDS) or lowrank.needs_statistics(layer.scheme.lowrank)
-    return need + incoherence.workspace(layer, has_statistics)
+        need += correct.workspace(layer.spec.shape)
+    return need + incoherence.workspace(layer, needs_statistics(layer))

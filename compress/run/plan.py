@@ -15,8 +15,7 @@ from compress.formats import dense, transforms
 from compress.formats import lowrank as lowrank_format
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
-from compress.recipe import Recipe
-from compress.recipe.schema import KEEP
+from compress.recipe.schema import KEEP, Recipe
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import StoredTensor
 from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme

@@ -13,10 +13,11 @@ from torch import Tensor
 from compress import formats, process_memory
 from compress.errors import CheckpointError
 from compress.formats import transforms
-from compress.run import expert_pruning, job, plan, prepare
+from compress.run import expert_pruning, identity, plan
+from compress.run.job import RunState
 from compress.runtime import integer
 from compress.storage.checkpoint import open_checkpoint, read_json
-from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Stats
+from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Stats, Stored
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
@@ -60,7 +61,7 @@ def measure(
 
 
 def row(values: dict[str, Any]) -> LayerReport:
-    """A layer's report from the values that were stored of it."""
+    """Return a layer's report from the values that were stored of it."""
     around = transforms.from_dict(values["ops"], values["name"])
     activations = Activations(**values["activations"]) if values.get("activations") else None
     lowrank = LowRank(**values["lowrank"]) if values.get("lowrank") else None
@@ -74,43 +75,48 @@ def row(values: dict[str, Any]) -> LayerReport:
     return LayerReport(**{**values, **changed})
 
 
-def build(facts: job.Facts, total_seconds: float, self_check: str) -> dict[str, Any]:
-    """The report as JSON values; self_check: the outcome of the check of the bytes that are published."""
-    asked, prepared = facts.job, facts.prepared
+def stored(row: LayerReport) -> Stored:
+    """Return how a reported layer is stored."""
+    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations, row.lowrank)
+
+
+def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any]:
+    """Return the report as JSON values; self_check: the outcome of the check of the bytes that are published."""
+    job, prepared = run.job, run.prepared
     blocks = len(prepared.skeleton.blocks)
     sizes = prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
-    computed = facts.block_seconds
+    computed = run.block_seconds
     return {
-        "model": asked.model.rstrip("/").rsplit("/", 1)[-1],
-        "recipe": asked.recipe.name,
+        "model": job.model.rstrip("/").rsplit("/", 1)[-1],
+        "recipe": job.recipe.name,
         "bpw": prepared.plan.bpw,
-        **({"allocation": dict(asked.allocation)} if asked.allocation is not None else {}),
+        **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
         "nbytes": {"quantized linears": prepared.plan.quantized_nbytes, **sizes, "total": prepared.plan.nbytes},
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
-        "calibration": facts.calibration.facts() if facts.calibration is not None else None,
+        "calibration": run.calibration.facts() if run.calibration is not None else None,
         "seconds": {
             "total": round(total_seconds, 2),
             "quantize": round(sum(computed), 2),
             "predicted_quantize": round(computed[0] * len(computed), 2) if computed else None,
         },
         "memory": {
-            "limit": asked.max_memory,
+            "limit": job.max_memory,
             "predicted_peak": prepared.arrangement.peak_nbytes,
             "measured_peak": process_memory.measured_peak(),  # None: of an earlier run, see there
         },
         "arrangement": dataclasses.asdict(prepared.arrangement),
         "blocks": blocks,
-        "resumed_blocks": facts.replayed,
-        "seed": asked.seed,
-        "device": asked.device,
-        "versions": prepare.versions(),
+        "resumed_blocks": run.replayed,
+        "seed": job.seed,
+        "device": job.device,
+        "versions": identity.versions(),
         "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
-        "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
-        "notes": facts.notes,
-        "products": products(facts.layers, asked.device),
-        **({"experts": expert_pruning.rows(facts.experts, facts.prunings, facts.layers)} if facts.experts else {}),
+        "fallbacks": {row.name: list(row.notes) for row in run.layers if row.notes},
+        "notes": run.notes,
+        "products": products(run.layers, job.device),
+        **({"experts": expert_pruning.rows(run.experts, run.prunings, run.layers)} if run.experts else {}),
         "kept": prepared.plan.kept,
-        "layers": [dataclasses.asdict(row) for row in facts.layers],
+        "layers": [dataclasses.asdict(row) for row in run.layers],
         "self_check": self_check,
     }
 
