@@ -1,4 +1,4 @@
-"""report.json: everything that happened in a run, from measured values only."""
+"""Build report.json: what happened in a run, from measured values only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORST = 5  # layers listed as the worst ones
 def measure(
     layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
 ) -> LayerReport:
-    """Errors of one quantized weight [out, in] against the original, in float32; the caller fills in the seconds.
+    """Measure one quantized weight [out, in] against the original, in float32; the caller fills in the seconds.
 
     output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped, over at most MEASURED_ROWS rows
     spread evenly: over all rows it would cost as much as the rounding itself. Both errors are those against the
@@ -122,17 +122,17 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
 
 
 def products(layers: list[LayerReport], device: str) -> dict[str, int]:
-    """How the layers with quantized inputs are multiplied on this kind of device -> how many of them."""
-    found: Counter[str] = Counter()
+    """Return how the layers with quantized inputs are multiplied on this kind of device -> how many of them."""
+    counts: Counter[str] = Counter()
     for row in layers:
         if row.activations is not None:
             params = formats.params_from_dict(row.format, row.params)
-            found[integer.describe(row.format, params, row.shape, row.activations, torch.device(device))] += 1
-    return dict(found)
+            counts[integer.describe(row.format, params, row.shape, row.activations, torch.device(device))] += 1
+    return dict(counts)
 
 
 def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The layers of a report with the largest error: of the output where it was measured, else of the weight."""
+    """Return the layers of a report with the largest error: of the output where it was measured, else of the weight."""
 
     def error(row: dict[str, Any]) -> float:
         return float(row["weight_error"] if row["output_error"] is None else row["output_error"])
@@ -141,12 +141,12 @@ def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def quadratic(matrix: Tensor, hessian: Tensor) -> float:
-    """tr(M H M^T)."""
+    """Return tr(M H M^T) of a matrix [rows, in] and a Hessian [in, in]."""
     return (matrix @ hessian).mul_(matrix).sum(dtype=torch.float64).item()
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """The report of a checkpoint that compress wrote; CheckpointError if there is none, or if the bytes are not its."""
+    """Return the report of a checkpoint; CheckpointError if there is none, or if it is of other bytes."""
     path = directory / "report.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")
