@@ -2,7 +2,7 @@
 
 One pass over the model, block by block, behind the full-precision prefix, so that nothing measured depends on what will
 be chosen. Statistics are collected once for all options. The damage of an option Q of a weight W is the increase of a
-loss: ||W - Q||^2, and tr((W - Q) H (W - Q)^T) with H the mean over all calibration tokens (over at most MEASURED_ROWS
+loss: ||W - Q||^2, and tr((W - Q) H (W - Q)^T) with H the mean over all calibration tokens (run/report.py: over some
 rows, scaled). Transforms decide by the first option's schemes, for all of them. What only whole forward passes can tell
 is in compress/allocate/sensitivity.py. A killed run goes on after the last finished block.
 """
@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from compress import formats
 from compress.allocate.expert_options import ExpertDamage
 from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
@@ -70,7 +68,14 @@ class _MeasuredBlocks:
         name, stats = task.layer.spec.name, task.statistics.stats
         self.packed[f"{name}@{task.option}"] = result.weight
         by_option = self.measured.setdefault(name, {"tokens": stats.count if stats is not None else 0})
-        by_option[task.option] = {"nbytes": result.weight.nbytes, **self._damage(task, result.weight)}
+        measured = report.errors(task.weight, result.weight, stats)
+        by_option[task.option] = {
+            "nbytes": result.weight.nbytes,
+            "weight": measured.weight,
+            "relative": measured.relative,
+            "hessian": (measured.hessian or 0.0) / self.tokens,  # nothing is known of an expert without tokens
+            "output": measured.output or 0.0,
+        }
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Measure the block's experts, and store all."""
@@ -84,22 +89,6 @@ class _MeasuredBlocks:
         """Transform the block as in the former run."""
         self.stream.transform(index, block)
         return block
-
-    def _damage(self, task: LinearTask, packed: PackedWeight) -> dict[str, float]:
-        """Return the absolute and relative errors of an option."""
-        original = task.weight.float()
-        residual = original - formats.decode(packed, original.dtype)
-        norm = original.square().sum(dtype=torch.float64).item()
-        error = residual.square().sum(dtype=torch.float64).item()
-        damage = {"weight": error, "relative": error / norm if norm > 0 else 0.0, "hessian": 0.0, "output": 0.0}
-        stats = task.statistics.stats
-        if stats is not None and stats.count:  # of an expert that no token reached nothing is known
-            rows = slice(None, None, -(-original.shape[0] // report.MEASURED_ROWS))
-            scale = original.shape[0] / original[rows].shape[0]
-            whole = report.quadratic(original[rows], stats.hessian)
-            error = report.quadratic(residual[rows], stats.hessian)
-            damage |= {"hessian": error * scale / self.tokens, "output": error / whole if whole > 0 else 0.0}
-        return damage
 
 
 def linears(opened: Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -179,7 +179,7 @@ class BlockLoop:
         passes = len(self.stream.passes(layers)) if is_new else 0
         scaling = is_new and any(map(memory_plan.needs_in_scale, layers))
         runs = 1 + max(passes, int(self.stream.paired)) + int(scaling)
-        return self.stream.batch_count() * runs + (len(layers) if is_new else 0)
+        return len(self.stream.slices) * runs + (len(layers) if is_new else 0)
 
     def _check_finite(self, layers: list[LayerPlan], block: nn.Module) -> None:
         """Raise NumericalError for a weight that no method can quantize."""

@@ -49,6 +49,8 @@ class CalibrationStream:
         self.skeleton, self.device = prepared.skeleton, torch.device(job.device)
         self.paired = job.is_paired and tokens is not None
         self.states = blockwise.Stream(prepared.samples, file, 2 if self.paired else 1)
+        size, samples = prepared.arrangement.batch, prepared.samples if tokens is not None else 0
+        self.slices = [slice(start, min(start + size, samples)) for start in range(0, samples, size)]  # batches
         self.parted = False  # the full-precision side is filled; before, it equals the quantized one
         self.calls: blockwise.Calls = []
         self.seconds = 0.0  # spent in forward passes
@@ -73,17 +75,9 @@ class CalibrationStream:
 
     def batches(self, index: int) -> Iterator[tuple[Tensor, blockwise.Call]]:
         """Yield what reaches a block behind the quantized prefix."""
-        for samples in self._slices() if self.tokens is not None else ():
+        for samples in self.slices:
             hidden = self.states.read(samples.start, samples.stop - samples.start).to(self.device)
             yield hidden, self.calls[index][hidden.shape[0]]
-
-    def batch_count(self) -> int:
-        """Return the batches of one pass."""
-        return len(self._slices()) if self.tokens is not None else 0
-
-    def _slices(self) -> list[slice]:
-        size, samples = self.prepared.arrangement.batch, self.states.samples
-        return [slice(start, min(start + size, samples)) for start in range(0, samples, size)]
 
     def forward(self, index: int, block: nn.Module, what: str, *legs: Leg) -> None:
         """Run the block over the whole stream, batch by batch, each batch along all `legs`; nothing without a text."""
@@ -92,7 +86,7 @@ class CalibrationStream:
         self.meter.say(what)
         started = time.monotonic()
         name = self.skeleton.block_prefix(index).rstrip(".")
-        for samples in self._slices():
+        for samples in self.slices:
             for leg in legs:
                 hidden = self.states.read(samples.start, samples.stop - samples.start, leg.source).to(self.device)
                 with leg.watch(samples):

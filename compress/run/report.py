@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,24 +23,39 @@ MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
 
 
-def measure(
-    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
-) -> LayerReport:
-    """Measure one quantized weight [out, in] against the original, in float32; the caller fills in the seconds.
+class WeightErrors(NamedTuple):
+    """Errors of a quantized weight Q against the original W, with R = W - Q and the Hessian H of its inputs."""
 
-    output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped, over at most MEASURED_ROWS rows
-    spread evenly: over all rows it would cost as much as the rounding itself. Both errors are those against the
-    original weight on the inputs that the quantized prefix gives: where calibration.asymmetric has moved the target,
-    the intended shift is part of them.
+    weight: float  # ||R||^2
+    relative: float  # of ||W||^2
+    hessian: float | None  # tr(R H R^T), None without statistics
+    output: float | None  # of tr(W H W^T)
+
+
+def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightErrors:
+    """Measure a quantized weight [out, in] in float32, against the original on the inputs that the prefix gives.
+
+    The Hessian is used undamped, over at most MEASURED_ROWS rows spread evenly, scaled to all: over all rows it would
+    cost as much as the rounding itself. Where target correction has moved the target, the intended shift is part of
+    the errors.
     """
     original = weight.float()
     residual = original - formats.decode(packed, original.dtype)
-    output_error = None
+    norm, error = (matrix.square().sum(dtype=torch.float64).item() for matrix in (original, residual))
+    hessian = output = None
     if stats is not None and stats.count:
         rows = slice(None, None, -(-original.shape[0] // MEASURED_ROWS))
-        whole = quadratic(original[rows], stats.hessian)
-        output_error = quadratic(residual[rows], stats.hessian) / whole if whole > 0 else 0.0
-    norm = original.square().sum().item()
+        whole, part = (_quadratic(matrix[rows], stats.hessian) for matrix in (original, residual))
+        hessian = part * (original.shape[0] / original[rows].shape[0])
+        output = part / whole if whole > 0 else 0.0
+    return WeightErrors(error, error / norm if norm > 0 else 0.0, hessian, output)
+
+
+def measure(
+    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
+) -> LayerReport:
+    """Report on one quantized weight [out, in]; the caller fills in the seconds."""
+    measured = errors(weight, packed, stats)
     return LayerReport(
         name=layer.spec.name,
         shape=layer.spec.shape,
@@ -49,8 +64,8 @@ def measure(
         params=dataclasses.asdict(packed.params),
         bpw=packed.bpw,
         nbytes=packed.nbytes,
-        weight_error=residual.square().sum().item() / norm if norm > 0 else 0.0,
-        output_error=output_error,
+        weight_error=measured.relative,
+        output_error=measured.output,
         tokens=stats.count if stats is not None else 0,
         seconds=0.0,
         notes=notes,
@@ -140,7 +155,7 @@ def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(layers, key=error, reverse=True)[:WORST]
 
 
-def quadratic(matrix: Tensor, hessian: Tensor) -> float:
+def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
     """Return tr(M H M^T) of a matrix [rows, in] and a Hessian [in, in]."""
     return (matrix @ hessian).mul_(matrix).sum(dtype=torch.float64).item()
 
