@@ -28,40 +28,29 @@ The packages, each of which imports only those before it:
     evaluate    perplexity, divergence, speed, caches
     allocate    bits within a budget: options, what they damage, allocators (allocate/methods/)
     export      low-rank parts in the form of PEFT
+    api         whole tasks: allocate and run, plan, load
     cli         the command line
 """
 
 from __future__ import annotations
 
 import importlib
-import os as _os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress import autoload
 from compress.version import __version__
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
 __all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
 
-# Imported when asked for. `evaluate` is a package and `plan` a module: a function under either name would be hidden as
-# soon as anything imports the module.
-_HOMES = {"Job": "compress.run.job", "prepare": "compress.run.prepare", "quantize": "compress.run.pipeline"}
+# Imported when asked for. `evaluate` is a package: a function of its name would be hidden once anything imports it.
+_HOMES = {
+    "Job": "compress.run.job",
+    "load": "compress.api",
+    "prepare": "compress.run.prepare",
+    "quantize": "compress.api",
+}
 
 autoload.register()
-
-
-def load(
-    directory: str | _os.PathLike[str],
-    dtype: torch.dtype | str = "auto",
-    device_map: str | dict[str, Any] | None = None,
-) -> PreTrainedModel:
-    """The causal language model in `directory`, packed or plain; the options are those of from_pretrained."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Runs of the engine for tests: two recipes, a calibration text, what a directory holds, and real command lines.
 
-    report = pipeline.quantize(job(model, GPTQ, tmp_path / "out"))
+    report = api.quantize(job(model, GPTQ, tmp_path / "out"))
     result = cli("quantize", str(model), *GPTQ.options(), "--out", str(out))    # a process of its own
     assert result.code == 1 and one_line(result)
 
@@ -147,14 +147,14 @@ def cli(*words: str, prepare: str = "", cwd: Path | None = None) -> Result:
 PARENT = """
 import json, os, signal, sys, tempfile, traceback
 from pathlib import Path
-import compress.cli.app, compress.cli.tables, compress.evaluate, compress.run.pipeline
+import compress.cli.app, compress.cli.tables, compress.evaluate, compress.api
 import pico, runs, torch
 from transformers.utils import logging
 
 logging.disable_progress_bar()
 with tempfile.TemporaryDirectory() as folder:  # the first run imports and caches much, for all that follow
     model = pico.save_pico("llama", Path(folder, "model"))
-    compress.run.pipeline.quantize(runs.job(model, runs.GPTQ, Path(folder, "out")))
+    compress.api.quantize(runs.job(model, runs.GPTQ, Path(folder, "out")))
 
 def run(asked):
     for number, path in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):

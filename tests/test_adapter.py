@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import compress
 import problems
+from compress import api
 from compress.errors import CheckpointError, OutputError
 from compress.export import peft as adapter
 from compress.formats import lowrank
-from compress.run import pipeline
 from compress.runtime.linear import PackedLinear
 from compress.types import LowRank
 from pico import round_to_nearest, save_pico
@@ -29,7 +29,7 @@ WITH_PART = ("bits=4", "lowrank={rank: 4, bits: 8, metric: none}")
 
 def packed(folder: Path, name: str = "llama", *settings: str) -> Path:
     out = folder / "packed"
-    pipeline.quantize(job(save_pico(name, folder / "model"), RTN.set(*(settings or WITH_PART)), out))
+    api.quantize(job(save_pico(name, folder / "model"), RTN.set(*(settings or WITH_PART)), out))
     return out
 
 
@@ -227,7 +227,7 @@ def test_experts_have_adapters_too(tmp_path: Path) -> None:
     folder = tmp_path / "moe"
     whole = folder / "packed"
     setup = GPTQ.set("lowrank={rank: 2}", "calibration.num_samples=2")
-    pipeline.quantize(job(save_pico("mixtral", folder / "model"), setup, whole))
+    api.quantize(job(save_pico("mixtral", folder / "model"), setup, whole))
     expected = logits(compress.load(whole))
     count = adapter.export(whole, folder / "base", folder / "adapter")
     model = compress.load(folder / "base")

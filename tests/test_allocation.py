@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compress
-from compress import recipe
+from compress import api, recipe
 from compress.allocate import metrics, pareto, prepare_options, quantize_options, session, table
 from compress.allocate.methods import uniform
 from compress.allocate.problem import Problem
@@ -21,7 +21,7 @@ from compress.allocate.variants import TABLE, Database
 from compress.errors import BudgetError, CompressError, OutputError, RecipeError
 from compress.progress import silent
 from compress.recipe.schema import Target
-from compress.run import pipeline, report
+from compress.run import report
 from compress.run.job import Job
 from compress.storage.workdir import Output
 from pico import save_pico
@@ -161,7 +161,7 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
     )
     decided = session.decided(job, silent)
     assert decided.recipe.allocate is None and decided.allocation is not None
-    result = pipeline.quantize(job)
+    result = api.quantize(job)
     assert result["bpw"] == pytest.approx(decided.allocation["bpw"]) and result["bpw"] <= 5.5
     assert result["nbytes"]["total"] == decided.allocation["nbytes"]
     written = recipe.load(str(tmp_path / "out" / "recipe.yaml"))
@@ -175,7 +175,7 @@ def test_rules_decide_before_the_allocation(model: Path, tmp_path: Path) -> None
     text = RECIPE + 'rules: [{match: "*.o_proj", bits: 8}]\nignore: ["*.down_proj"]\n'
     job = asked(model, tmp_path, "allocate.target=6bpw", "allocate.estimator=weight", text=text)
     decided = session.decided(job, silent)
-    result = pipeline.quantize(decided)
+    result = api.quantize(decided)
     bits = {row["name"].rsplit(".")[-1]: row["bpw"] for row in result["layers"]}
     assert "down_proj" not in bits and bits["o_proj"] > 8
     assert result["bpw"] == pytest.approx(decided.allocation["bpw"])  # type: ignore[index]
@@ -335,7 +335,7 @@ allocate: {{samples: 2, options: [{{bits: 3}}, {{bits: 3, lowrank: {{rank: 4}}}}
         folder.mkdir()
         alone = f"quantize: {{method: rtn, bits: 3, group_size: 32, {lowrank}}}"
         job = asked(model, folder, text=f"calibration: {{num_samples: 4, seq_len: 24}}\n{alone}\n")
-        pipeline.quantize(job)
+        api.quantize(job)
         packed = compress.load(job.out).get_submodule(name)
         assert torch.equal(packed.dequantize(torch.float32), levels[number])
 
@@ -347,15 +347,15 @@ def test_the_output_is_checked_before_anything_is_measured(
     monkeypatch.setattr(prepare_options, "options", None)  # nothing is measured without it
     job.out.mkdir()
     with pytest.raises(OutputError, match="exists already"):
-        pipeline.quantize(job)
+        api.quantize(job)
     with pytest.raises(OutputError, match="cannot be an output directory"):
-        pipeline.quantize(dataclasses.replace(job, out=Path("..")))
+        api.quantize(dataclasses.replace(job, out=Path("..")))
     job.out.rmdir()
     with Output(job.out), pytest.raises(OutputError, match="another run is writing"):
-        pipeline.quantize(job)
+        api.quantize(job)
     foreign = tmp_path / "out.partial"
     foreign.mkdir()
     (foreign / "mine.txt").write_text("keep")
     with pytest.raises(OutputError, match="not ours"):
-        pipeline.quantize(job)
+        api.quantize(job)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out.partial"]

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import pico
 import problems
-from compress import process_memory, recipe
+from compress import api, process_memory, recipe
 from compress.calib.stats import HessianSum
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, target_correction
 from compress.quant.target_correction import DAMP, TOKENS_PER_INPUT, correction, target
-from compress.run import calibration_stream, memory_plan, pipeline, prepare, quantize_linear
+from compress.run import calibration_stream, calibration_text, memory_plan, pipeline, prepare, quantize_linear
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
@@ -172,15 +172,16 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Tensor, Stats | None]]:
     """Name -> the target in the layer's own basis, and the statistics that its method was given."""
     found: dict[str, tuple[Tensor, Stats | None]] = {}
-    real = quantize_linear._rounded
+    real = quantize_linear.quantize
 
-    def rounded(layer: Any, weight: Tensor, stats: Stats | None, *rest: Any) -> Quantized:
+    def quantize(task: quantize_linear.LinearTask, seed: int) -> Quantized:
+        target, stats = task.statistics.target(task.weight), task.statistics.for_layer(task.layer)
         assert stats is None or stats.drift is None
         copy = None if stats is None else Stats(stats.hessian.clone(), stats.count)
-        found[layer.spec.name] = (weight.clone(), copy)
-        return real(layer, weight, stats, *rest)
+        found[task.layer.spec.name] = (target.clone(), copy)
+        return real(task, seed)
 
-    monkeypatch.setattr(quantize_linear, "_rounded", rounded)
+    monkeypatch.setattr(quantize_linear, "quantize", quantize)
     return found
 
 
@@ -214,8 +215,8 @@ def test_methods_are_given_the_target(
 ) -> None:
     """y comes from the original model, x from the original block behind the finished ones."""
     asked = job(deep, setup, tmp_path / "out")
-    report = pipeline.quantize(asked)
-    calibration = prepare.calibration(asked, prepare.prepare(asked), lambda *args: None)
+    report = api.quantize(asked)
+    calibration = calibration_text.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert calibration is not None
     original, finished = load(deep), load(tmp_path / "out")
     layers: Any = finished.dequantize(torch.float32).base_model.layers
@@ -246,7 +247,7 @@ def test_methods_are_given_the_target(
 def test_experts_keep_the_plain_target(
     pico_dir: Callable[..., Path], given: dict[str, tuple[Tensor, Stats | None]], tmp_path: Path
 ) -> None:
-    report = pipeline.quantize(job(pico_dir("mixtral"), FULL, tmp_path / "out"))
+    report = api.quantize(job(pico_dir("mixtral"), FULL, tmp_path / "out"))
     assert report["calibration"]["notes"] == [
         "Experts are calibrated on their own inputs alone: full-precision routing sends them other tokens."
     ]
@@ -299,9 +300,9 @@ def test_off_there_is_one_stream_and_one_sum(
     names = passes(monkeypatch)
     monkeypatch.setattr(blockwise, "HiddenStates", stream)
     monkeypatch.setattr(calibration_stream.calib_stats, "HessianSum", total)
-    pipeline.quantize(job(deep, setup.set("calibration.target_correction=0"), tmp_path / "zero"))
+    api.quantize(job(deep, setup.set("calibration.asymmetric=0"), tmp_path / "zero"))
     assert names == (["0", "0", "1", "1", "2"] if setup is GPTQ else [])
-    pipeline.quantize(job(deep, setup, tmp_path / "out"))
+    api.quantize(job(deep, setup, tmp_path / "out"))
     assert set(sides) == {1} and not any(pairs)
     files, others = contents(tmp_path / "out"), contents(tmp_path / "zero")
     assert {name for name in files if files[name] != others[name]} == ({"recipe.yaml"} if setup is not GPTQ else set())
@@ -310,17 +311,17 @@ def test_off_there_is_one_stream_and_one_sum(
 def test_no_more_passes_than_needed(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more than without for each block but the first, where both streams are one."""
     names = passes(monkeypatch)
-    pipeline.quantize(job(deep, FULL, tmp_path / "out"))
+    api.quantize(job(deep, FULL, tmp_path / "out"))
     assert names == ["0", "0", "1", "1", "1", "2", "2"]
     names.clear()
     kept = FULL.set("rules=[{match: 'model.layers.1.*', method: rtn, bits: 2}]")
-    pipeline.quantize(job(deep, kept, tmp_path / "kept"))
+    api.quantize(job(deep, kept, tmp_path / "kept"))
     assert names == ["0", "0", "1", "1", "2", "2"]
 
 
 def test_a_killed_run_goes_on_with_the_same_bytes(deep: Path, tmp_path: Path) -> None:
     """Killed in block 1 and again in block 2: both streams are replayed."""
-    pipeline.quantize(job(deep, FULL, tmp_path / "expected"))
+    api.quantize(job(deep, FULL, tmp_path / "expected"))
     words = command(deep, FULL, tmp_path / "out")
     for call in (10, 7 + 3):  # of seven linears a block; the second run starts with block 1
         result = cli(*words, prepare=interrupt("compress.quant.gptq", "quantize", call))
@@ -332,7 +333,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(deep: Path, tmp_path: Path) ->
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     rows = [[{**row, "seconds": 0} for row in found["layers"]] for found in (report, expected)]
     assert rows[0] == rows[1]
-    pipeline.quantize(job(deep, FULL.set("calibration.target_correction=0"), tmp_path / "off"))
+    api.quantize(job(deep, FULL.set("calibration.asymmetric=0"), tmp_path / "off"))
     assert contents(tmp_path / "off") != contents(tmp_path / "expected")  # the test can tell
 
 
@@ -347,7 +348,7 @@ def test_an_arrangement_changes_no_byte(deep: Path, tmp_path: Path, monkeypatch:
         names.clear()
         with monkeypatch.context() as patch:
             patch.setattr(memory_plan, "arrange", lambda *words, c=changes: dataclasses.replace(real(*words), **c))
-            pipeline.quantize(job(deep, FULL, tmp_path / str(number)))
+            api.quantize(job(deep, FULL, tmp_path / str(number)))
     assert names.count("2") == 2 * 4 and names.count("0") == 4 + 1
     assert contents(tmp_path / "0") == contents(tmp_path / "1")
     assert asked[1] - asked[0] == 2 * 8 * 32 * 64 * 4

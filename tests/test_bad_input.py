@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress import recipe
+from compress import api, recipe
 from compress.errors import OutputError
-from compress.run import pipeline
 from compress.storage import workdir
 from compress.storage.checkpoint import CONFIG, INDEX
 from pico import save_pico
@@ -215,7 +214,7 @@ def test_weights_that_do_not_fit_the_configuration(name: str, model: Path) -> No
 
 
 def test_a_quantized_checkpoint(model: Path, tmp_path: Path) -> None:
-    pipeline.quantize(job(model, RTN, tmp_path / "packed"))
+    api.quantize(job(model, RTN, tmp_path / "packed"))
     assert "packed is already quantized (compress); give the original checkpoint" in quantize(tmp_path / "packed")
     config = json.loads((model / CONFIG).read_text())
     (model / CONFIG).write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
@@ -317,7 +316,7 @@ NO_CHECK = "from compress.run import pipeline\npipeline.check_space = lambda dir
 
 @pytest.mark.parametrize(("setup", "blocks"), [(RTN, 1), (GPTQ, 2)], ids=["in a block", "in the rest"])
 def test_a_disk_that_fills_up(setup: Setup, blocks: int, model: Path, tmp_path: Path) -> None:
-    pipeline.quantize(job(model, setup, tmp_path / "expected"))
+    api.quantize(job(model, setup, tmp_path / "expected"))
     with mounted(tmp_path / "disk", "size=100k") as disk:
         words = command(model, setup, disk / "out")
         with untouched(model):
@@ -349,7 +348,7 @@ def test_an_all_zero_layer(model: Path, tmp_path: Path) -> None:
     change_tensors(model, lambda tensors: tensors[f"{Q}.weight"].zero_())
     for setup in (RTN, GPTQ):
         out = tmp_path / setup.name
-        pipeline.quantize(job(model, setup, out))
+        api.quantize(job(model, setup, out))
         row = next(row for row in report_of(out)["layers"] if row["name"] == Q)
         assert row["weight_error"] == 0.0 and row["output_error"] in (0.0, None)
         assert not any(t.isnan().any() for t in stored_tensors(out).values())

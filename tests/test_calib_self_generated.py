@@ -18,7 +18,7 @@ from compress.calib import data
 from compress.calib.data import self_generated
 from compress.errors import BudgetError, CalibrationError, NumericalError
 from compress.model import load
-from compress.run import job, prepare
+from compress.run import calibration_text, job, prepare
 from pico import EOS_ID, VOCAB_SIZE
 from runs import GPTQ
 
@@ -174,7 +174,9 @@ def test_a_job_writes_its_text_once(pico_dir: ReadOnly, tmp_path: Path, monkeypa
 
     def text(asked: job.Job, cache: Path | None) -> data.Calibration:
         said.clear()
-        found = prepare.calibration(asked, prepare.prepare(asked), lambda text, done, total: said.append(text), cache)
+        found = calibration_text.calibration(
+            asked, prepare.prepare(asked), lambda text, done, total: said.append(text), cache
+        )
         assert found is not None
         return found
 

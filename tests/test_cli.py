@@ -15,10 +15,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from compress import recipe
+from compress import api, recipe
 from compress.cli.app import app
 from compress.errors import CheckpointError
-from compress.run import pipeline, verify
+from compress.run import verify
 from runs import GPTQ, RTN, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 BOOKS = Path(__file__).parent / "models" / "books-8m"
@@ -30,7 +30,7 @@ MANIFEST = "compress_manifest.json"
 def packed(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts after GPTQ, with fallbacks to report: do not write into it."""
     out = tmp_path_factory.mktemp("packed") / "mixtral-int4"
-    pipeline.quantize(job(pico_dir("mixtral"), GPTQ, out))
+    api.quantize(job(pico_dir("mixtral"), GPTQ, out))
     return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import formats, plugins
+from compress import api, formats, plugins
 from compress.errors import UnsupportedModelError
 from compress.formats import structured as structured_format
 from compress.model import graph as structure
@@ -20,7 +20,6 @@ from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.quant import structured
 from compress.recipe import blocks, load
-from compress.run import pipeline
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import clover, qk_pairs
 from compress.transform.bases import value_rows
@@ -365,7 +364,7 @@ def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
     assert "clover" in plugins.names("transform")
     model = save_pico("llama", tmp_path / "model")
     out = tmp_path / "out"
-    pipeline.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
+    api.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
     report = report_of(out)
     assert {row["name"].rsplit(".", 1)[1] for row in report["layers"]} == {"v_proj", "o_proj"}
     assert all(row["weight_error"] == 0 for row in report["layers"]), "only zeros are cut"
@@ -380,7 +379,7 @@ def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
 
 def test_checkpoints_and_recipes_with_the_former_name_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = save_pico("llama", tmp_path / "model"), tmp_path / "out"
-    pipeline.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
+    api.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
     wanted = logits(AutoModelForCausalLM.from_pretrained(out))
     config = out / "config.json"
     assert '"format": "structured"' in config.read_text()
@@ -399,7 +398,7 @@ def test_queries_and_keys_are_cut_in_a_run(tmp_path: Path) -> None:
     model, out = save_pico("llama", tmp_path / "model"), tmp_path / "out"
     rules = "rules=[{match: ['*.q_proj', '*.k_proj'], rows: 0.75}, {match: '*', keep: true}]"
     settings = ("quantize.dtype=float32", "transform.0.prune=0", "transform.0.prune_keys=0.25", rules)
-    pipeline.quantize(job(model, Setup("clover50", settings), out))
+    api.quantize(job(model, Setup("clover50", settings), out))
     report = report_of(out)
     assert {row["name"].rsplit(".", 1)[1] for row in report["layers"]} == {"q_proj", "k_proj"}
     assert all(row["weight_error"] == 0 for row in report["layers"]), "only zeros are cut"

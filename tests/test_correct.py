@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import formats, plugins, recipe
+from compress import api, formats, plugins, recipe
 from compress.errors import RecipeError
 from compress.formats import lowrank
 from compress.lowrank import correct, factors
 from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
-from compress.run import memory_plan, pipeline, plan, verify, write_checkpoint
+from compress.run import memory_plan, plan, verify, write_checkpoint
 from compress.types import NO_OPS, Correction, Fisher, LayerPlan, LinearSpec, LowRank, PackedWeight, Quantized, Stats
 from pico import save_pico
 from runs import GPTQ, RTN, contents, job, report_of, stored_tensors
@@ -167,13 +167,13 @@ def test_a_run_from_the_recipe_to_a_loaded_model(setup: object, rotated: bool, t
     out = tmp_path / "out"
     part = ("lowrank={rank: 4, bits: 8}", f"incoherence={str(rotated).lower()}", "calibration.num_samples=4")
     sized = setup.set(*part, "calibration.seq_len=32")  # type: ignore[attr-defined]
-    pipeline.quantize(job(model, sized, out))
+    api.quantize(job(model, sized, out))
     report = report_of(out)
     assert report["layers"][0]["lowrank"] == {"rank": 4, "bits": 8, "group_size": 64, "dtype": "float16"}
     assert all("+ rank 4 in 8 bits" in group["format"] for group in report["plan"])
     assert sum(row["nbytes"] for row in report["layers"]) == report["nbytes"]["quantized linears"]
     verify.verify(out)
-    pipeline.quantize(job(model, setup.set(*part[1:], "calibration.seq_len=32"), tmp_path / "plain"))  # type: ignore[attr-defined]
+    api.quantize(job(model, setup.set(*part[1:], "calibration.seq_len=32"), tmp_path / "plain"))  # type: ignore[attr-defined]
     errors = [row["output_error"] for row in report["layers"]]
     others = [row["output_error"] for row in report_of(tmp_path / "plain")["layers"]]
     if others[0] is not None:
@@ -191,15 +191,15 @@ def test_a_run_from_the_recipe_to_a_loaded_model(setup: object, rotated: bool, t
 def test_an_interrupted_run_goes_on_from_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_pico("llama", tmp_path / "model")
     setup = GPTQ.set("bits=2", "lowrank={rank: 4, bits: 4}", "incoherence=true")
-    pipeline.quantize(job(model, setup, tmp_path / "whole"))
+    api.quantize(job(model, setup, tmp_path / "whole"))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
 
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
 
         patched.setattr(write_checkpoint, "finish", stop)
-        pipeline.quantize(job(model, setup, tmp_path / "out"))
-    result = pipeline.quantize(job(model, setup, tmp_path / "out"))
+        api.quantize(job(model, setup, tmp_path / "out"))
+    result = api.quantize(job(model, setup, tmp_path / "out"))
     assert result["resumed_blocks"] == result["blocks"]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -220,7 +220,7 @@ def test_recipe_keys() -> None:
 def test_a_rank_above_the_dimension_is_one_clear_line(tmp_path: Path) -> None:
     model = save_pico("llama", tmp_path / "model")
     with pytest.raises(RecipeError, match=r"q_proj \(\d+ x \d+\): rank 999 is above \d+, the smaller side"):
-        pipeline.quantize(job(model, GPTQ.set("lowrank={rank: 999}"), tmp_path / "out"))
+        api.quantize(job(model, GPTQ.set("lowrank={rank: 999}"), tmp_path / "out"))
 
 
 def test_statistics_are_collected_for_a_correction_alone() -> None:

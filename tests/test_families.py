@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from compress import api
 from compress.errors import CompressError, UnsupportedModelError
-from compress.run import pipeline
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 from runs import GPTQ, RTN, Setup, job
 
@@ -38,7 +38,7 @@ def build(model_type: str, directory: Path) -> Path:
 def test_bfloat16_passes_its_own_check(name: str, setup: Setup, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Experts see a handful of rows, which a packed linear multiplies by a kernel of its own: the check decodes."""
     source = pico_dir(name, dtype=torch.bfloat16)
-    report = pipeline.quantize(job(source, setup, tmp_path / "out"))
+    report = api.quantize(job(source, setup, tmp_path / "out"))
     assert report["self_check"] == "passed"
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert packed.dtype == torch.bfloat16
@@ -53,9 +53,9 @@ def test_other_structures(model_type: str, tmp_path: Path) -> None:
     source = build(model_type, tmp_path / "model")
     if model_type == "falcon":
         with pytest.raises(UnsupportedModelError, match="a forward pass of its own"):
-            pipeline.quantize(job(source, GPTQ, tmp_path / "out"))
+            api.quantize(job(source, GPTQ, tmp_path / "out"))
         return
-    report = pipeline.quantize(job(source, GPTQ, tmp_path / "out"))
+    report = api.quantize(job(source, GPTQ, tmp_path / "out"))
     assert report["layers"] and report["self_check"] == "passed"
     tokens = torch.arange(40)[None]
     original = AutoModelForCausalLM.from_pretrained(source)(tokens).logits.float()
@@ -76,7 +76,7 @@ def test_a_configuration_without_dtype(name: str, null: bool, pico_dir: Callable
     if null:
         config["dtype"] = None
     (source / "config.json").write_text(json.dumps(config))
-    pipeline.quantize(job(source, RTN, tmp_path / "out"))
+    api.quantize(job(source, RTN, tmp_path / "out"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
@@ -95,6 +95,6 @@ def test_a_damaged_configuration_is_one_line(
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **damage}))
     with pytest.raises(CompressError) as caught:
-        pipeline.quantize(job(source, RTN, tmp_path / "out"))
+        api.quantize(job(source, RTN, tmp_path / "out"))
     assert "\n" not in str(caught.value) and str(source) in str(caught.value)
     assert not (tmp_path / "out").exists()

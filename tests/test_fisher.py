@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compress import api
 from compress.calib import fisher
 from compress.model.skeleton import Skeleton
-from compress.run import pipeline
 from compress.storage.checkpoint import open_checkpoint
 from pico import save_pico
 from runs import RTN, contents, job, report_of
@@ -49,7 +49,7 @@ def test_a_run_with_gradients(tmp_path: Path) -> None:
     part = "quantize.method=nf", "bits=2", "calibration.num_samples=4", "calibration.seq_len=32"
     for number, metric in enumerate(("fisher", "none", "fisher")):
         setup = RTN.set(*part, f"lowrank={{rank: 4, metric: {metric}, iterations: 3}}")
-        pipeline.quantize(job(model, setup, tmp_path / f"out{number}"))
+        api.quantize(job(model, setup, tmp_path / f"out{number}"))
     weighted, plain, again = (contents(tmp_path / f"out{number}") for number in range(3))
     assert weighted == again
     assert weighted.keys() == plain.keys() and weighted != plain

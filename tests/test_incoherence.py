@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import formats, process_memory
+from compress import api, formats, process_memory
 from compress.errors import CheckpointError, RecipeError
 from compress.formats import transforms
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, incoherence, rtn
 from compress.run import job as jobs
-from compress.run import memory_plan, pipeline, plan, prepare, verify
+from compress.run import memory_plan, plan, prepare, report, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import NO_OPS, LinearSpec, PackedWeight, Quantized, Stats
@@ -40,7 +40,7 @@ def run(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     def finished(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name) / "out"
-            pipeline.quantize(job(pico_dir(name), ROTATED, made[name]))
+            api.quantize(job(pico_dir(name), ROTATED, made[name]))
         return made[name]
 
     return finished
@@ -149,7 +149,7 @@ def test_methods_get_the_rotated_problem_and_a_seed(
     given: list[tuple[Tensor, Stats, int]] = []
     measured: dict[str, tuple[Tensor, Stats]] = {}
     rotations: list[Any] = []
-    real_quantize, real_measure, real_rotate = gptq.quantize, pipeline.report.measure, transforms.rotate_hessian
+    real_quantize, real_measure, real_rotate = gptq.quantize, report.measure, transforms.rotate_hessian
 
     def quantize(weight: Tensor, stats: Stats, config: gptq.Config, seed: int) -> Quantized:
         given.append((weight.clone(), Stats(stats.hessian.clone(), stats.count), seed))
@@ -164,9 +164,9 @@ def test_methods_get_the_rotated_problem_and_a_seed(
         return real_rotate(*words)
 
     monkeypatch.setattr(gptq, "quantize", quantize)
-    monkeypatch.setattr(pipeline.report, "measure", measure)
+    monkeypatch.setattr(report, "measure", measure)
     monkeypatch.setattr(transforms, "rotate_hessian", rotate)
-    pipeline.quantize(job(pico_dir("llama"), ROTATED, tmp_path / "out"))
+    api.quantize(job(pico_dir("llama"), ROTATED, tmp_path / "out"))
     assert len(rotations) == 2 * 4 and len(given) == len(measured) == 2 * 7
     for (weight, stats, _), (original, unrotated) in zip(given, measured.values(), strict=True):
         assert stats.count == unrotated.count
@@ -180,8 +180,8 @@ def test_methods_get_the_rotated_problem_and_a_seed(
 def test_only_layers_that_ask_for_it_are_rotated(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """A rule for one of three linears with one input; each is what it is alone."""
     rule = 'rules=[{match: "*.k_proj", incoherence: true}, {match: "*.down_proj", keep: true}]'
-    pipeline.quantize(job(pico_dir("llama"), GPTQ.set(rule), tmp_path / "mixed"))
-    pipeline.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "plain"))
+    api.quantize(job(pico_dir("llama"), GPTQ.set(rule), tmp_path / "mixed"))
+    api.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "plain"))
     mixed, plain = stored_tensors(tmp_path / "mixed"), stored_tensors(tmp_path / "plain")
     signed = {key.rsplit(".", 1)[0] for key in mixed if key.endswith("_signs")}
     assert signed == {f"model.layers.{i}.self_attn.k_proj" for i in (0, 1)}
@@ -191,7 +191,7 @@ def test_only_layers_that_ask_for_it_are_rotated(pico_dir: Callable[..., Path], 
 
 
 def test_methods_without_statistics_are_rotated_too(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    report = pipeline.quantize(job(pico_dir("phi3"), ROTATED_RTN, tmp_path / "out"))
+    report = api.quantize(job(pico_dir("phi3"), ROTATED_RTN, tmp_path / "out"))
     assert all(row["ops"] == incoherence.OPS or row["ops"]["input"] for row in report["layers"])
     assert all(0 < row["weight_error"] < 1e-4 and row["output_error"] is None for row in report["layers"])
 
@@ -277,9 +277,9 @@ def test_a_resumed_run_writes_the_same_bytes(
     asked = job(pico_dir("llama"), ROTATED, out)
     monkeypatch.setattr(gptq, "quantize", quantize)
     with pytest.raises(KeyboardInterrupt):
-        pipeline.quantize(asked)
+        api.quantize(asked)
     assert not out.exists()
-    report = pipeline.quantize(asked)
+    report = api.quantize(asked)
     assert report["resumed_blocks"] == 1 and calls == 10 + 7
     assert contents(out) == contents(run("llama"))
     rows = [[{**row, "seconds": 0} for row in report_of(where)["layers"]] for where in (out, run("llama"))]

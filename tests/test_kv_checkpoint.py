@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import process_memory, recipe
+from compress import api, process_memory, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
+from compress.kv import settings as cache_settings
 from compress.kv.cache import KVCache, make_cache
-from compress.kv.settings import cache_settings
-from compress.run import memory_plan, pipeline, prepare, verify
+from compress.run import memory_plan, prepare, verify
 from compress.run.job import Job
 from compress.runtime import kv_config
 from pico import build, save_pico
@@ -34,7 +34,7 @@ def run(model: Path, out: Path, text: str) -> dict[str, Any]:
     path = out.with_suffix(".yaml")
     path.write_text(SMALL + text)
     loaded = recipe.load(str(path))
-    return pipeline.quantize(Job(str(model), loaded, out, calib=str(TEXT), pack=loaded.packs))
+    return api.quantize(Job(str(model), loaded, out, calib=str(TEXT), pack=loaded.packs))
 
 
 @pytest.fixture(scope="module")

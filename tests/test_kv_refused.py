@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import recipe
+from compress import api, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import generation
+from compress.kv import settings as cache_settings
 from compress.kv.cache import CodedLayer, KVCache, make_cache
-from compress.kv.settings import cache_settings
-from compress.run import pipeline
 from compress.run.job import Job
 from compress.runtime import kv_config
 from pico import VOCAB_SIZE, save_pico
@@ -34,7 +33,7 @@ def run(model: Path, out: Path, cache: str) -> Path:
     path = out.with_suffix(".yaml")
     path.write_text(f"calibration: {{num_samples: 4, seq_len: 32}}\nkv_cache: {cache}\n")
     loaded = recipe.load(str(path))
-    pipeline.quantize(Job(str(model), loaded, out, calib=str(TEXT), pack=loaded.packs))
+    api.quantize(Job(str(model), loaded, out, calib=str(TEXT), pack=loaded.packs))
     return out
 
 

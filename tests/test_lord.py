@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import formats, recipe
+from compress import api, formats, recipe
 from compress.errors import RecipeError
 from compress.numerics.linalg import truncated
 from compress.quant import lord
-from compress.run import pipeline, verify
+from compress.run import verify
 from compress.types import Stats
 from pico import save_pico
 from runs import GPTQ, job, report_of
@@ -90,7 +90,7 @@ def test_a_run_from_the_recipe_to_a_loaded_model(tmp_path: Path) -> None:
     model = save_pico("llama", tmp_path / "model")
     rules = 'rules=[{match: "*.down_proj", ratio: 0.5, bits: 8}]'
     setup = GPTQ.set("method=lord", "ratio=0.75", "bits=16", rules)
-    pipeline.quantize(job(model, setup, tmp_path / "out"))
+    api.quantize(job(model, setup, tmp_path / "out"))
     report = report_of(tmp_path / "out")
     for row in report["layers"]:
         bits, ratio = (8, 0.5) if row["name"].endswith("down_proj") else (16, 0.75)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import formats, recipe
+from compress import api, formats, recipe
 from compress.formats import transforms as ops
-from compress.run import pipeline, verify
+from compress.run import verify
 from compress.runtime import activation_quant
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
@@ -135,7 +135,7 @@ def check_bytes(out: Path, report: Mapping[str, Any], packed: Mapping[str, Packe
 
 @pytest.mark.parametrize(("model", "name"), PAIRS)
 def test_every_recipe(model: str, name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    pipeline.quantize(job(pico_dir(model), small(name), tmp_path / "out"))
+    api.quantize(job(pico_dir(model), small(name), tmp_path / "out"))
     report = check(tmp_path / "out", PICO[model](), bool(recipe.load(name).transform))
     assert report["recipe"] == name and {row["method"] for row in report["layers"]} == {METHOD[name]}
 
@@ -162,7 +162,7 @@ def test_odd_sizes(settings: tuple[str, ...], tmp_path: Path) -> None:
     source = save_pico("llama", tmp_path / "model", changes=ODD)
     method, *overrides = settings
     setup = Setup("int4", (*CALIBRATION, f"method={method}", *SMALL.get(method, ()), *overrides))
-    pipeline.quantize(job(source, setup, tmp_path / "out"))
+    api.quantize(job(source, setup, tmp_path / "out"))
     report = check(tmp_path / "out", build("llama", ODD))
     tensors = stored_tensors(tmp_path / "out")
     wide = [row for row in report["layers"] if row["shape"] == [66, 50]]
@@ -190,7 +190,7 @@ def test_a_resumed_run_writes_the_same_bytes(name: str, pico_dir: Callable[..., 
     result = cli(*words)
     assert result.code == 0, result.err
     assert report_of(out)["resumed_blocks"] == 1
-    pipeline.quantize(job(source, setup, tmp_path / "whole"))
+    api.quantize(job(source, setup, tmp_path / "whole"))
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -219,7 +219,7 @@ def test_a_smaller_setting_is_reported(
     name: str, settings: tuple[str, ...], note: str, pico_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Of k_proj, [32, 64]; the report counts what was really stored."""
-    pipeline.quantize(job(pico_dir("llama"), small(name, *settings), tmp_path / "out"))
+    api.quantize(job(pico_dir("llama"), small(name, *settings), tmp_path / "out"))
     report = report_of(tmp_path / "out")
     row = next(row for row in report["layers"] if row["name"].endswith("k_proj"))
     assert any(note in said for said in report["fallbacks"][row["name"]]), report["fallbacks"][row["name"]]
@@ -229,7 +229,7 @@ def test_a_smaller_setting_is_reported(
 @pytest.mark.parametrize("name", NEW)
 def test_fewer_tokens_than_columns(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     few = small(name, "calibration.num_samples=1")
-    pipeline.quantize(job(pico_dir("llama"), few, tmp_path / "out"))
+    api.quantize(job(pico_dir("llama"), few, tmp_path / "out"))
     report = check(tmp_path / "out", PICO["llama"]())
     said = {shape: f"only 32 calibration tokens for {shape} inputs: Hessian shrunk by " for shape in (64, 192)}
     for row in report["layers"]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress import process_memory
+from compress import api, process_memory
 from compress.cli import tables
 from compress.errors import BudgetError
 from compress.model import blockwise
@@ -194,7 +194,7 @@ def test_a_counter_that_is_not_reset_refuses_nothing(
     monkeypatch.setattr(Path, "write_text", write_text)
     monkeypatch.setattr(process_memory, "_former", {"peak": 0})
     monkeypatch.setattr(process_memory, "_status", lambda field: peaks[-1] if field == "VmHWM" else real_status(field))
-    report = pipeline.quantize(dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), max_memory=1 << 39))
+    report = api.quantize(dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), max_memory=1 << 39))
     assert report["memory"]["measured_peak"] is None
     assert "peak memory unknown (predicted" in "\n".join(tables.result_lines(report, "out"))
     process_memory.check(1 << 39)
@@ -230,9 +230,9 @@ def test_a_run_stops_at_its_limit_and_goes_on_with_a_larger_one(
         patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), spill=True, batch=3))
         patch.setattr(process_memory, "peak", lambda: 1 << 41 if done.exists() else 1)
         with pytest.raises(BudgetError, match="blocks that were finished are kept"):
-            pipeline.quantize(asked)
+            api.quantize(asked)
     assert not out.exists()
-    report = pipeline.quantize(dataclasses.replace(asked, max_memory=1 << 42))
+    report = api.quantize(dataclasses.replace(asked, max_memory=1 << 42))
     assert report["resumed_blocks"] == 1 and report["memory"]["limit"] == 1 << 42
     assert report["arrangement"]["spill"] and report["arrangement"]["batch"] == 3  # as it was begun
     expected, _ = arranged("expected", "llama", batch=3)
@@ -252,7 +252,7 @@ def arranged(
     def run(name: str, model: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
         with monkeypatch.context() as patch:
             patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
-            report = pipeline.quantize(job(pico_dir(model), GPTQ, tmp_path / name))
+            report = api.quantize(job(pico_dir(model), GPTQ, tmp_path / name))
         assert {key: report["arrangement"][key] for key in changes} == changes
         return tmp_path / name, report
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import recipe
+from compress import api, recipe
 from compress.allocate import session, table
 from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
-from compress.run import memory_plan, pipeline, prepare, verify
+from compress.run import memory_plan, prepare, verify
 from compress.runtime.experts import Experts, counting
 from compress.types import ExpertPruning
 from pico import VOCAB_SIZE, save_pico
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("moe")
     asked = dataclasses.replace(job_of(model, MOE, folder / "out"), measurements=folder / "measured")
-    return Made(folder / "out", folder / "measured", pipeline.quantize(asked))
+    return Made(folder / "out", folder / "measured", api.quantize(asked))
 
 
 def test_the_budget_is_kept_and_spent(made: Made) -> None:
@@ -112,7 +112,7 @@ def test_pruning_changes_no_weight(model: Path, made: Made, tmp_path: Path) -> N
     asked = dataclasses.replace(job_of(model, MOE, tmp_path / "out"), measurements=made.folder)
     asked = session.decided(asked, silent)
     plain = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, experts=None))
-    report = pipeline.quantize(plain)
+    report = api.quantize(plain)
     assert "experts" not in report and "experts" not in json.loads((plain.out / "config.json").read_text())
     mine, other = stored_tensors(made.out), stored_tensors(plain.out)
     assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
@@ -120,7 +120,7 @@ def test_pruning_changes_no_weight(model: Path, made: Made, tmp_path: Path) -> N
 
 def test_modules_with_experts_that_are_not_packed_are_not_pruned(model: Path, tmp_path: Path) -> None:
     setup = GPTQ.set("experts.prune=true", 'ignore=["*.0.mlp.experts.*"]')
-    rows = pipeline.quantize(job_of(model, setup, tmp_path / "out"))["experts"]
+    rows = api.quantize(job_of(model, setup, tmp_path / "out"))["experts"]
     assert [rows[name]["threshold"] is not None for name in NAMES] == [False, True]
     assert rows[NAMES[0]]["bits"] == [None] * EXPERTS
 

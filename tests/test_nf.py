@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats
+from compress import api, formats
 from compress.errors import RecipeError
 from compress.formats import nf as nf_format
 from compress.model.skeleton import Skeleton
 from compress.quant import nf
 from compress.recipe import load
-from compress.run import pipeline, plan
+from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import PackedWeight
 from pico import save_pico
@@ -102,7 +102,7 @@ def test_zeros_stay_zeros_and_errors_are_said() -> None:
 def test_a_run(tmp_path: Path) -> None:
     model = save_pico("llama", tmp_path / "model")
     setup = RTN.set("quantize.method=nf", "bits=3", "lowrank={rank: 4, metric: none, iterations: 3}")
-    pipeline.quantize(job(model, setup, tmp_path / "out"))
+    api.quantize(job(model, setup, tmp_path / "out"))
     report = report_of(tmp_path / "out")
     assert {row["format"] for row in report["layers"]} == {"nf"}
     assert all(row["weight_error"] < 0.03 for row in report["layers"])

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import formats, process_memory, recipe
+from compress import api, formats, process_memory, recipe
 from compress.calib import data
 from compress.quant import gptq
-from compress.run import pipeline, prepare
+from compress.run import calibration_text, prepare, report
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Quantized, Stats
@@ -40,7 +40,7 @@ def run(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     def make(name: str, setup: Setup) -> Run:
         if (name, setup) not in made:
             out = tmp_path_factory.mktemp(name) / "out"
-            report = pipeline.quantize(job(pico_dir(name), setup, out))
+            report = api.quantize(job(pico_dir(name), setup, out))
             made[name, setup] = (out, report_of(out))
             assert json.loads(json.dumps(report)) == report_of(out)
         return made[name, setup]
@@ -158,7 +158,7 @@ def test_rarely_routed_experts_are_reported(name: str, run: Callable[[str, Setup
 
 def test_an_expert_that_no_token_reaches(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     few = GPTQ.set("calibration.num_samples=1", "calibration.seq_len=2", "sweeps=0")
-    report = pipeline.quantize(job(pico_dir("qwen3_moe"), few, tmp_path / "out"))
+    report = api.quantize(job(pico_dir("qwen3_moe"), few, tmp_path / "out"))
     unreached = {row["name"] for row in report["layers"] if row["tokens"] == 0}
     assert len(unreached) >= 3 * (8 - 4)
     for name in unreached:
@@ -234,17 +234,17 @@ def test_a_recipe_without_statistics_reads_no_text(
     for calib in (str(tmp_path / "missing.txt"), None):
         out = tmp_path / str(calib is None)
         asked = dataclasses.replace(job(pico_dir("llama"), RTN, out), calib=calib)
-        report = pipeline.quantize(asked)
+        report = api.quantize(asked)
         assert report["calibration"] is None
         assert all(row["tokens"] == 0 and row["output_error"] is None for row in report["layers"])
         assert contents(out) == contents(run("llama", RTN)[0])
     with pytest.raises(AssertionError, match="was read"):
-        pipeline.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "out"))
+        api.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "out"))
 
 
 def test_the_model_writes_its_own_text(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     asked = dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), calib=None)
-    report = pipeline.quantize(asked)
+    report = api.quantize(asked)
     assert report["calibration"]["self_generated"] and report["calibration"]["num_samples"] == 8
     assert {row["tokens"] for row in report["layers"]} == {8 * 32}
 
@@ -252,7 +252,7 @@ def test_the_model_writes_its_own_text(pico_dir: Callable[..., Path], tmp_path: 
 def test_too_little_text_for_all_samples_is_noted(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x" * 100)
     asked = dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), calib=str(tmp_path / "text.txt"))
-    report = pipeline.quantize(asked)
+    report = api.quantize(asked)
     assert report["calibration"]["num_samples"] == 3 and "8 samples" in report["calibration"]["notes"][0]
     assert {row["tokens"] for row in report["layers"]} == {96}
 
@@ -271,7 +271,7 @@ def test_a_block_is_calibrated_on_what_the_quantized_ones_before_it_give(
 ) -> None:
     """The Hessian of block 1 is that of the inputs in the finished model, of block 0 that in the original one."""
     seen: dict[str, Stats] = {}
-    real_measure, real_quantize = pipeline.report.measure, gptq.quantize
+    real_measure, real_quantize = report.measure, gptq.quantize
 
     def quantize(weight: Tensor, stats: Stats | None, config: gptq.Config, seed: int) -> Quantized:
         assert stats is not None
@@ -284,10 +284,10 @@ def test_a_block_is_calibrated_on_what_the_quantized_ones_before_it_give(
 
     kept: list[Stats] = []
     monkeypatch.setattr(gptq, "quantize", quantize)
-    monkeypatch.setattr(pipeline.report, "measure", measure)
+    monkeypatch.setattr(report, "measure", measure)
     asked = job(pico_dir("llama"), GPTQ, tmp_path / "out")
-    pipeline.quantize(asked)
-    tokens = prepare.calibration(asked, prepare.prepare(asked), lambda *args: None)
+    api.quantize(asked)
+    tokens = calibration_text.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert tokens is not None
     original, finished = load(pico_dir("llama")), load(tmp_path / "out")
     for name, model in {
@@ -314,7 +314,7 @@ def test_equal_runs_give_equal_bytes(
     """Whether the source is one file or many, whatever the global random state."""
     out, report = run("llama", GPTQ)
     torch.manual_seed(12345)
-    pipeline.quantize(job(pico_dir("llama", shards=True), GPTQ, tmp_path / "again"))
+    api.quantize(job(pico_dir("llama", shards=True), GPTQ, tmp_path / "again"))
     files, others = contents(out), contents(tmp_path / "again")
     assert {name for name in files if files[name] != others[name]} == {"README.md"}  # names the source directory
     again = report_of(tmp_path / "again")
@@ -327,7 +327,7 @@ def test_another_seed_takes_other_samples(
     pico_dir: Callable[..., Path], run: Callable[[str, Setup], Run], tmp_path: Path
 ) -> None:
     asked = dataclasses.replace(job(pico_dir("llama"), GPTQ, tmp_path / "out"), seed=1)
-    report = pipeline.quantize(asked)
+    report = api.quantize(asked)
     assert report["seed"] == 1
     assert report["calibration"]["sha256"] != run("llama", GPTQ)[1]["calibration"]["sha256"]
     assert contents(tmp_path / "out") != contents(run("llama", GPTQ)[0])
@@ -335,7 +335,7 @@ def test_another_seed_takes_other_samples(
 
 def test_a_checkpoint_in_bfloat16(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = pipeline.quantize(job(pico_dir("qwen3", True, torch.bfloat16), GPTQ, out))
+    report = api.quantize(job(pico_dir("qwen3", True, torch.bfloat16), GPTQ, out))
     model = load(out)
     assert model.dtype == torch.bfloat16 and torch.isfinite(logits(model)).all()
     check_bytes(out, stored_tensors(out), report["nbytes"]["total"], report)
@@ -362,7 +362,7 @@ def test_the_output_directory(run: Callable[[str, Setup], Run], pico_dir: Callab
 
 def test_progress_goes_forward_to_the_end(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     told: list[tuple[str, float, float]] = []
-    pipeline.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "out"), lambda *now: told.append(now))
+    api.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "out"), lambda *now: told.append(now))
     blocks = [(text, done) for text, done, total in told if text.startswith("block ") and total == 2]
     assert [done for _, done in blocks] == sorted(done for _, done in blocks)
     assert blocks[0][1] == 0 and blocks[-1][1] == 2

@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.run import pipeline, verify
+from compress import api
+from compress.run import verify
 from compress.storage import checkpoint
 from compress.storage.workdir import Output
 from runs import (
@@ -54,7 +55,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def files(setup: Setup) -> dict[str, bytes]:
         if setup not in known:
             out = tmp_path_factory.mktemp("expected") / "out"
-            pipeline.quantize(job(model, setup, out))
+            api.quantize(job(model, setup, out))
             known[setup] = contents(out)
         return known[setup]
 
@@ -219,7 +220,7 @@ def test_what_does_not_change_the_result_may_change(
     """The name of the recipe, the way to the model, the limit of memory."""
     asked = job(Path(os.path.relpath(model)), GPTQ, killed)
     asked = dataclasses.replace(asked, max_memory=1 << 40, recipe=dataclasses.replace(asked.recipe, description="x"))
-    assert pipeline.quantize(asked)["resumed_blocks"] == 1
+    assert api.quantize(asked)["resumed_blocks"] == 1
     again = contents(killed)
     assert {name for name in again if again[name] != expected(GPTQ)[name]} == {"recipe.yaml"}
 
@@ -231,7 +232,7 @@ def test_the_number_of_threads_is_that_of_the_first_run(
     used: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    pipeline.quantize(job(model, GPTQ, killed))
+    api.quantize(job(model, GPTQ, killed))
     assert used == [1, 7]
 
 
@@ -241,7 +242,7 @@ def test_a_damaged_shard_is_written_again(
     path = next(killed.with_name("out.partial").glob("model/*.safetensors"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    assert pipeline.quantize(job(model, GPTQ, killed))["resumed_blocks"] == 0
+    assert api.quantize(job(model, GPTQ, killed))["resumed_blocks"] == 0
     assert contents(killed) == expected(GPTQ)
 
 
@@ -299,7 +300,7 @@ def test_an_existing_output_is_replaced_only_at_the_end(
     model: Path, expected: Callable[[Setup], dict[str, bytes]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    pipeline.quantize(job(model, GPTQ, out))
+    api.quantize(job(model, GPTQ, out))
     words = command(model, RTN, out)
     with untouched(out):
         result = cli(*words)

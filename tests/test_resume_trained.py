@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from compress.run import pipeline, verify, write_checkpoint
+from compress import api
+from compress.run import verify, write_checkpoint
 from runs import GPTQ, cli, command, contents, interrupt, job, one_line, report_of
 
 CACHE = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
 LOWRANK = "lowrank={{rank: 4, train: 8, train_rate: {}}}"
 SETUP = GPTQ.set("bits=2", "calibration.num_samples=64", CACHE)
 TRAINED = SETUP.set(LOWRANK.format(1e-3))
-AT_THE_MANIFEST = interrupt("compress.run.write_checkpoint", "_write_manifest", 1)
+AT_THE_MANIFEST = interrupt("compress.run.identity", "write_manifest", 1)
 ONCE = """
 import compress.{0} as module
 def refuse(*args, **kwargs):
@@ -34,7 +35,7 @@ def model(pico_dir: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("expected") / "out"
-    pipeline.quantize(job(model, TRAINED, out))
+    api.quantize(job(model, TRAINED, out))
     verify.verify(out)
     assert "no better" not in str(report_of(out)["notes"]["low-rank parts"])
     assert report_of(out)["kv_cache"]["calibration"]
@@ -116,7 +117,7 @@ def test_damaged_files_are_made_again(
 def test_a_training_that_brings_nothing(model: Path, tmp_path: Path) -> None:
     """It is not tried again either."""
     setup = SETUP.set(LOWRANK.format(3.0))
-    pipeline.quantize(job(model, setup, tmp_path / "whole"))
+    api.quantize(job(model, setup, tmp_path / "whole"))
     words = command(model, setup, tmp_path / "out")
     assert cli(*words, prepare=AT_THE_MANIFEST).code == -signal.SIGKILL
     assert cli(*words, prepare=NOTHING_AGAIN).code == 0
@@ -149,7 +150,7 @@ def test_the_report_says_what_the_last_check_found(
         return "the outcome"
 
     monkeypatch.setattr(write_checkpoint.verify, "self_check", check)
-    pipeline.quantize(job(model, TRAINED, tmp_path / "out"))
+    api.quantize(job(model, TRAINED, tmp_path / "out"))
     written = contents(tmp_path / "out")
     assert {name: raw for name, raw in seen[-1].items() if name != "README.md"} == {
         name: raw for name, raw in written.items() if name != "README.md"

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from compress import api
 from compress.errors import UnsupportedModelError
 from compress.model.skeleton import Skeleton
-from compress.run import pipeline
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
 from compress.types import Ops
@@ -33,7 +33,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 def transformed(model: Path, out: Path, override: str = ROTATE, seed: int = 0) -> dict[str, Any]:
     """The report of `compress transform`."""
-    return pipeline.quantize(dataclasses.replace(job(model, RTN.set(override), out), pack=False, seed=seed))
+    return api.quantize(dataclasses.replace(job(model, RTN.set(override), out), pack=False, seed=seed))
 
 
 @pytest.fixture(scope="module")

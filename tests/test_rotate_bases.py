@@ -10,12 +10,12 @@ import torch
 from test_rotate import ROTATE, distance, transformed
 from torch import Tensor
 
+from compress import api
 from compress.errors import CheckpointError
 from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.quant import gptq
-from compress.run import pipeline
-from compress.transform.bases import Basis
+from compress.transform.rotate import Basis
 from compress.types import Ops, Quantized, Stats
 from problems import random
 from runs import GPTQ, Setup, job, stored_tensors
@@ -194,7 +194,7 @@ def test_hessians_are_those_of_the_rotated_inputs(
     def collected(setup: Setup, out: Path) -> dict[str, Tensor]:
         """Linear of block 0 -> what its method is given."""
         seen.clear()
-        rows = pipeline.quantize(job(pico_dir("llama"), setup, out))["layers"][:7]
+        rows = api.quantize(job(pico_dir("llama"), setup, out))["layers"][:7]
         order = [row["name"].rsplit(".", 1)[1] for row in rows]
         assert order == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         return dict(zip(order, seen[:7], strict=True))

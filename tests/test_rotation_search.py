@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from compress import api
 from compress.model import blockwise, edits, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.quant import gptq
-from compress.run import pipeline, plan
+from compress.run import plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate, rotation_search
@@ -60,7 +61,7 @@ def test_the_score_is_that_of_the_rotated_model_with_rounded_linears(
     (found,) = scores(pico_dir(name), tmp_path / "work", W4A4, 1, pack=False)
     recipe = W4A4.set("transform=[{method: rotate}]").load()
     asked = dataclasses.replace(job(pico_dir(name), W4A4, tmp_path / "out"), recipe=recipe, pack=False)
-    pipeline.quantize(asked)
+    api.quantize(asked)
     original: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
     rounded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     skeleton = Skeleton(open_checkpoint(tmp_path / "out"))
@@ -211,7 +212,7 @@ def test_a_run_reports_the_choice_and_a_resumed_one_takes_it_over(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = GPTQ.set("activations={bits: 4}", "transform=[{method: rotate, seeds: 3, search_samples: 2}]")
-    pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
+    api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
     (note,) = report_of(tmp_path / "whole")["notes"]["transform"]
     assert "of 0 to 2 is used" in note
     real, calls = gptq.quantize, []
@@ -225,9 +226,9 @@ def test_a_run_reports_the_choice_and_a_resumed_one_takes_it_over(
     with monkeypatch.context() as context:
         context.setattr(gptq, "quantize", fails)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
+            api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     monkeypatch.setattr(rotation_search, "search", lambda *_: pytest.fail("it is known already"))
-    report = pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
+    report = api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     assert report["resumed_blocks"] == 1 and report["notes"]["transform"] == [note]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob("out?*"))
@@ -236,9 +237,9 @@ def test_a_run_reports_the_choice_and_a_resumed_one_takes_it_over(
 def test_methods_without_data_read_what_the_search_needs(tmp_path: Path) -> None:
     """With one candidate there is no text; with two, just the samples they are tried on."""
     model = save_pico("llama", tmp_path / "model")
-    one = pipeline.quantize(job(model, W4A4.set("transform=[{method: rotate}]"), tmp_path / "one"))
+    one = api.quantize(job(model, W4A4.set("transform=[{method: rotate}]"), tmp_path / "one"))
     assert one["calibration"] is None and "transform" not in one["notes"]
     setup = W4A4.set("transform=[{method: rotate, seeds: 2, search_samples: 3}]", "calibration.seq_len=16")
-    two = pipeline.quantize(job(model, setup, tmp_path / "two"))
+    two = api.quantize(job(model, setup, tmp_path / "two"))
     assert two["calibration"]["num_samples"] == 3
     assert "on 3 samples" in two["notes"]["transform"][0]

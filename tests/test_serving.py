@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress import formats
+from compress import api, formats
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
-from compress.run import pipeline
 from pico import save_pico
 from runs import GPTQ, Setup, job
 
@@ -35,7 +34,7 @@ MASK[1, :2] = 0  # the second prompt is shorter: padded on the left
 @pytest.fixture(scope="module", params=SETUPS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
-    pipeline.quantize(job(save_pico("llama", directory / "source"), SETUPS[request.param], directory / "out"))
+    api.quantize(job(save_pico("llama", directory / "source"), SETUPS[request.param], directory / "out"))
     return directory / "out"
 
 

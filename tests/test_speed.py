@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from compress import api
 from compress.cli.app import app
 from compress.evaluate import speed
-from compress.run import pipeline
 from pico import save_pico
 from runs import RTN, job
 
@@ -19,7 +19,7 @@ from runs import RTN, job
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("speed")
-    pipeline.quantize(job(save_pico("llama", directory / "source"), RTN, directory / "out"))
+    api.quantize(job(save_pico("llama", directory / "source"), RTN, directory / "out"))
     return directory / "out"
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from compress import api
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
 from compress.model import blockwise, edits
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.quant import gptq
-from compress.run import pipeline, plan
+from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate, rotation_search, spin
 from compress.transform.bases import Basis, Orthogonal
@@ -191,7 +192,7 @@ def test_the_same_function_in_a_learned_basis(
     for steps in (5, 0):
         setup = INPUTS.set(f"transform=[{{method: rotate, learn: {steps}}}]", *sizes)
         asked = dataclasses.replace(job(pico_dir(name), setup, tmp_path / str(steps)), pack=False)
-        report = pipeline.quantize(asked)
+        report = api.quantize(asked)
         assert ("transform" in report["notes"]) == (steps > 0)
         if steps:
             (note,) = report["notes"]["transform"]
@@ -247,7 +248,7 @@ def test_a_resumed_run_has_the_learned_rotation(
 ) -> None:
     monkeypatch.setattr(spin, "is_better", lambda *_: True)
     setup = GPTQ.set("activations={bits: 3}", "transform=[{method: rotate, seeds: 2, learn: 4}]")
-    pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
+    api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
     notes = report_of(tmp_path / "whole")["notes"]["transform"]
     assert len(notes) == 2 and "of 0 to 1 is used" in notes[0] and "not used" not in notes[1]
     real, calls = gptq.quantize, []
@@ -261,9 +262,9 @@ def test_a_resumed_run_has_the_learned_rotation(
     with monkeypatch.context() as context:
         context.setattr(gptq, "quantize", fails)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
+            api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     monkeypatch.setattr(spin, "learn", lambda *_: pytest.fail("it is known already"))
-    report = pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
+    report = api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     assert report["resumed_blocks"] == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob("out?*"))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import compress
-from compress import process_memory
+from compress import api, process_memory
 from compress.errors import NumericalError, RecipeError
 from compress.model import load as lm
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.recipe import load
-from compress.run import memory_plan, pipeline, plan, verify
+from compress.run import memory_plan, plan, verify
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import descend, low_rank
 from compress.types import Correction
@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model, and a packed one with low-rank parts."""
     folder = tmp_path_factory.mktemp("made")
     model = save_pico("llama", folder / "model")
-    pipeline.quantize(job(model, GPTQ.set(*PART, "lowrank={rank: 4}"), folder / "packed"))
+    api.quantize(job(model, GPTQ.set(*PART, "lowrank={rank: 4}"), folder / "packed"))
     return model, folder / "packed"
 
 
@@ -111,7 +111,7 @@ def test_a_run_trains_and_says_so(made: tuple[Path, Path], tmp_path: Path) -> No
     model, packed = made
     out = tmp_path / "out"
     settings = "{rank: 4, train: 30, train_blocks: 40, train_rate: 3e-3}"
-    pipeline.quantize(job(model, GPTQ.set(*PART, "calibration.num_samples=12", f"lowrank={settings}"), out))
+    api.quantize(job(model, GPTQ.set(*PART, "calibration.num_samples=12", f"lowrank={settings}"), out))
     notes = report_of(out)["notes"]
     text = str(notes)
     assert "low-rank parts (" in text and "trained for 30 steps" in text and text.count("error of the block") == 2

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from compress import api
 from compress.formats import transforms
 from compress.quant import incoherence
-from compress.run import memory_plan, pipeline, prepare, verify
+from compress.run import calibration_text, memory_plan, prepare, verify
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, scheme
 from compress.storage import checkpoint
@@ -75,7 +76,7 @@ def transform_command(model: Path, setup: Setup, out: Path) -> list[str]:
 
 
 def transformed(model: Path, setup: Setup, out: Path) -> dict[str, Any]:
-    return pipeline.quantize(dataclasses.replace(job(model, setup, out), pack=False))
+    return api.quantize(dataclasses.replace(job(model, setup, out), pack=False))
 
 
 def ops_of(directory: Path) -> dict[str, Ops]:
@@ -101,7 +102,7 @@ def test_the_command_writes_a_plain_checkpoint(pico_dir: Callable[..., Path], tm
     verify.verify(out)
     assert "in full precision" in (out / "README.md").read_text()
     assert distance(source, out) < 1e-5
-    pipeline.quantize(job(out, RTN, tmp_path / "packed"))  # and can be quantized like any other
+    api.quantize(job(out, RTN, tmp_path / "packed"))  # and can be quantized like any other
     assert 0 < distance(source, tmp_path / "packed") < 0.05
 
 
@@ -166,7 +167,7 @@ def quantized(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     def directory(name: str, setup: Setup = ROTATE) -> Path:
         if (name, setup) not in made:
             made[name, setup] = tmp_path_factory.mktemp(name) / "out"
-            pipeline.quantize(job(pico_dir(name), setup, made[name, setup]))
+            api.quantize(job(pico_dir(name), setup, made[name, setup]))
         return made[name, setup]
 
     return directory
@@ -278,8 +279,8 @@ def test_static_scales_are_those_of_what_is_rounded(
 ) -> None:
     """Of inputs behind rotation, smoothing and the operations left to run time; block 0 sees them exact."""
     asked = dataclasses.replace(job(pico_dir("llama"), BOTH, tmp_path / "plain"), pack=False)
-    pipeline.quantize(asked)
-    calibration = prepare.calibration(asked, prepare.prepare(asked), lambda *args: None)
+    api.quantize(asked)
+    calibration = calibration_text.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert calibration is not None
     stored, model = stored_tensors(quantized("llama", STATIC)), load(tmp_path / "plain")
     for name, around in (("q_proj", NO_OPS), ("o_proj", MIX), ("down_proj", HADAMARD)):
@@ -310,7 +311,7 @@ KILLED = {
 def test_killed_and_resumed(case: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     name, setup, pack = KILLED[case]
     words = (command if pack else transform_command)(pico_dir(name), setup, tmp_path / "out")
-    pipeline.quantize(dataclasses.replace(job(pico_dir(name), setup, tmp_path / "whole"), pack=pack))
+    api.quantize(dataclasses.replace(job(pico_dir(name), setup, tmp_path / "whole"), pack=pack))
     assert cli(*words, prepare=IN_BLOCK_1).code == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     result = cli(*words)
@@ -343,7 +344,7 @@ def test_an_arrangement_changes_sums_in_the_last_bits_only(
     def run(name: str, **changes: Any) -> Path:
         with monkeypatch.context() as patch:
             patch.setattr(memory_plan, "arrange", lambda *given: dataclasses.replace(real(*given), **changes))
-            report = pipeline.quantize(dataclasses.replace(job(pico_dir("llama"), setup, tmp_path / name), pack=packed))
+            report = api.quantize(dataclasses.replace(job(pico_dir("llama"), setup, tmp_path / name), pack=packed))
         assert {key: report["arrangement"][key] for key in changes} == changes
         return tmp_path / name
 
@@ -380,7 +381,7 @@ def test_statistics_of_a_rotated_model(pico_dir: Callable[..., Path], tmp_path: 
         "activations={bits: 8}",
     )
     for name in ("one", "two"):
-        report = pipeline.quantize(job(pico_dir("llama"), setup, tmp_path / name))
+        report = api.quantize(job(pico_dir("llama"), setup, tmp_path / name))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert all(row["output_error"] < 0.1 for row in report["layers"])
     assert report["notes"] == report_of(tmp_path / "one")["notes"] != {}

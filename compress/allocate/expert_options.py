@@ -1,8 +1,8 @@
-"""What options do to whole experts: the output of a block's experts with one of them at an option, and their routing.
+"""Measure what options do to whole experts: the output of a block's experts with one at an option, and their routing.
 
-Measured as the levels are made, where the units of an allocation are experts (MC-MoE, calib/expert_routing.py): damages
-"expert", the sum over the calibration tokens of ||F(x) - F_changed(x)||_2, and "expert_squares", that of its square;
-scores "share" and "routing". They are kept in the block's record, and written for the table with the last block.
+Measured as the options are quantized, where the units of an allocation are experts (MC-MoE, calib/expert_routing.py):
+damages "expert", the sum over the calibration tokens of ||F(x) - F_changed(x)||_2, and "expert_squares", that of its
+square; scores "share" and "routing". They are kept in the block's record, and written for the table at the end.
 
 Units beside them have the damages, too, so that the table is whole, but of another kind: expert_squares is the sum over
 tokens of ||dW x||^2, the change of the unit's own output, and expert the bound sqrt(tokens * expert_squares) of the sum
@@ -36,36 +36,36 @@ NORMS, SQUARES = "expert", "expert_squares"
 SCORES = ("share", "routing")
 
 
-class ExpertLevels:
-    """The measurements of a run; `groups`: the units."""
+class ExpertDamage:
+    """The damage that options do to experts, block by block; `groups`: the units."""
 
     def __init__(self, opened: Options, database: Database) -> None:
         self.opened, self.database = opened, database
         self.skeleton = opened.prepared.skeleton
         specs = [next(iter(x.values())).spec for x in opened.levels.values() if FIXED not in x]
-        wanted = opened.allocation.units
-        self.groups = units.groups(self.skeleton, specs, wanted) if wanted == "expert" else []
+        by_expert = opened.allocation.units == "expert"
+        self.groups = units.groups(self.skeleton, specs, "expert") if by_expert else []
 
     def measure(
         self, index: int, block: nn.Module, batches: BlockInputs, packed: Mapping[str, PackedWeight]
     ) -> dict[str, dict[str, dict[str, Any]]]:
-        """Experts module -> unit -> its scores, and its damages by option; packed: "<linear>@<level>" -> weight.
+        """Return experts module -> unit -> scores, and damages by option; packed: "<linear>@<option>" -> weight.
 
         The block has its original weights. The changed ones of a pass take as much memory as its statistics did.
         """
         groups = [group for group in self.groups if group.members[0].is_expert and group.members[0].block == index]
         if not groups:
             return {}
-        where = self.skeleton.block_prefix(index).rstrip(".")
-        scores = expert_routing.scores(expert_routing.measure(block, where, batches))
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        name = self.skeleton.block_prefix(index).rstrip(".")
+        scores = expert_routing.scores(expert_routing.measure(block, name, batches))
+        measured: dict[str, dict[str, dict[str, Any]]] = {}
         for group in groups:
             expert = group.members[0].name.rpartition(".")[0]
             row: dict[str, Any] = {
                 **scores[expert],
-                **{name: [0.0] * len(self.opened.names) for name in (NORMS, SQUARES)},
+                **{key: [0.0] * len(self.opened.names) for key in (NORMS, SQUARES)},
             }
-            found.setdefault(_module(group), {})[group.name] = row
+            measured.setdefault(_module(group), {})[group.name] = row
         tried = {f"{group.name}@{option}": (group, option) for group in groups for option in self._options(group)}
         sizes = {key: sum(m.numel * m.dtype.itemsize for m in group.members) for key, (group, _) in tried.items()}
         for keys in memory_plan.split(sizes, self.opened.prepared.arrangement.statistics_nbytes):
@@ -76,14 +76,14 @@ class ExpertLevels:
                 }
                 for key in keys
             }
-            for key, damage in expert_routing.output_changes(block, where, batches, changes).items():
+            for key, damage in expert_routing.output_changes(block, name, batches, changes).items():
                 group, option = tried[key]
-                row = found[_module(group)][group.name]
+                row = measured[_module(group)][group.name]
                 row[NORMS][option], row[SQUARES][option] = damage.norms, damage.squares
-        return found
+        return measured
 
     def keep(self, index: int, measured: Mapping[str, Any], tokens: int) -> None:
-        """With the last block, before its record is written, write what the table takes; tokens: of the text."""
+        """Write what the table takes, with the last block and before its record; tokens: of the calibration text."""
         if not self.groups or index + 1 < len(self.skeleton.blocks):
             return
         damages: dict[str, dict[str, list[float]]] = {NORMS: {}, SQUARES: {}}
@@ -96,19 +96,19 @@ class ExpertLevels:
                 for name in SCORES:
                     scores[name][group.name] = row[name]
             else:
-                row = self._other(group, record, tokens)
+                row = self._beside(group, record, tokens)
             for name, by_unit in damages.items():
                 by_unit[group.name] = row[name]
         content = {"complete": True, "damages": damages, "scores": scores}
         write_text(self.database.folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def _options(self, group: Group) -> list[int]:
-        """Numbers of the options at which all members of a unit are quantized."""
-        found = [self.opened.levels[member.name] for member in group.members]
-        return [i for i in range(len(self.opened.names)) if all(str(i) in levels for levels in found)]
+        """Return the numbers of the options at which all members of a unit are quantized."""
+        by_member = [self.opened.levels[member.name] for member in group.members]
+        return [i for i in range(len(self.opened.names)) if all(str(i) in levels for levels in by_member)]
 
-    def _other(self, group: Group, record: Mapping[str, Any], tokens: int) -> dict[str, list[float]]:
-        """The damages of a unit that is no expert, by option."""
+    def _beside(self, group: Group, record: Mapping[str, Any], tokens: int) -> dict[str, list[float]]:
+        """Return the damages of a unit that is no expert, by option."""
         squares = [0.0] * len(self.opened.names)
         for option in self._options(group):
             squares[option] = tokens * sum(record[member.name][str(option)]["hessian"] for member in group.members)
@@ -116,5 +116,5 @@ class ExpertLevels:
 
 
 def _module(group: Group) -> str:
-    """The experts module of a unit of experts."""
+    """Return the experts module of a unit of experts."""
     return group.members[0].name.rsplit(".", 2)[0]

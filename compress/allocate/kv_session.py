@@ -39,8 +39,8 @@ from compress.model import load
 from compress.process_memory import show
 from compress.progress import Progress
 from compress.recipe.schema import Allocation, CacheEstimator
+from compress.run import identity, prepare
 from compress.run import kv_cache as kv_checkpoint
-from compress.run import prepare
 from compress.run.job import Job
 from compress.storage.checkpoint import open_checkpoint, read_json, write_text
 
@@ -95,13 +95,13 @@ def offer(asked: Job, allocation: Allocation, tokens: Tensor, folder: Path, prog
         raise RecipeError("kv_cache: skip_layers leaves no layer to code; name fewer, or give no context")
     offered = options(settings, allocation.cache_bits)
     said = {
-        "model": prepare.fingerprint(open_checkpoint(directory)),
+        "model": identity.fingerprint(open_checkpoint(directory)),
         "kv_cache": settings.plain(),
         "options": [option.bits for option in offered],
         "context": context,
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "processor": sorted(llvm.features()) if llvm.available() else [],  # compiled readers keep tensors of their own
-        "software versions": prepare.versions(),
+        "software versions": identity.versions(),
     }
     path = folder / f"cache-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if not path.is_file() and not asked.measures:

@@ -1,8 +1,8 @@
-"""What allocators choose from: every linear at every option, packed in a database, and what each would damage.
+"""Quantize every linear at every option, store the results, and measure what each would damage.
 
 One pass over the model, block by block, behind the full-precision prefix, so that nothing measured depends on what will
-be chosen: statistics are collected once for all options, each linear is quantized with each, stored, and its damage
-taken: ||W - Q||^2, and tr((W - Q) H (W - Q)^T) with H the mean over all calibration tokens (over at most MEASURED_ROWS
+be chosen. Statistics are collected once for all options. The damage of an option Q of a weight W is the increase of a
+loss: ||W - Q||^2, and tr((W - Q) H (W - Q)^T) with H the mean over all calibration tokens (run/report.py: over some
 rows, scaled). Transforms decide by the first option's schemes, for all of them. What only whole forward passes can tell
 is in compress/allocate/sensitivity.py. A killed run goes on after the last finished block.
 """
@@ -10,183 +10,88 @@ is in compress/allocate/sensitivity.py. A killed run goes on after the last fini
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from compress import formats, plugins, process_memory
-from compress.allocate import prepare_options
-from compress.allocate.expert_options import ExpertLevels
+from compress.allocate.expert_options import ExpertDamage
+from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
-from compress.calib import fisher
-from compress.calib.data import Calibration
 from compress.errors import NotMeasuredError
-from compress.lowrank import correct
-from compress.model import edits
-from compress.model.blockwise import QUANTIZED, BlockPass
-from compress.progress import Meter, Progress
-from compress.quant import incoherence
-from compress.run import calibration_stream, memory_plan, quantize_linear, report
-from compress.types import Fisher, LayerPlan, PackedWeight
+from compress.progress import Progress
+from compress.run import memory_plan, report
+from compress.run.block_loop import BlockLoop
+from compress.run.calibration_stream import CalibrationStream
+from compress.run.quantize_linear import LinearTask
+from compress.types import PackedWeight, Quantized
 
 
-def levels(opened: prepare_options.Options, database: Database, calibration: Calibration, progress: Progress) -> None:
-    """Fill the database, from the first block that is not in it."""
-    prepared = opened.prepared
-    if database.finished() == len(prepared.skeleton.blocks):
+def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: Progress) -> None:
+    """Fill the database, from the first block that is not in it; tokens [samples, seq_len] of the calibration text."""
+    if database.finished() == len(opened.prepared.skeleton.blocks):
         return
     if not opened.asked.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
-    threads = torch.get_num_threads()
-    first = dict(database.arrangement)
-    torch.set_num_threads(first.pop("threads"))  # the first run's, so that sums are taken in the same order
-    prepared = dataclasses.replace(prepared, arrangement=memory_plan.Arrangement(**first))
-    memory_plan.check_prediction(prepared.arrangement, opened.asked.max_memory)
-    opened = dataclasses.replace(opened, prepared=prepared)
-    meter = Meter(progress, len(prepared.skeleton.blocks))
-    file = database.folder / "stream" if prepared.arrangement.spill else None
-    stream = calibration_stream.Flow(opened.asked, prepared, calibration.tokens, meter, file)
-    stream.every = True
-    run = _Levels(opened, database, stream, meter)
-    before = torch.is_grad_enabled()
-    torch.set_grad_enabled(False)
-    try:
-        if (edits := prepared.skeleton.edits) is not None:
-            edits.choose(workbench(opened, database, calibration.tokens, meter.say))
-        run.gradients(calibration.tokens, file)
-        stream.embed()
-        for index in range(len(prepared.skeleton.blocks)):
-            run.block(index, index < database.finished())
-    finally:
-        torch.set_grad_enabled(before)
-        torch.set_num_threads(threads)
-        stream.stream.close()
+    job, planned = opened.asked, opened.prepared.arrangement
+    with memory_plan.resumed(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
+        prepared = dataclasses.replace(opened.prepared, arrangement=arrangement)
+        opened = dataclasses.replace(opened, prepared=prepared)
+        loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
+        loop.run(_MeasuredBlocks(opened, database, loop.stream))
 
 
-def workbench(
-    opened: prepare_options.Options, database: Database, tokens: Tensor | None, say: Callable[[str], None]
-) -> edits.EditContext:
-    """For a transform of the whole model to decide with; what it decides stays in the folder."""
-    plan, batch = opened.prepared.plan, opened.prepared.arrangement.batch
-    device, limit = torch.device(opened.asked.device), opened.asked.max_memory
-    return edits.EditContext(device, tokens, plan, batch, database.folder, limit, say)
+class _MeasuredBlocks:
+    """The blocks of a model at all options (`BlockConsumer`); the original goes on."""
+
+    def __init__(self, opened: Options, database: Database, stream: CalibrationStream) -> None:
+        self.opened, self.database, self.stream = opened, database, stream
+        self.finished = database.finished()
+        self.tokens = stream.states.samples * opened.prepared.seq_len
+        self.experts = ExpertDamage(opened, database)
+        self.packed: dict[str, PackedWeight] = {}  # "<linear>@<option>" -> weight, of the present block
+        self.measured: dict[str, Any] = {}  # linear -> what was measured of it, by option
+
+    def start(self, notes: list[str]) -> None:
+        """Leave what a transform of the whole model says to the run."""
+
+    def begin(self, index: int, block: nn.Module) -> None:
+        """Store the block as the transforms have left it."""
+        self.packed, self.measured = {}, {}
+        if self.stream.transforms:
+            state = {name: p.detach().to("cpu") for name, p in block.named_parameters()}
+            self.database.add_state(index, state)
+
+    def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
+        """Measure a linear at an option, and keep it until its block is done."""
+        name, stats = task.layer.spec.name, task.statistics.stats
+        self.packed[f"{name}@{task.option}"] = result.weight
+        by_option = self.measured.setdefault(name, {"tokens": stats.count if stats is not None else 0})
+        measured = report.errors(task.weight, result.weight, stats)
+        by_option[task.option] = {
+            "nbytes": result.weight.nbytes,
+            "weight": measured.weight,
+            "relative": measured.relative,
+            "hessian": (measured.hessian or 0.0) / self.tokens,  # nothing is known of an expert without tokens
+            "output": measured.output or 0.0,
+        }
+
+    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
+        """Measure the block's experts, and store all."""
+        self.stream.meter.say("measuring experts")
+        self.measured |= self.experts.measure(index, block, partial(self.stream.batches, index), self.packed)
+        self.experts.keep(index, self.measured, self.tokens)
+        self.database.add(index, self.packed, self.measured)
+        self.packed = {}
+
+    def restore(self, index: int, block: nn.Module) -> nn.Module:
+        """Transform the block as in the former run."""
+        self.stream.transform(index, block)
+        return block
 
 
-class _Levels:
-    """The loop over the blocks."""
-
-    def __init__(
-        self, opened: prepare_options.Options, database: Database, stream: calibration_stream.Flow, meter: Meter
-    ) -> None:
-        self.opened, self.database, self.flow, self.meter = opened, database, stream, meter
-        self.asked, self.skeleton = opened.asked, opened.prepared.skeleton
-        self.device = torch.device(opened.asked.device)
-        scopes = {plugins.load("transform", step.method).SCOPE for step in self.asked.recipe.transform}
-        self.is_edited = "block" in scopes
-        self.experts = ExpertLevels(opened, database)
-        self.fisher: dict[str, Fisher] = {}  # of linears with an option that is measured by the loss's gradients
-
-    def gradients(self, tokens: Tensor, file: Path | None) -> None:
-        """Take those of the loss, where an option wants to know of them."""
-        levels = [layer for found in self.opened.levels.values() for layer in found.values()]
-        if names := {layer.spec.name for layer in levels if memory_plan.needs_gradients(layer)}:
-            self.meter.say("taking the loss's gradients")
-            with torch.enable_grad():
-                self.fisher = fisher.weights(self.skeleton, tokens, names, file, self.device)
-
-    def block(self, index: int, is_done: bool) -> None:
-        """Quantize, store and measure one block at all levels, and go on to the next."""
-        layers = [x for found in self.opened.levels.values() for x in found.values() if x.spec.block == index]
-        self.meter.begin(index, 2 * self.flow.batch_count() + len(layers))
-        block = self.skeleton.load_block(index, self.device)
-        self.flow.transform(index, block)
-        if not is_done:
-            if self.is_edited:
-                state = {name: p.detach().to("cpu") for name, p in block.named_parameters()}
-                self.database.add_state(index, state)
-            packed, measured = self._levels(index, block, layers)
-            self.meter.say("measuring experts")
-            measured |= self.experts.measure(index, block, partial(self.flow.batches, index), packed)
-            self.experts.keep(index, measured, self.flow.stream.samples * self.opened.prepared.seq_len)
-            self.database.add(index, packed, measured)
-        if index + 1 < len(self.skeleton.blocks):
-            self.flow.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
-        self.skeleton.free()
-        process_memory.check(self.asked.max_memory)
-        self.meter.end()
-
-    def _levels(
-        self, index: int, block: nn.Module, layers: list[LayerPlan]
-    ) -> tuple[dict[str, PackedWeight], dict[str, Any]]:
-        """ "<linear>@<level>" -> weight; linear -> what was measured of it, by level."""
-        weights, _ = self.flow.importance(index, block)
-        scales = self.flow.in_scales(index, block, layers)
-        readers, passes = memory_plan.readers(layers, every=True), self.flow.passes(layers)
-        packed: dict[str, PackedWeight] = {}
-        measured: dict[str, Any] = {}
-        for number, keys in enumerate(passes):
-            wanted = {key: readers[key] for key in keys}
-            sums = self.flow.collect(index, block, wanted, number + 1 == len(passes), weights)
-            for key in keys:
-                given = self.flow.given(sums.pop(key), key, readers[key])
-                for name in dict.fromkeys(layer.spec.name for layer in readers[key]):
-                    weight = self.skeleton.linear(block, name).weight.detach()
-                    measured[name] = {"tokens": given.stats.count if given.stats else 0}
-                    for level, layer in self.opened.levels[name].items():
-                        self.meter.say(f"quantizing {name}, option {level}")
-                        result = self._one(layer, weight, given, scales.get(name))
-                        packed[f"{name}@{level}"] = result
-                        damage = self._damage(weight, result, given)
-                        measured[name][level] = {"nbytes": result.nbytes, **damage}
-                        self.meter.step()
-        return packed, measured
-
-    def _one(
-        self, layer: LayerPlan, weight: Tensor, given: quantize_linear.Given, in_scale: Tensor | None
-    ) -> PackedWeight:
-        """One linear at one level, as the pipeline would quantize it."""
-        needs = layer.scheme.config is not None and (
-            plugins.load("quant", layer.scheme.method).NEEDS or correct.needs_statistics(layer.scheme.lowrank)
-        )
-        if layer.activations is None or layer.activations.scale != "tensor":
-            in_scale = None
-        if not needs:
-            given = quantize_linear.Given()
-        elif layer.ops and given.stats is not None:  # options may differ in what is around them
-            rotated = incoherence.rotated_stats(given.stats, layer, self.asked.seed)
-            given = dataclasses.replace(given, rotated=rotated)
-        weighed = self.fisher.get(layer.spec.name) if memory_plan.needs_gradients(layer) else None
-        packed, _ = quantize_linear.linear(
-            layer, weight, given, quantize_linear.Own(in_scale, weighed), self.asked.seed
-        )
-        process_memory.check(self.asked.max_memory)
-        return packed
-
-    def _damage(self, weight: Tensor, packed: PackedWeight, given: quantize_linear.Given) -> dict[str, float]:
-        """Of one level of a weight [out, in]: absolute and relative errors."""
-        original = weight.float()
-        residual = original - formats.decode(packed, original.dtype)
-        norm = original.square().sum(dtype=torch.float64).item()
-        lost = residual.square().sum(dtype=torch.float64).item()
-        found = {"weight": lost, "relative": lost / norm if norm > 0 else 0.0}
-        if given.stats is not None and given.stats.count:
-            step = -(-original.shape[0] // report.MEASURED_ROWS)
-            rows = slice(None, None, step)
-            scale = original.shape[0] / original[rows].shape[0]
-            hessian, tokens = given.stats.hessian, self.flow.stream.samples * self.opened.prepared.seq_len
-            whole = report.quadratic(original[rows], hessian)
-            error = report.quadratic(residual[rows], hessian)
-            found |= {"hessian": error * scale / tokens, "output": error / whole if whole > 0 else 0.0}
-        else:
-            found |= {"hessian": 0.0, "output": 0.0}  # an expert that no token reached: nothing is known of it
-        return found
-
-
-def linears(opened: prepare_options.Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was measured of every linear."""
+def linears(opened: Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what was measured of every linear."""
     for index in range(len(opened.prepared.skeleton.blocks)):
         yield from database.measured(index).items()

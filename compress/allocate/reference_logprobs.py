@@ -27,7 +27,7 @@ from compress.errors import CheckpointError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
-from compress.run import prepare
+from compress.run import identity
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 
 NAME = "teacher.safetensors"
@@ -111,12 +111,12 @@ def _row(stored: StoredTensor, sample: int) -> Tensor:
 def _identity(skeleton: Skeleton, tokens: Tensor, top_k: int, device: torch.device) -> dict[str, Any]:
     """What decides the predictions."""
     return {
-        "model": prepare.fingerprint(skeleton.checkpoint),
+        "model": identity.fingerprint(skeleton.checkpoint),
         "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "samples": list(tokens.shape),
         "top_k": top_k,
         "computed": [device.type, str(skeleton.dtype)],
-        "software versions": prepare.versions(),
+        "software versions": identity.versions(),
     }
 
 

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compress import plugins, process_memory
 from compress.allocate import joint_kl, kv_session, prepare_options, quantize_options, sensitivity
 from compress.allocate import kv_budget as budget
@@ -29,7 +27,7 @@ from compress.errors import BudgetError, NotMeasuredError, RecipeError
 from compress.progress import Progress
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Target
-from compress.run import prepare
+from compress.run import calibration_text, memory_plan, prepare
 from compress.run.job import Job
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.workdir import writing
@@ -101,13 +99,15 @@ def session(asked: Job, progress: Progress) -> Iterator[Session]:
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):
-        calibration = prepare.calibration(opened.asked, opened.prepared, progress, database.folder / "calibration")
+        calibration = calibration_text.calibration(
+            opened.asked, opened.prepared, progress, database.folder / "calibration"
+        )
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
-    arrangement = {**dataclasses.asdict(prepared.arrangement), "threads": torch.get_num_threads()}
-    with database.opened(prepare_options.identity(opened, calibration), arrangement):
-        quantize_options.levels(opened, database, calibration, progress)
+    arrangement = memory_plan.first_arrangement(prepared.arrangement)
+    with database.opened(prepare_options.measurement_identity(opened, calibration), arrangement):
+        quantize_options.quantize_all(opened, database, calibration.tokens, progress)
         measured = sensitivity.Measured(opened, database, calibration, progress)
         try:
             yield Session(opened, database, measured)
@@ -165,7 +165,7 @@ def _cache_only(asked: Job, allocation: Allocation, progress: Progress) -> Job:
     prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
     folder = asked.measurements or prepare_options.folder_of(asked)
     with writing(folder, "--measurements"):
-        calibration = prepare.calibration(asked, prepared, progress, folder / "calibration")
+        calibration = calibration_text.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"
         offer = kv_session.offer(asked, allocation, calibration.tokens, folder, progress)
     room = process_memory.parse_size(allocation.target.text) - prepared.plan.nbytes

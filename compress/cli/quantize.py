@@ -63,11 +63,11 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
 def _run(job: Job, as_json: bool) -> None:
     from rich.text import Text
 
+    from compress import api
     from compress.cli import tables
-    from compress.run import pipeline
 
     with tables.progress_bar() as progress:
-        report = pipeline.quantize(
+        report = api.quantize(
             job, progress, lambda prepared: tables.err.print(Text(tables.plan_line(prepared)), soft_wrap=True)
         )
     if as_json:
@@ -97,22 +97,17 @@ def _words(job: Job, options: RunOptions) -> list[str]:
 
 def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: how the same is said to a command that measures."""
-    from compress.allocate import forecast
+    from compress import api
     from compress.cli import tables
-    from compress.run import pipeline, prepare
     from compress.run.plan import groups
 
     with tables.progress_bar() as progress:
-        decided = forecast.decided(job, progress)
-        if isinstance(decided, forecast.Unmeasured):
-            out = ["--out", str(job.out)] if decided.command == "quantize" else []
-            _print_unmeasured(decided, as_json, [*words, *out])
-            return
-        job = decided
-        progress("reading headers", 0, 0)
-        prepared = prepare.prepare(job)
-        progress("timing one block", 0, 0)
-        predicted = pipeline.predict_seconds(job, prepared)
+        planned = api.plan(job, progress)
+    if not isinstance(planned, tuple):
+        out = ["--out", str(job.out)] if planned.command == "quantize" else []
+        _print_unmeasured(planned, as_json, [*words, *out])
+        return
+    job, prepared, predicted = planned
     layers, sizes = prepared.plan, prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
     source = prepared.skeleton.checkpoint.nbytes
     result: dict[str, Any] = {

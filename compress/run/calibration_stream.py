@@ -1,9 +1,8 @@
-"""The calibration text on its way through the blocks, and what is collected from it on the way.
+"""Carry the calibration text through the blocks and collect what each block is quantized with.
 
 Hidden states go from block to block behind the prefix with quantized weights (that inputs are quantized at run time,
-too, plays no part in calibration); with target correction those of the full-precision model go beside them. Of every
-block they give the statistics that its linears are quantized with, weighted by the tokens' importance where the recipe
-asks for it (RSQ), and the scales of activations that are quantized statically.
+too, plays no part in calibration). With target correction those of the full-precision model go beside them. The
+statistics of a block's inputs are weighted by the tokens' importance where the recipe asks for it (RSQ).
 """
 
 from __future__ import annotations
@@ -20,39 +19,44 @@ from torch import Tensor, nn
 
 from compress import plugins, process_memory
 from compress.calib import stats as calib_stats
-from compress.calib import token_importance as importance
-from compress.formats import transforms
+from compress.calib import token_importance
 from compress.model import blockwise, graph
 from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.progress import Meter
-from compress.quant import incoherence, target_correction
 from compress.run import memory_plan
 from compress.run.job import Job, Prepared
-from compress.run.quantize_linear import Given
-from compress.runtime import activation_quant
-from compress.types import LayerPlan, Stats
+from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
+from compress.types import LayerPlan
 
 
-def paired(asked: Job) -> bool:
-    """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
-    return asked.pack and asked.recipe.calibration.target_correction > 0
+class CalibrationStream:
+    """The hidden states of the calibration text in front of one block.
 
-
-class Flow:
-    """The stream of hidden states, and where it is. `tokens` [samples, seq_len]; None: there is no calibration text."""
+    `tokens` [samples, seq_len]; None: there is no text. `file`: where hidden states are kept that do not fit into
+    memory. `every`: statistics are collected of all inputs, not only of those that a method needs.
+    """
 
     def __init__(
-        self, asked: Job, prepared: Prepared, tokens: Tensor | None, meter: Meter, file: Path | None = None
+        self,
+        job: Job,
+        prepared: Prepared,
+        tokens: Tensor | None,
+        meter: Meter,
+        file: Path | None = None,
+        every: bool = False,
     ) -> None:
-        self.asked, self.prepared, self.tokens, self.meter = asked, prepared, tokens, meter
-        self.skeleton, self.device = prepared.skeleton, torch.device(asked.device)
-        self.paired = paired(asked) and tokens is not None
-        self.stream = blockwise.HiddenStates(prepared.samples, file, 2 if self.paired else 1)
-        self.parted = False  # the full-precision side of the stream is filled; before, it equals the quantized one
+        self.job, self.prepared, self.tokens, self.meter, self.every = job, prepared, tokens, meter, every
+        self.skeleton, self.device = prepared.skeleton, torch.device(job.device)
+        self.paired = job.is_paired and tokens is not None
+        self.states = blockwise.HiddenStates(prepared.samples, file, 2 if self.paired else 1)
+        size, samples = prepared.arrangement.batch, prepared.samples if tokens is not None else 0
+        self.slices = [slice(start, min(start + size, samples)) for start in range(0, samples, size)]  # batches
+        self.parted = False  # the full-precision side is filled; before, it equals the quantized one
         self.calls: blockwise.ModelArgs = []
         self.seconds = 0.0  # spent in forward passes
-        self.every = False  # statistics are collected of all inputs, not only of those that a method needs
-        self.graph: list[graph.Graph] = []  # traced when a transform of blocks needs it
+        steps = job.recipe.transform
+        self.transforms = [step for step in steps if plugins.load("transform", step.method).SCOPE == "block"]
+        self.graph: graph.Graph | None = None  # traced when a transform of blocks needs it
 
     def embed(self) -> None:
         """Fill the stream with what reaches the first block."""
@@ -61,26 +65,19 @@ class Flow:
         if self.tokens is not None:
             self.meter.say("embedding the calibration text")
             batch = self.prepared.arrangement.batch
-            self.calls = blockwise.record_inputs(self.skeleton, self.tokens, batch, self.stream, self.device)
+            self.calls = blockwise.record_inputs(self.skeleton, self.tokens, batch, self.states, self.device)
 
     def part(self) -> None:
-        """As if the streams had parted: both sides are the same."""
+        """Fill the full-precision side with a copy of the quantized one."""
         if self.paired:
-            self.stream.write(0, self.stream.read(0, self.stream.samples), FULL)
+            self.states.write(0, self.states.read(0, self.states.samples), FULL)
             self.parted = True
 
     def batches(self, index: int) -> Iterator[tuple[Tensor, blockwise.BlockArgs]]:
-        """What reaches a block behind the quantized prefix."""
-        for where in self._slices() if self.tokens is not None else ():
-            hidden = self.stream.read(where.start, where.stop - where.start).to(self.device)
+        """Yield what reaches a block behind the quantized prefix."""
+        for samples in self.slices:
+            hidden = self.states.read(samples.start, samples.stop - samples.start).to(self.device)
             yield hidden, self.calls[index][hidden.shape[0]]
-
-    def batch_count(self) -> int:
-        return len(self._slices()) if self.tokens is not None else 0
-
-    def _slices(self) -> list[slice]:
-        size, samples = self.prepared.arrangement.batch, self.stream.samples
-        return [slice(start, min(start + size, samples)) for start in range(0, samples, size)]
 
     def forward(self, index: int, block: nn.Module, what: str, *legs: BlockPass) -> None:
         """Run the block over the whole stream, batch by batch, each batch along all `legs`; nothing without a text."""
@@ -89,39 +86,58 @@ class Flow:
         self.meter.say(what)
         started = time.monotonic()
         name = self.skeleton.block_prefix(index).rstrip(".")
-        for where in self._slices():
+        for samples in self.slices:
             for leg in legs:
-                hidden = self.stream.read(where.start, where.stop - where.start, leg.source).to(self.device)
-                with leg.watch(where):
+                hidden = self.states.read(samples.start, samples.stop - samples.start, leg.source).to(self.device)
+                with leg.watch(samples):
                     out = blockwise.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
                 if leg.target is not None:
-                    self.stream.write(where.start, out, leg.target)
-            process_memory.check(self.asked.max_memory)
+                    self.states.write(samples.start, out, leg.target)
+            process_memory.check(self.job.max_memory)
             self.meter.step()
         self.seconds += time.monotonic() - started
 
+    def forward_full(self, index: int, block: nn.Module) -> None:
+        """Take the full-precision side of the stream through a block with its original weights."""
+        self.forward(index, block, "propagating", BlockPass(FULL if self.parted else QUANTIZED, FULL))
+
     def passes(self, layers: list[LayerPlan]) -> list[list[str]]:
-        """The shared inputs of a block whose statistics are collected, those of each pass together."""
+        """Return the shared inputs of a block whose statistics are collected, those of each pass together."""
         sizes = memory_plan.statistics(layers, self.paired, self.every)
         return memory_plan.split(sizes, self.prepared.arrangement.statistics_nbytes)
 
     def importance(self, index: int, block: nn.Module) -> tuple[Tensor | None, str | None]:
-        """What the tokens count [samples, seq_len] in this block, None if all the same; a note for the report."""
-        settings = self.asked.recipe.calibration
+        """Return the weights of the tokens [samples, seq_len] in this block, None if all are 1; and a note."""
+        settings = self.job.recipe.calibration
         if self.tokens is None or settings.importance == "none":
             return None, None
         self.meter.say("weighing tokens")
-        name, given = self.skeleton.block_prefix(index).rstrip("."), partial(self.batches, index)
-        return importance.weights(settings.importance, block, name, given, self.tokens, settings.importance_min)
+        name, batches = self.skeleton.block_prefix(index).rstrip("."), partial(self.batches, index)
+        return token_importance.weights(settings.importance, block, name, batches, self.tokens, settings.importance_min)
 
-    def collect(
+    def statistics(
+        self, index: int, block: nn.Module, layers: list[LayerPlan], weights: Tensor | None
+    ) -> Iterator[tuple[InputStatistics, list[str]]]:
+        """Yield the statistics of each shared input with the linears that read it; weights: of the tokens.
+
+        Last come the linears that need none. In the last pass over the block, whose weights are still the original
+        ones, the full-precision side of the stream goes on.
+        """
+        readers, passes = memory_plan.readers(layers, self.every), self.passes(layers)
+        settings, tokens = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len
+        for number, keys in enumerate(passes):
+            sums = self._collect(index, block, {key: readers[key] for key in keys}, number + 1 == len(passes), weights)
+            for key in keys:
+                alpha = settings.target_correction if self._has_drift(readers[key]) else None
+                names = dict.fromkeys(layer.spec.name for layer in readers[key])
+                yield finish_statistics(sums.pop(key), key, alpha, tokens, self.job.seed), list(names)
+        reading = {layer.spec.name for users in readers.values() for layer in users}
+        yield NO_STATISTICS, list(dict.fromkeys(x.spec.name for x in layers if x.spec.name not in reading))
+
+    def _collect(
         self, index: int, block: nn.Module, readers: dict[str, list[LayerPlan]], last: bool, weights: Tensor | None
     ) -> dict[str, calib_stats.HessianSum]:
-        """Statistics of these shared inputs, in one pass of the stream through the block; weights: of the tokens.
-
-        In the `last` pass over the block, whose weights are still the original ones, the full-precision side of the
-        stream goes on.
-        """
+        """Collect the statistics of these shared inputs in one pass of the stream through the block."""
         linears = {key: self.skeleton.linear(block, key) for key in readers}
         sums = {
             key: calib_stats.HessianSum(linear.in_features, self.device, self._has_drift(readers[key]))
@@ -129,9 +145,9 @@ class Flow:
         }
         experts = {key: self.skeleton.expert(block, key) for key, users in readers.items() if users[0].spec.is_expert}
 
-        def watch(where: slice) -> AbstractContextManager[None]:
-            mine = None if weights is None else weights[where].to(self.device)
-            return calib_stats.collect(linears, sums, self.prepared.seq_len, mine, experts)
+        def watch(samples: slice) -> AbstractContextManager[None]:
+            of_batch = None if weights is None else weights[samples].to(self.device)
+            return calib_stats.collect(linears, sums, self.prepared.seq_len, of_batch, experts)
 
         target = FULL if self.paired and last and index + 1 < len(self.skeleton.blocks) else None
         legs = [BlockPass(QUANTIZED, None if self.parted else target, watch)]
@@ -140,65 +156,27 @@ class Flow:
         self.forward(index, block, "calibrating", *legs)
         return sums
 
-    def given(self, total: calib_stats.HessianSum, key: str, layers: list[LayerPlan]) -> Given:
-        """What is made of the statistics of one shared input, once for all its readers."""
-        stats, note = calib_stats.shrink(total.finish(key))
-        correction, more = None, None
-        if self._has_drift(layers):
-            tokens, alpha = self.stream.samples * self.prepared.seq_len, self.asked.recipe.calibration.target_correction
-            correction, more = target_correction.correction(stats, alpha, tokens)
-        around = next((layer for layer in layers if layer.ops), None)
-        rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None
-        return Given(Stats(stats.hessian, stats.count), rotated, correction, tuple(filter(None, (note, more))))
-
     def _has_drift(self, layers: list[LayerPlan]) -> bool:
-        """Whether the tokens of a shared input with these readers are the same in both streams, which have parted."""
+        """Return whether the tokens of an input with these readers are the same in both streams, which have parted."""
         return self.parted and not layers[0].spec.is_expert
 
-    def in_scales(self, index: int, block: nn.Module, layers: list[LayerPlan]) -> dict[str, Tensor]:
-        """Linear -> its static scale, float32 [1], for those whose activations have one."""
-        settings = {x.spec.name: x.activations for x in layers if x.activations is not None}
-        static = {x.spec.name: x for x in layers if x.activations is not None and x.activations.scale == "tensor"}
-        if not static:
-            return {}
-        largest = {name: activation_quant.LargestInput() for name in static}
-
-        def add(name: str, inputs: Tensor) -> None:
-            layer = static[name]
-            largest[name].add(
-                transforms.apply_input(inputs, layer.ops, incoherence.drawn(layer, self.asked.seed, inputs))
-            )
-
-        hooks = [(self.skeleton.linear(block, name), partial(add, name)) for name in static]
-        self.forward(index, block, "calibrating", BlockPass(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))
-        for name, layer in static.items():
-            if largest[name].top is None and layer.spec.is_expert:  # seldom chosen: as the largest of its siblings
-                kin = [other for other in static if other.rpartition(".")[2] == name.rpartition(".")[2]]
-                for top in [largest[other].top for other in kin if static[other].spec.is_expert]:
-                    if top is not None:
-                        largest[name].add(top.reshape(1))
-        return {name: largest[name].in_scale(settings[name], name) for name in static}
-
     def transform(self, index: int, block: nn.Module) -> list[str]:
-        """Apply the recipe's transforms of blocks, in place; what the report should say of them."""
-        steps = [
-            step for step in self.asked.recipe.transform if plugins.load("transform", step.method).SCOPE == "block"
-        ]
-        if not steps:
+        """Apply the recipe's transforms of blocks, in place; return what the report should say of them."""
+        if not self.transforms:
             return []
         self.meter.say("transforming")
         name, batches = self.skeleton.block_prefix(index), partial(self.batches, index)
-        if not self.graph:
-            self.graph.append(graph.trace(self.skeleton))
-        found = graph.sites(self.graph[0].blocks[index], block, batches, name)
-        turned = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}  # rounded in another basis
+        if self.graph is None:
+            self.graph = graph.trace(self.skeleton)
+        sites = graph.sites(self.graph.blocks[index], block, batches, name)
+        rotated = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}
         schemes = {
-            key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in turned else scheme
+            key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in rotated else scheme
             for key, scheme in self.prepared.plan.schemes.items()
             if key.startswith(name)
         }
         notes: list[str] = []
-        for step in steps:
-            notes += plugins.load("transform", step.method).apply(block, found, batches, step.config, schemes)
-        process_memory.check(self.asked.max_memory)
+        for step in self.transforms:
+            notes += plugins.load("transform", step.method).apply(block, sites, batches, step.config, schemes)
+        process_memory.check(self.job.max_memory)
         return notes

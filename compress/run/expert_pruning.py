@@ -1,9 +1,8 @@
-"""Experts that tokens can go without (`experts` of a recipe): measured with each block, decided when all are done.
+"""Prune experts for tokens that can go without (`experts` of a recipe): measure block by block, decide at the end.
 
-What a block's router does, and what pruning would do to the block's output, is measured with its original weights
-behind the quantized prefix, none of which is pruned: which blocks are pruned shows only at the end. It is kept with the
-block's record, so that a resumed run measures nothing twice and decides the same. The method is in
-calib/expert_routing.py.
+The routing of a block, and the change of its output by pruning, are measured with its original weights behind the
+quantized prefix. None of that is pruned yet: the blocks to prune are chosen when all are measured. Measurements are
+kept with the block's record, so that a resumed run decides the same. The method is in calib/expert_routing.py.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def check(recipe: Recipe, plan: Plan) -> None:
 
 
 def measure(block: nn.Module, where: str, batches: BlockInputs, config: ExpertPruning) -> dict[str, dict[str, Any]]:
-    """Experts module of a block -> its routing, and how it would be pruned, as JSON values; {} without experts."""
+    """Return experts module -> its routing, and how it would be pruned, as JSON values; {} without experts."""
     found = {}
     for name, stats in expert_routing.measure(block, where, batches, config).items():
         setting = expert_routing.setting(stats, config)
@@ -45,7 +44,7 @@ def measure(block: nn.Module, where: str, batches: BlockInputs, config: ExpertPr
 
 
 def chosen(records: Records, config: ExpertPruning, layers: Sequence[LayerReport]) -> dict[str, Pruning]:
-    """Experts module -> what it is pruned with: the least harmful of those of which `layers` hold every linear."""
+    """Return experts module -> what it is pruned with: the least harmful of those with every linear in `layers`."""
     packed = _by_expert(layers)
     found = {
         name: (record["harm"], Pruning(**record["pruning"]) if record["pruning"] is not None else None)
@@ -56,7 +55,7 @@ def chosen(records: Records, config: ExpertPruning, layers: Sequence[LayerReport
 
 
 def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[LayerReport]) -> dict[str, dict[str, Any]]:
-    """For the report: of each module what its experts got in tokens and bits, and what is dropped, if it is pruned.
+    """Return for the report what the experts of each module got in tokens and bits, and what is dropped.
 
     bits: stored bits a weight of each packed expert; threshold and the others of `Pruning` are None where not pruned,
     dropped is the share of the (token, expert) pairs on the calibration text.
@@ -77,7 +76,7 @@ def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[Layer
 
 
 def _by_expert(layers: Sequence[LayerReport]) -> dict[str, dict[int, list[LayerReport]]]:
-    """Experts module -> number of an expert -> its linears, all three of them."""
+    """Return experts module -> number of an expert -> its linears, all three of them."""
     found: dict[str, dict[int, list[LayerReport]]] = defaultdict(lambda: defaultdict(list))
     for layer in layers:
         parts = layer.name.rsplit(".", 2)

@@ -1,9 +1,9 @@
-"""A job: what the user asked for, and everything that is decided about it before a weight is read."""
+"""Describe a job: what the user asked for, what is decided before a weight is read, what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from compress.types import LayerReport, Plan, Pruning
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked for."""
+    """A user's request."""
 
     model: str  # directory or hub id
     recipe: Recipe
@@ -34,6 +34,11 @@ class Job:
     processes: int = 1  # that measure choices side by side; changes no result
     allocation: Mapping[str, Any] | None = None  # how the recipe's bits were allocated, for the report
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
+        return self.pack and self.recipe.calibration.target_correction > 0
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -46,18 +51,19 @@ class Prepared:
     seq_len: int  # tokens of each
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the loop hands over when all blocks are done."""
+@dataclass
+class RunState:
+    """A run: what is decided of it, and what has come of its blocks so far."""
 
     job: Job
     prepared: Prepared
-    calibration: Calibration | None
-    layers: list[LayerReport]
-    block_seconds: list[float]  # of the blocks computed in this run
-    replayed: int  # blocks taken over from an interrupted run
-    notes: dict[str, list[str]]  # block name -> what is to be said of it as a whole
-    experts: dict[str, dict[str, Any]]  # experts module -> its routing, where the recipe prunes experts
+    calibration: Calibration | None = None
+    replayed: int = 0  # blocks taken over from an interrupted run
+    layers: list[LayerReport] = field(default_factory=list)
+    block_seconds: list[float] = field(default_factory=list)  # of the blocks computed in this run
+    notes: dict[str, list[str]] = field(default_factory=dict)  # block name -> what is to be said of it as a whole
+    experts: dict[str, dict[str, Any]] = field(default_factory=dict)  # experts module -> its routing, where pruned
+    probes: list[str] = field(default_factory=list)  # hash of each quantized block's output on the probe tokens
 
     @property
     def prunings(self) -> dict[str, Pruning]:

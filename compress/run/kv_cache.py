@@ -21,7 +21,7 @@ CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all
 
 if TYPE_CHECKING:
     from compress.progress import Progress
-    from compress.run.job import Facts
+    from compress.run.job import RunState
     from compress.storage.workdir import Output
 
 
@@ -41,7 +41,7 @@ def sampled(config: Any, tokens: int) -> int:
     return 4 * width * (2 * heads + queries) * min(tokens, CALIBRATED)
 
 
-def build(output: Output, facts: Facts, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The section for a finished checkpoint by the recipe of its job, and what the report says of it.
 
     Codecs are calibrated on the text of the job, CALIBRATED tokens of it, and on the model as it was written. What an
@@ -67,7 +67,9 @@ def _is_intact(directory: Path, section: dict[str, Any]) -> bool:
     return static is None or (path.is_file() and sha256(path) == static["sha256"])
 
 
-def _calibrated(directory: Path, facts: Facts, settings: CacheSettings) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _calibrated(
+    directory: Path, facts: RunState, settings: CacheSettings
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Calibrate and write the cache of a checkpoint: its section, and facts of the calibration if there was one."""
     asked = facts.job
     skeleton = Skeleton(open_checkpoint(directory))

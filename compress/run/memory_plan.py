@@ -1,4 +1,4 @@
-"""The memory budget: what a run needs, how it adapts to a limit, and what it really used.
+"""Plan the memory of a run: predict its peak and arrange it to stay within a limit.
 
 A run's peak is predicted from shapes before it starts, as the process's memory at that point plus the largest of its
 phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches
@@ -10,14 +10,18 @@ sums: in the model's own batched products, and in the statistics of experts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from compress import plugins, process_memory
 from compress.errors import BudgetError
-from compress.lowrank import correct as lowrank
+from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence, target_correction
 from compress.tune import low_rank
@@ -37,7 +41,7 @@ MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, librar
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a run is fitted into memory."""
+    """A way to fit a run into memory."""
 
     batch: int  # samples in a forward pass
     spill: bool  # hidden states in a file instead of in memory
@@ -47,7 +51,7 @@ class Arrangement:
 
 
 class Extras(NamedTuple):
-    """What a recipe asks for that takes memory of its own."""
+    """Demands of a recipe that take memory of their own."""
 
     paired: bool = False  # the stream of the full-precision model beside the quantized one
     searched: bool = False  # transforms of blocks, which try changes on copies of weights and inputs
@@ -63,37 +67,58 @@ NO_EXTRAS = Extras()
 def arrange(
     plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, extras: Extras = NO_EXTRAS
 ) -> Arrangement:
-    """The fastest arrangement whose predicted peak is within the limit (without one: 80% of the available memory).
+    """Return the fastest arrangement whose predicted peak is within the limit (without one: 80% of what is free).
 
     samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
     """
-    needs = _Needs(plan, skeleton, samples, seq_len, extras)
+    model = _MemoryModel(plan, skeleton, samples, seq_len, extras)
     allowed = limit if limit is not None else process_memory.resident() + int(0.8 * process_memory.available())
     best: Arrangement | None = None
-    for candidate in _candidates(needs):
+    for candidate in _arrangements(model):
         if candidate.peak_nbytes <= allowed:
             return candidate
         if best is None or candidate.peak_nbytes < best.peak_nbytes:
             best = candidate
     assert best is not None
     raise BudgetError(
-        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(needs.base)} of it for "
+        f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(model.base)} of it for "
         f"the program itself), more than {'--max-memory' if limit is not None else 'the free memory,'} "
         f"{process_memory.show(allowed)}; raise it, or use fewer or shorter calibration samples"
     )
 
 
-def check_prediction(arrangement: Arrangement, limit: int | None) -> None:
-    """Raise BudgetError if an arrangement, that of a run to be resumed, was made for more than the limit."""
+def first_arrangement(planned: Arrangement) -> dict[str, Any]:
+    """Return what a run stores of its arrangement for those that resume it: as JSON values, with the threads."""
+    return {**dataclasses.asdict(planned), "threads": torch.get_num_threads()}
+
+
+@contextmanager
+def resumed(
+    planned: Arrangement, first: Callable[[dict[str, Any]], dict[str, Any]], limit: int | None
+) -> Iterator[Arrangement]:
+    """Give the arrangement of the run that this one goes on with, and its number of threads while this is active.
+
+    Sums are then taken in the same order. first: stores an arrangement and returns the one that was stored first.
+    Raises BudgetError if that was made for more than the limit.
+    """
+    before = torch.get_num_threads()
+    stored = first(first_arrangement(planned))
+    threads = stored.pop("threads")
+    arrangement = Arrangement(**stored)
     if limit is not None and arrangement.peak_nbytes > limit:
         raise BudgetError(
             f"the unfinished run was arranged for {process_memory.show(arrangement.peak_nbytes)}, more than "
             f"--max-memory {process_memory.show(limit)}; give at least that to resume it, or --restart to start over"
         )
+    torch.set_num_threads(threads)
+    try:
+        yield arrangement
+    finally:
+        torch.set_num_threads(before)
 
 
 def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
-    """Input keys (with their statistics' bytes) in passes of at most `allowed` bytes, in order; at least one a pass."""
+    """Split input keys (with their statistics' bytes) into passes of at most `allowed` bytes, one key at least."""
     passes: list[list[str]] = []
     used = 0
     for key, nbytes in keys.items():
@@ -106,35 +131,47 @@ def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
 
 
 def readers(layers: Sequence[LayerPlan], every: bool = False) -> dict[str, list[LayerPlan]]:
-    """Input key -> the layers whose method needs statistics of it, or all."""
-    methods = {layer.scheme.method for layer in layers if layer.scheme.config is not None}
-    needing = {method for method in methods if plugins.load("quant", method).NEEDS}
-    found: dict[str, list[LayerPlan]] = {}
+    """Return input key -> the layers whose method needs statistics of it, or all."""
+    by_input: dict[str, list[LayerPlan]] = {}
     for layer in layers:
-        if every or layer.scheme.method in needing or lowrank.needs_statistics(layer.scheme.lowrank):
-            found.setdefault(layer.spec.input_key, []).append(layer)
-    return found
+        if every or needs_statistics(layer):
+            by_input.setdefault(layer.spec.input_key, []).append(layer)
+    return by_input
+
+
+def needs_statistics(layer: LayerPlan) -> bool:
+    """Return whether statistics of its input are part of how a linear is quantized."""
+    if layer.scheme.config is None:
+        return False
+    method = plugins.load("quant", layer.scheme.method)
+    return bool(method.NEEDS) or correct.needs_statistics(layer.scheme.lowrank)
 
 
 def needs_gradients(layer: LayerPlan) -> bool:
-    """Whether the gradients of the model's loss tell what an error of this linear matters."""
+    """Return whether the errors of a linear are weighed by the gradients of the model's loss."""
     return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
 
 
+def needs_in_scale(layer: LayerPlan) -> bool:
+    """Return whether a layer's inputs are quantized with one calibrated scale."""
+    return layer.activations is not None and layer.activations.scale == "tensor"
+
+
 def needs_text(layer: LayerPlan) -> bool:
-    """Whether a low-rank part needs calibration text beside statistics of its inputs."""
-    part = layer.scheme.lowrank
-    return needs_gradients(layer) or (part is not None and bool(part.train or part.train_blocks))
+    """Return whether calibration text is needed to quantize a linear, or to train its low-rank part."""
+    lowrank = layer.scheme.lowrank
+    trains = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
+    return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
 
 
 def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
-    """Input key -> bytes of its Hessian, and of its drift if `paired`, where a method needs one (or all: `every`)."""
+    """Return input key -> bytes of its Hessian, and of its drift if `paired`, where needed (or all: `every`)."""
     inputs = {key: users[0].spec for key, users in readers(layers, every).items()}
     return {key: 4 * spec.shape[1] ** 2 * (2 if paired and not spec.is_expert else 1) for key, spec in inputs.items()}
 
 
-class _Needs:
-    """Bytes of the parts that a run holds at a time."""
+class _MemoryModel:
+    """Predict the bytes that the phases of a run hold, from shapes."""
 
     def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
         paired = extras.paired
@@ -168,14 +205,12 @@ class _Needs:
         self.caching = KEPT + max(self.weights) + SAMPLED * extras.cached if extras.cached else 0
         self.gradients = [_gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
-        if (
-            paired
-        ):  # inputs of the full-precision stream that wait for the other's; both and their difference in float32
+        if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
             self.token = [t + item * _paired_columns(x) for t, x in zip(self.token, self.by_block, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
 
     def _training(self, plan: Plan, skeleton: Skeleton) -> int:
-        """Of low-rank parts against the whole model, 0 if none are."""
+        """Return the bytes of training low-rank parts against the whole model, 0 if none are."""
         if not (trained := _trained(plan.layers, "train")):
             return 0
         linears, parameters = sum(x.spec.numel for x in plan.layers), (self.rest + sum(self.weights)) // self.item
@@ -186,7 +221,7 @@ class _Needs:
         return KEPT + low_rank.whole_workspace(sizes, self.seq_len)
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
-        """Beside the program and the resident stream."""
+        """Return the peak of one block, beside the program and the resident stream."""
         sizes = self.sizes[index]
         held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
         forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * self.widest[index]
@@ -206,6 +241,7 @@ class _Needs:
         return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
+        """Return this arrangement with its predicted peak."""
         totals = [sum(sizes.values()) for sizes in self.sizes]
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
@@ -223,43 +259,42 @@ class _Needs:
         return Arrangement(batch, spill, most, allowed, total)
 
 
-def _candidates(needs: _Needs) -> Iterator[Arrangement]:
-    """Fastest first: everything in memory, then the stream on disk, then smaller batches, then more passes."""
-    largest = max(1, min(needs.samples, BATCH_TOKENS // max(1, needs.seq_len)))
+def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
+    """Yield the fastest first: all in memory, then the stream on disk, then smaller batches, then more passes."""
+    largest = max(1, min(model.samples, BATCH_TOKENS // max(1, model.seq_len)))
     batches = [max(1, largest >> k) for k in range(largest.bit_length())]
     for passes in (1, 2, 4, 8, 16, 64, 256):
-        for spill in (False, True) if needs.samples else (False,):
+        for spill in (False, True) if model.samples else (False,):
             for batch in batches:
-                yield needs.arrangement(batch, spill, passes)
+                yield model.arrangement(batch, spill, passes)
 
 
 def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
-    """Bytes of activations that one token keeps alive in a block, an upper bound: all inputs and outputs of linears."""
+    """Return the most bytes of activations that one token keeps alive in a block: inputs and outputs of linears."""
     dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
     expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
     return (dense + 3 * expert) * item
 
 
 def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
-    """Parameters of low-rank parts for which the recipe asks for such steps of training."""
-    asked = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
-    return sum(layer.lowrank.rank * sum(layer.spec.shape) for layer in asked if layer.lowrank is not None)
+    """Return the parameters of low-rank parts for which the recipe asks for such steps of training."""
+    trained = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
+    return sum(layer.lowrank.rank * sum(layer.spec.shape) for layer in trained if layer.lowrank is not None)
 
 
 def _gradients(layers: Sequence[LayerPlan], item: int) -> int:
-    """Bytes of the gradients of a block's linears, their sums and squares; 0 if nobody asks for them."""
-    wanted = any(needs_gradients(layer) for layer in layers)
-    return sum((8 + item) * layer.spec.numel for layer in layers) if wanted else 0
+    """Return the bytes of the gradients of a block's linears, their sums and squares; 0 if none needs them."""
+    return sum((8 + item) * layer.spec.numel for layer in layers) if any(map(needs_gradients, layers)) else 0
 
 
 def _paired_columns(layers: Sequence[LayerPlan]) -> int:
-    """Columns of all shared inputs of a block whose drift is taken."""
+    """Return the columns of all shared inputs of a block whose drift is summed."""
     shared = [users[0].spec for users in readers(layers).values()]
     return sum(spec.shape[1] for spec in shared if not spec.is_expert)
 
 
 def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
-    """Bytes that the most demanding linear needs beside its weight and statistics, to be quantized or measured."""
+    """Return the bytes that the most demanding linear needs beside its weight and statistics."""
     distinct = {(x.scheme, x.spec.shape, x.spec.is_expert): x for x in layers}
     needs = []
     for layer in distinct.values():
@@ -271,12 +306,12 @@ def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
 
 
 def _layer_workspace(layer: LayerPlan) -> int:
+    """Return the bytes that quantizing or measuring one linear needs."""
     need = MEASURING * layer.spec.numel
     if layer.scheme.config is None:
         return need
     method = plugins.load("quant", layer.scheme.method)
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
     if layer.scheme.lowrank is not None:
-        need += lowrank.workspace(layer.spec.shape)
-    has_statistics = bool(method.NEEDS) or lowrank.needs_statistics(layer.scheme.lowrank)
-    return need + incoherence.workspace(layer, has_statistics)
+        need += correct.workspace(layer.spec.shape)
+    return need + incoherence.workspace(layer, needs_statistics(layer))

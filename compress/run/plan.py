@@ -1,4 +1,4 @@
-"""From a recipe and a skeleton to a plan: what happens to every linear, and its exact bytes. No weight is read."""
+"""Apply a recipe to a skeleton: decide what happens to every linear, and its exact bytes. No weight is read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from compress.formats import dense, transforms
 from compress.formats import lowrank as lowrank_format
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
-from compress.recipe import Recipe
-from compress.recipe.schema import KEEP
+from compress.recipe.schema import KEEP, Recipe
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import StoredTensor
 from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
 
 
 @dataclass(frozen=True)
-class Group:
+class LinearGroup:
     """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
 
     pattern: str  # model.layers.*.self_attn.q_proj
@@ -66,21 +65,21 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     return Plan(tuple(layers), kept, kept_nbytes, decided)
 
 
-def groups(plan: Plan) -> list[Group]:
-    """The plan's layers, gathered."""
-    found: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
+def groups(plan: Plan) -> list[LinearGroup]:
+    """Gather the plan's layers that are stored alike."""
+    counts: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
     for layer in plan.layers:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
         key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
-        found[key] = found.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + 1
     return [
-        Group(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
-        for (pattern, shape, method, text, nbytes), count in found.items()
+        LinearGroup(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
+        for (pattern, shape, method, text, nbytes), count in counts.items()
     ]
 
 
 def describe(layer: LayerPlan) -> str:
-    """The format and its main numbers in a few words, from the parameters that config.json stores."""
+    """Return the format and its main numbers in a few words, from the parameters that config.json stores."""
     shown = [
         f"{key}={value}"
         for key, value in vars(layer.params).items()
@@ -92,12 +91,12 @@ def describe(layer: LayerPlan) -> str:
 
 
 def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint to be written that come from the source, by their names on disk."""
+    """Return all tensors of the checkpoint to be written that come from the source, by their names on disk."""
     return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
 
 
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) -> LayerPlan:
-    """`online`: what a transform leaves to run time; a basis of the method's own takes its place."""
+    """Plan one linear. online: operations that a transform leaves to run time; a random rotated basis replaces them."""
     around = incoherence.OPS if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
@@ -114,12 +113,13 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) ->
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:
+    """Plan a linear that stays as it is."""
     params = dense.Params(str(spec.dtype).removeprefix("torch."))
     return LayerPlan(spec, Scheme(KEEP, None), "dense", params, formats.nbytes("dense", params, spec.shape))
 
 
 def _owner(spec: LinearSpec) -> str:
-    """The experts module that an expert's linear belongs to."""
+    """Return the experts module that an expert's linear belongs to."""
     return spec.name.rsplit(".", 2)[0]
 
 
@@ -154,19 +154,19 @@ def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec],
 
 
 def _is_found(pattern: str, names: Collection[str]) -> bool:
-    """Whether a pattern matches one of the names."""
+    """Return whether a pattern matches one of the names."""
     return pattern in names or (any(s in pattern for s in "*?[") and any(fnmatchcase(name, pattern) for name in names))
 
 
 def _closest(pattern: str, names: Iterable[str]) -> str:
-    """The end of a sentence with the names whose last parts are most like those of a pattern, "" without any.
+    """Return the end of a sentence with the names whose last parts are most like those of a pattern, "" without any.
 
     Of names that differ only in their numbers the first stands for all.
     """
-    wanted = pattern.lstrip("*").lstrip(".").lower()
-    parts = wanted.count(".") + 1
+    written = pattern.lstrip("*").lstrip(".").lower()
+    words = written.count(".") + 1
     ends: dict[str, str] = {}
     for name in names:
-        ends.setdefault(".".join(re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name).split(".")[-parts:]).lower(), name)
-    close = [ends[end] for end in difflib.get_close_matches(wanted, ends, n=3, cutoff=0.5)]
+        ends.setdefault(".".join(re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name).split(".")[-words:]).lower(), name)
+    close = [ends[end] for end in difflib.get_close_matches(written, ends, n=3, cutoff=0.5)]
     return f"; the closest are {', '.join(map(repr, close))}" if close else ""

@@ -1,78 +1,108 @@
-"""One linear: from its weight, and what is known of its inputs, to what is stored and what the report says of it."""
+"""Quantize one linear: rotate its weight, call its method, correct it by a low-rank part, add what is stored around."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from compress import plugins
+from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
 from compress.formats import dense
 from compress.lowrank import correct
 from compress.quant import incoherence, target_correction
-from compress.run import report
-from compress.types import IN_SCALE, Fisher, LayerPlan, LayerReport, PackedWeight, Quantized, Stats
+from compress.run import memory_plan
+from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the readers of one shared input are given."""
+class InputStatistics:
+    """Statistics of one shared input; without any, a method works on the weight alone."""
 
-    stats: Stats | None = None
-    rotated: Stats | None = None  # the statistics in the rotated basis of those layers that have one
-    correction: Tensor | None = None  # [in, in], of target correction
-    notes: tuple[str, ...] = ()
+    stats: Stats | None = None  # in the basis of the input itself
+    correction: Tensor | None = None  # [in, in] float32, of target correction
+    notes: tuple[str, ...] = ()  # for the report of every linear
+    seed: int = 0
+    rotated: dict[tuple[str, ...], Stats] = field(default_factory=dict)  # input operations -> statistics behind them
 
+    def for_layer(self, layer: LayerPlan) -> Stats | None:
+        """Return the statistics in the basis that the layer is quantized in; each basis is made once."""
+        if self.stats is None or not layer.ops:
+            return self.stats
+        if layer.ops.input not in self.rotated:
+            self.rotated[layer.ops.input] = incoherence.rotated_stats(self.stats, layer, self.seed)
+        return self.rotated[layer.ops.input]
 
-@dataclass(frozen=True)
-class Own:
-    """What one linear is given for itself."""
-
-    in_scale: Tensor | None = None  # float32 [1], where its activations need one
-    fisher: Fisher | None = None  # where its low-rank part does
-
-
-def linear(layer: LayerPlan, weight: Tensor, given: Given, own: Own, seed: int) -> tuple[PackedWeight, LayerReport]:
-    """Quantize and measure one weight [out, in]."""
-    started = time.monotonic()
-    name, notes = layer.spec.name, given.notes
-    if layer.scheme.config is None:
-        packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
-    else:
-        target = weight if given.correction is None else target_correction.target(weight, given.correction)
-        result = _rounded(layer, target, given.rotated if layer.ops else given.stats, own, seed)
-        del target
-        packed, notes = result.weight, (*notes, *result.notes)
-    if layer.activations is not None:
-        scale = {IN_SCALE: own.in_scale} if own.in_scale is not None else {}
-        packed = dataclasses.replace(packed, tensors={**packed.tensors, **scale}, activations=layer.activations)
-    assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
-    row = report.measure(layer, weight, packed, given.stats, notes)
-    return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
+    def target(self, weight: Tensor) -> Tensor:
+        """Return what a method approximates in place of a weight [out, in]."""
+        return weight if self.correction is None else target_correction.target(weight, self.correction)
 
 
-def _rounded(layer: LayerPlan, weight: Tensor, stats: Stats | None, own: Own, seed: int) -> Quantized:
-    """What the layer's method makes of a weight [out, in], in the rotated basis if the layer has one.
+NO_STATISTICS = InputStatistics()
+
+
+def finish_statistics(
+    total: calib_stats.HessianSum, key: str, alpha: float | None, tokens: int, seed: int
+) -> InputStatistics:
+    """Finish the sums of the input `key`; alpha: share of the target correction, None where no drift was summed.
+
+    tokens: those of the whole calibration text.
+    """
+    stats, note = calib_stats.shrink(total.finish(key))
+    correction, correction_note = None, None
+    if alpha is not None:
+        correction, correction_note = target_correction.correction(stats, alpha, tokens)
+    notes = tuple(filter(None, (note, correction_note)))
+    return InputStatistics(Stats(stats.hessian, stats.count), correction, notes, seed)
+
+
+class LinearTask(NamedTuple):
+    """One linear to be quantized at one option, and what is known of it."""
+
+    layer: LayerPlan
+    option: str
+    weight: Tensor  # [out, in], the original
+    statistics: InputStatistics  # of its shared input, whether its method needs them or not
+    fisher: Fisher | None  # where its low-rank part is measured by the loss's gradients
+    in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
+
+
+def quantize(task: LinearTask, seed: int) -> Quantized:
+    """Quantize a linear with its method, in the rotated basis if it has one; notes are for the report.
 
     A low-rank part is found in the same basis, and lies inside of the operations that turn it back.
     """
-    name = layer.spec.name
-    given = incoherence.rotated_weight(weight, layer, seed) if layer.ops else weight
-    method, drawn = plugins.load("quant", layer.scheme.method), incoherence.derived_seed(seed, "method", name)
-
-    def rounded(target: Tensor) -> Quantized:
-        return method.quantize(target, stats, layer.scheme.config, drawn)
-
-    try:
-        if layer.scheme.lowrank is None:
-            result = rounded(given)
-        else:
-            result = correct.corrected(given, own.fisher or stats, layer.scheme.lowrank, rounded, drawn)
-    except NumericalError as error:
-        raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
-    if not layer.ops:
-        return result
-    return Quantized(incoherence.wrapped(result.weight, layer, seed), (*incoherence.notes(layer), *result.notes))
+    layer, name = task.layer, task.layer.spec.name
+    given = task.statistics if memory_plan.needs_statistics(layer) else NO_STATISTICS
+    target, stats = given.target(task.weight), given.for_layer(layer)
+    if layer.scheme.config is None:
+        packed = PackedWeight(layer.format, layer.params, dense.pack(task.weight, layer.params), layer.spec.shape)
+        notes = given.notes
+    else:
+        target = incoherence.rotated_weight(target, layer, seed) if layer.ops else target
+        method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
+        method_seed = incoherence.derived_seed(seed, "method", name)
+        try:
+            if layer.scheme.lowrank is None:
+                result = method.quantize(target, stats, config, method_seed)
+            else:
+                result = correct.corrected(
+                    target,
+                    task.fisher or stats,
+                    layer.scheme.lowrank,
+                    lambda rest: method.quantize(rest, stats, config, method_seed),
+                    method_seed,
+                )
+        except NumericalError as error:
+            raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
+        packed = incoherence.wrapped(result.weight, layer, seed) if layer.ops else result.weight
+        around = incoherence.notes(layer) if layer.ops else ()
+        notes = (*given.notes, *around, *result.notes)
+    if layer.activations is not None:
+        scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
+        packed = dataclasses.replace(packed, tensors={**packed.tensors, **scale}, activations=layer.activations)
+    assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    return Quantized(packed, notes)

@@ -1,11 +1,11 @@
-"""report.json: everything that happened in a run, from measured values only."""
+"""Build report.json: what happened in a run, from measured values only."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,33 +13,49 @@ from torch import Tensor
 from compress import formats, process_memory
 from compress.errors import CheckpointError
 from compress.formats import transforms
-from compress.run import expert_pruning, job, plan, prepare
+from compress.run import expert_pruning, identity, plan
+from compress.run.job import RunState
 from compress.runtime import integer
 from compress.storage.checkpoint import open_checkpoint, read_json
-from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Stats
+from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Stats, Stored
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
 
 
-def measure(
-    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
-) -> LayerReport:
-    """Errors of one quantized weight [out, in] against the original, in float32; the caller fills in the seconds.
+class WeightErrors(NamedTuple):
+    """Errors of a quantized weight Q against the original W, with R = W - Q and the Hessian H of its inputs."""
 
-    output_error is tr(R H R^T) / tr(W H W^T) with the Hessian that was used, undamped, over at most MEASURED_ROWS rows
-    spread evenly: over all rows it would cost as much as the rounding itself. Both errors are those against the
-    original weight on the inputs that the quantized prefix gives: where target correction has moved the target, the
-    intended shift is part of them.
+    weight: float  # ||R||^2
+    relative: float  # of ||W||^2
+    hessian: float | None  # tr(R H R^T), None without statistics
+    output: float | None  # of tr(W H W^T)
+
+
+def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightErrors:
+    """Measure a quantized weight [out, in] in float32, against the original on the inputs that the prefix gives.
+
+    The Hessian is used undamped, over at most MEASURED_ROWS rows spread evenly, scaled to all: over all rows it would
+    cost as much as the rounding itself. Where target correction has moved the target, the intended shift is part of
+    the errors.
     """
     original = weight.float()
     residual = original - formats.decode(packed, original.dtype)
-    output_error = None
+    norm, error = (matrix.square().sum(dtype=torch.float64).item() for matrix in (original, residual))
+    hessian = output = None
     if stats is not None and stats.count:
         rows = slice(None, None, -(-original.shape[0] // MEASURED_ROWS))
-        whole = quadratic(original[rows], stats.hessian)
-        output_error = quadratic(residual[rows], stats.hessian) / whole if whole > 0 else 0.0
-    norm = original.square().sum().item()
+        whole, part = (_quadratic(matrix[rows], stats.hessian) for matrix in (original, residual))
+        hessian = part * (original.shape[0] / original[rows].shape[0])
+        output = part / whole if whole > 0 else 0.0
+    return WeightErrors(error, error / norm if norm > 0 else 0.0, hessian, output)
+
+
+def measure(
+    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
+) -> LayerReport:
+    """Report on one quantized weight [out, in]; the caller fills in the seconds."""
+    measured = errors(weight, packed, stats)
     return LayerReport(
         name=layer.spec.name,
         shape=layer.spec.shape,
@@ -48,8 +64,8 @@ def measure(
         params=dataclasses.asdict(packed.params),
         bpw=packed.bpw,
         nbytes=packed.nbytes,
-        weight_error=residual.square().sum().item() / norm if norm > 0 else 0.0,
-        output_error=output_error,
+        weight_error=measured.relative,
+        output_error=measured.output,
         tokens=stats.count if stats is not None else 0,
         seconds=0.0,
         notes=notes,
@@ -60,7 +76,7 @@ def measure(
 
 
 def row(values: dict[str, Any]) -> LayerReport:
-    """A layer's report from the values that were stored of it."""
+    """Return a layer's report from the values that were stored of it."""
     around = transforms.from_dict(values["ops"], values["name"])
     activations = Activations(**values["activations"]) if values.get("activations") else None
     lowrank = LowRank(**values["lowrank"]) if values.get("lowrank") else None
@@ -74,59 +90,64 @@ def row(values: dict[str, Any]) -> LayerReport:
     return LayerReport(**{**values, **changed})
 
 
-def build(facts: job.Facts, total_seconds: float, self_check: str) -> dict[str, Any]:
-    """The report as JSON values; self_check: the outcome of the check of the bytes that are published."""
-    asked, prepared = facts.job, facts.prepared
+def stored(row: LayerReport) -> Stored:
+    """Return how a reported layer is stored."""
+    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations, row.lowrank)
+
+
+def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any]:
+    """Return the report as JSON values; self_check: the outcome of the check of the bytes that are published."""
+    job, prepared = run.job, run.prepared
     blocks = len(prepared.skeleton.blocks)
     sizes = prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
-    computed = facts.block_seconds
+    computed = run.block_seconds
     return {
-        "model": asked.model.rstrip("/").rsplit("/", 1)[-1],
-        "recipe": asked.recipe.name,
+        "model": job.model.rstrip("/").rsplit("/", 1)[-1],
+        "recipe": job.recipe.name,
         "bpw": prepared.plan.bpw,
-        **({"allocation": dict(asked.allocation)} if asked.allocation is not None else {}),
+        **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
         "nbytes": {"quantized linears": prepared.plan.quantized_nbytes, **sizes, "total": prepared.plan.nbytes},
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
-        "calibration": facts.calibration.facts() if facts.calibration is not None else None,
+        "calibration": run.calibration.facts() if run.calibration is not None else None,
         "seconds": {
             "total": round(total_seconds, 2),
             "quantize": round(sum(computed), 2),
             "predicted_quantize": round(computed[0] * len(computed), 2) if computed else None,
         },
         "memory": {
-            "limit": asked.max_memory,
+            "limit": job.max_memory,
             "predicted_peak": prepared.arrangement.peak_nbytes,
             "measured_peak": process_memory.measured_peak(),  # None: of an earlier run, see there
         },
         "arrangement": dataclasses.asdict(prepared.arrangement),
         "blocks": blocks,
-        "resumed_blocks": facts.replayed,
-        "seed": asked.seed,
-        "device": asked.device,
-        "versions": prepare.versions(),
+        "resumed_blocks": run.replayed,
+        "seed": job.seed,
+        "device": job.device,
+        "versions": identity.versions(),
         "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
-        "fallbacks": {row.name: list(row.notes) for row in facts.layers if row.notes},
-        "notes": facts.notes,
-        "products": products(facts.layers, asked.device),
-        **({"experts": expert_pruning.rows(facts.experts, facts.prunings, facts.layers)} if facts.experts else {}),
+        "fallbacks": {row.name: list(row.notes) for row in run.layers if row.notes},
+        "notes": run.notes,
+        "products": products(run.layers, job.device),
+        **({"experts": expert_pruning.rows(run.experts, run.prunings, run.layers)} if run.experts else {}),
         "kept": prepared.plan.kept,
-        "layers": [dataclasses.asdict(row) for row in facts.layers],
+        "layers": [dataclasses.asdict(row) for row in run.layers],
         "self_check": self_check,
     }
 
 
 def products(layers: list[LayerReport], device: str) -> dict[str, int]:
-    """How the layers with quantized inputs are multiplied on this kind of device -> how many of them."""
-    found: Counter[str] = Counter()
+    """Return how the layers with quantized inputs are multiplied on this kind of device -> how many of them."""
+    counts: Counter[str] = Counter()
     for row in layers:
         if row.activations is not None:
             params = formats.params_from_dict(row.format, row.params)
-            found[integer.describe(row.format, params, row.shape, row.activations, torch.device(device))] += 1
-    return dict(found)
+            counts[integer.describe(row.format, params, row.shape, row.activations, torch.device(device))] += 1
+    return dict(counts)
 
 
 def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The layers of a report with the largest error: of the output where it was measured, else of the weight."""
+    """Return the layers of a report with the largest error: of the output where it was measured, else of the weight."""
 
     def error(row: dict[str, Any]) -> float:
         return float(row["weight_error"] if row["output_error"] is None else row["output_error"])
@@ -134,13 +155,13 @@ def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(layers, key=error, reverse=True)[:WORST]
 
 
-def quadratic(matrix: Tensor, hessian: Tensor) -> float:
-    """tr(M H M^T)."""
+def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
+    """Return tr(M H M^T) of a matrix [rows, in] and a Hessian [in, in]."""
     return (matrix @ hessian).mul_(matrix).sum(dtype=torch.float64).item()
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """The report of a checkpoint that compress wrote; CheckpointError if there is none, or if the bytes are not its."""
+    """Return the report of a checkpoint; CheckpointError if there is none, or if it is of other bytes."""
     path = directory / "report.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")

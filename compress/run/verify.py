@@ -1,4 +1,4 @@
-"""Checks that what was written is what was computed, and that it loads.
+"""Check that a checkpoint holds what was computed, and that it loads.
 
 During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded
 weights in plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger
@@ -31,7 +31,7 @@ PROBE_TOKENS = 64
 
 
 class Probe:
-    """A few fixed tokens on their way through the model."""
+    """Fixed tokens on their way through the blocks of a model."""
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         self.skeleton, self.device = skeleton, device
@@ -42,7 +42,7 @@ class Probe:
         self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)
 
     def advance(self, index: int, block: nn.Module) -> str:
-        """Pass through one block; returns the sha256 of its output."""
+        """Pass through one block; return the sha256 of its output."""
         name = self.skeleton.block_prefix(index).rstrip(".")
         out = blockwise.run_block(block, self.calls[index][1], self.stream.read(0, 1).to(self.device), name)
         self.stream.write(0, out)
@@ -50,12 +50,12 @@ class Probe:
 
 
 def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> str:
-    """Reload a checkpoint just written and compare every block with what was computed; else CheckpointError.
+    """Reload a checkpoint and compare every block's output with what was computed; return the outcome for the report.
 
-    Returns the outcome, for the report.
+    Raises CheckpointError where they differ.
     """
-    for index, found in enumerate(replay(directory, device, progress)):
-        if found != expected[index]:
+    for index, digest in enumerate(replay(directory, device, progress)):
+        if digest != expected[index]:
             raise CheckpointError(
                 f"self-check failed: block {index} read back from {directory} gives another result than the one "
                 "computed; run again with --restart, and report this if it happens twice"
@@ -64,7 +64,7 @@ def self_check(directory: Path, expected: list[str], device: torch.device, progr
 
 
 def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
-    """Check a finished checkpoint; returns counts. Raises CheckpointError at the first thing that is wrong."""
+    """Check a finished checkpoint; return counts. Raises CheckpointError at the first thing that is wrong."""
     if not (directory / checkpoint.MANIFEST).is_file():
         raise CheckpointError(
             f"{directory} has no {checkpoint.MANIFEST}; only checkpoints that compress wrote can be verified"
@@ -89,7 +89,7 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
 def replay(
     directory: Path, device: torch.device, progress: Progress, changed: Mapping[str, Tensor] | None = None
 ) -> list[str]:
-    """Fill a fresh module tree from disk, block by block, and run the probe; one hash for each block.
+    """Fill a fresh module tree from disk, block by block, and run the probe; return a hash for each block.
 
     changed: stored tensors of packed linears, by name, that take the place of those on disk.
     """
@@ -104,8 +104,8 @@ def replay(
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
                 for key in module.specs:
-                    if (other := changed.get(f"{skeleton.block_prefix(index)}{name}.{key}")) is not None:
-                        setattr(module, key, nn.Parameter(other.to(device), requires_grad=False))
+                    if (tensor := changed.get(f"{skeleton.block_prefix(index)}{name}.{key}")) is not None:
+                        setattr(module, key, nn.Parameter(tensor.to(device), requires_grad=False))
                 block.set_submodule(name, module.to_linear(skeleton.dtype))
             if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
                 module.pruning = None

@@ -1,0 +1,70 @@
+"""Run whole tasks: quantize a checkpoint, plan that, load the result. The command line calls these and prints."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from compress.progress import Progress, silent
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from compress.allocate.forecast import Unmeasured
+    from compress.run.job import Job, Prepared
+
+
+def quantize(
+    job: Job, progress: Progress = silent, on_plan: Callable[[Prepared], None] | None = None
+) -> dict[str, Any]:
+    """Allocate bits if the recipe leaves them open, run the job to its end, return the report.
+
+    `on_plan` sees what was decided before the work starts. Raises CompressError; what is finished stays on disk for the
+    next run.
+    """
+    from compress import process_memory
+    from compress.allocate import session
+    from compress.run import pipeline, write_checkpoint
+    from compress.storage.workdir import Output
+
+    started = time.monotonic()
+    process_memory.reset_peak()
+    if session.is_open(job):
+        with Output(job.out, job.overwrite):
+            pass  # what would be refused after hours of measuring is refused before
+        job = session.decided(job, progress)
+    with pipeline.opened(job, progress, on_plan) as (loop, blocks):
+        loop.run(blocks)
+        blocks.write_rest()
+        return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
+
+
+def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] | Unmeasured:
+    """Return the job with its bits allocated, what it would do and the seconds it would take, from timing one block.
+
+    Nothing is measured: a recipe whose allocation needs that gives what is known without.
+    """
+    from compress.allocate import forecast
+    from compress.run import pipeline, prepare
+
+    decided = forecast.decided(job, progress)
+    if isinstance(decided, forecast.Unmeasured):
+        return decided
+    progress("reading headers", 0, 0)
+    prepared = prepare.prepare(decided)
+    progress("timing one block", 0, 0)
+    return decided, prepared, pipeline.predict_seconds(decided, prepared)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype | str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Load the causal language model in `directory`, packed or plain; the options are those of from_pretrained."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map)

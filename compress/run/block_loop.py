@@ -1,0 +1,190 @@
+"""Walk a model block by block: load, transform, calibrate, quantize each linear, hand the block over, propagate, free.
+
+One loop serves a run, in which every linear has one option and goes on quantized, and the measuring of an allocation,
+in which it has several and the original goes on. It knows no method and no model by name. Memory holds one block, the
+statistics of one pass over it and the stream of hidden states (which spills to disk past the budget). What becomes of a
+block is up to a `BlockConsumer`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compress import process_memory
+from compress.calib import fisher
+from compress.errors import NumericalError
+from compress.model.blockwise import QUANTIZED, BlockPass
+from compress.model.edits import EditContext
+from compress.progress import Meter, Progress
+from compress.run import activation_scales, memory_plan, quantize_linear
+from compress.run.calibration_stream import CalibrationStream
+from compress.run.job import Job, Prepared
+from compress.run.quantize_linear import LinearTask
+from compress.types import Fisher, LayerPlan, Quantized
+
+LinearOptions = Mapping[str, Mapping[str, LayerPlan]]  # linear -> option -> how it is stored at that option
+
+
+class BlockConsumer(Protocol):
+    """Take the blocks of a loop: write a checkpoint, or store and measure options."""
+
+    finished: int  # blocks that a former run has done
+
+    def start(self, notes: list[str]) -> None:
+        """Take what a transform of the whole model says; called once, before the first block."""
+
+    def begin(self, index: int, block: nn.Module) -> None:
+        """Look at a transformed block whose linears are about to be quantized."""
+
+    def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
+        """Take one linear at one option."""
+
+    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
+        """Store the block, all linears of which were added, and make its weights those that go on."""
+
+    def restore(self, index: int, block: nn.Module) -> nn.Module:
+        """Return a finished block with the weights that go on; `block` is the original."""
+
+
+class BlockLoop:
+    """The loop over the blocks of a prepared model.
+
+    tokens [samples, seq_len]; None: no calibration text. folder: for hidden states and gradients that spill to disk,
+    and for what a transform of the whole model keeps. every: statistics are taken for all linears, whether their
+    methods need them or not.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        prepared: Prepared,
+        options: LinearOptions,
+        tokens: Tensor | None,
+        folder: Path,
+        progress: Progress,
+        every: bool = False,
+    ) -> None:
+        self.job, self.prepared, self.options, self.folder = job, prepared, options, folder
+        self.skeleton, self.device = prepared.skeleton, torch.device(job.device)
+        self.meter = Meter(progress, len(self.skeleton.blocks))
+        self.stream = CalibrationStream(job, prepared, tokens, self.meter, self._spilled("stream"), every)
+        self.layers: list[list[LayerPlan]] = [[] for _ in self.skeleton.blocks]
+        for linear in options.values():
+            for layer in linear.values():
+                self.layers[layer.spec.block].append(layer)
+        self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
+        self.seconds: list[float] = []  # of each block computed in this run
+
+    def run(self, consumer: BlockConsumer) -> None:
+        """Pass all blocks to the consumer; those that it has finished are only replayed."""
+        notes = self._choose()
+        count = len(self.skeleton.blocks)
+        if consumer.finished < count:
+            self._gradients()
+        self.stream.embed()
+        with torch.no_grad():
+            consumer.start(notes)
+            try:
+                for index in range(count):
+                    self._block(index, consumer, index + 1 == count)
+            finally:
+                self.stream.states.close()
+
+    def predict_seconds(self, consumer: BlockConsumer, batches: int) -> float:
+        """Return the seconds of all blocks if each takes as long as the largest, with `batches` batches, not one."""
+        sizes = [sum(layer.nbytes for layer in layers) for layers in self.layers]
+        self.stream.embed()
+        self.stream.part()
+        with torch.no_grad():
+            self._block(sizes.index(max(sizes)), consumer, is_last=False)
+        return len(sizes) * (self.seconds[0] + (batches - 1) * self.stream.seconds)
+
+    def _choose(self) -> list[str]:
+        """Let the transform of the whole model, if there is one, decide what it will do; return what it says."""
+        if (edits := self.skeleton.edits) is None:
+            return []
+        batch, limit = self.prepared.arrangement.batch, self.job.max_memory
+        return edits.choose(
+            EditContext(self.device, self.stream.tokens, self.prepared.plan, batch, self.folder, limit, self.meter.say)
+        )
+
+    def _gradients(self) -> None:
+        """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""
+        names = {x.spec.name for layers in self.layers for x in layers if memory_plan.needs_gradients(x)}
+        if names and self.stream.tokens is not None:
+            self.meter.say("taking the loss's gradients")
+            file = self._spilled("gradients")
+            self.fisher = fisher.weights(self.skeleton, self.stream.tokens, names, file, self.device)
+
+    def _spilled(self, name: str) -> Path | None:
+        """Return the file that holds what does not fit into memory."""
+        return self.folder / name if self.prepared.arrangement.spill else None
+
+    def _block(self, index: int, consumer: BlockConsumer, is_last: bool) -> None:
+        started, is_new = time.monotonic(), index >= consumer.finished
+        layers, stream = self.layers[index], self.stream
+        self.meter.begin(index, self._steps(layers, is_new))
+        block = self.skeleton.load_block(index, self.device)
+        has_statistics = bool(stream.passes(layers))  # as they are collected, the full-precision side goes on
+        if stream.paired and not is_last and not (has_statistics and is_new):
+            if has_statistics:  # it was the transformed block that it went through
+                stream.transform(index, block)
+            stream.forward_full(index, block)
+        if not is_new:
+            block = consumer.restore(index, block)
+        else:
+            notes = stream.transform(index, block)
+            consumer.begin(index, block)
+            self._check_finite(layers, block)
+            weights, note = stream.importance(index, block)
+            for task in self._tasks(index, block, weights):
+                begun = time.monotonic()
+                self.meter.say(f"quantizing {task.layer.spec.name}" + (task.option and f", option {task.option}"))
+                result = quantize_linear.quantize(task, self.job.seed)
+                consumer.add(task, result, time.monotonic() - begun)
+                process_memory.check(self.job.max_memory)
+                self.meter.step()
+                del task  # and with it statistics, before the next ones are made
+            consumer.finish(index, block, [*notes, *([note] if note else [])])
+        stream.parted = stream.parted or (stream.paired and not is_last)
+        if not is_last:
+            stream.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
+        self.skeleton.free()
+        process_memory.check(self.job.max_memory)
+        self.meter.end()
+        if is_new:
+            self.seconds.append(time.monotonic() - started)
+
+    def _tasks(self, index: int, block: nn.Module, weights: Tensor | None) -> Iterator[LinearTask]:
+        """Yield every linear of a block at each of its options; weights: of the calibration tokens."""
+        layers, stream = self.layers[index], self.stream
+        scales = activation_scales.calibrate(stream, index, block, layers, self.job.seed)
+        for statistics, names in stream.statistics(index, block, layers, weights):
+            for name in names:
+                weight = self.skeleton.linear(block, name).weight.detach()
+                for option, layer in self.options[name].items():
+                    weighed = self.fisher.get(name) if memory_plan.needs_gradients(layer) else None
+                    in_scale = scales.get(name) if memory_plan.needs_in_scale(layer) else None
+                    yield LinearTask(layer, option, weight, statistics, weighed, in_scale)
+            del statistics
+
+    def _steps(self, layers: list[LayerPlan], is_new: bool) -> int:
+        """Return the steps of the meter for a block: its batches in every pass, and its linears."""
+        passes = len(self.stream.passes(layers)) if is_new else 0
+        scaling = is_new and any(map(memory_plan.needs_in_scale, layers))
+        runs = 1 + max(passes, int(self.stream.paired)) + int(scaling)
+        return len(self.stream.slices) * runs + (len(layers) if is_new else 0)
+
+    def _check_finite(self, layers: list[LayerPlan], block: nn.Module) -> None:
+        """Raise NumericalError for a weight that no method can quantize."""
+        for name in dict.fromkeys(layer.spec.name for layer in layers):
+            if not torch.isfinite(self.skeleton.linear(block, name).weight).all():
+                raise NumericalError(
+                    f"the weight of {name} has NaN or infinite values; repair the checkpoint, or ignore it"
+                )

@@ -1,0 +1,82 @@
+"""Take the calibration text of a job, from its source or written by the model itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from compress import process_memory
+from compress.calib import data as calib_data
+from compress.calib.data import Calibration
+from compress.errors import NotMeasuredError
+from compress.model import load
+from compress.progress import Progress
+from compress.run import identity
+from compress.run.job import Job, Prepared
+
+
+def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | None = None) -> Calibration | None:
+    """Return the calibration tokens, with the copies that the recipe asks for; None if the recipe needs none.
+
+    Text that the model writes itself is kept in the folder `cache`, and taken from there by the next run that asks for
+    the same.
+    """
+    if not prepared.samples:
+        return None
+    copies, checkpoint = job.recipe.calibration.rolled, prepared.skeleton.checkpoint
+    samples, seq_len = prepared.samples // copies, prepared.seq_len
+    if job.calib is not None:
+        progress("reading calibration text", 0, 0)
+        vocabulary = prepared.skeleton.config.get_text_config().vocab_size
+        tokenizer = load.load_tokenizer(checkpoint.directory)
+        text = calib_data.calibration(job.calib, tokenizer, samples, seq_len, job.seed, vocabulary)
+    else:
+        text = _self_generated(job, dataclasses.replace(prepared, samples=samples), progress, cache)
+    return calib_data.expanded(text, copies) if copies > 1 else text
+
+
+def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Path | None) -> Calibration:
+    """Take the text that the model writes from the cache, or let it write."""
+    checkpoint = prepared.skeleton.checkpoint
+    request = {
+        "source": calib_data.SELF_SOURCE,
+        "model": identity.fingerprint(checkpoint),
+        "seed": job.seed,
+        "num_samples": prepared.samples,
+        "seq_len": prepared.seq_len,
+        "software versions": identity.versions(),
+    }
+    if cache is not None and (known := calib_data.restore(cache, request)) is not None:
+        return known
+    if not job.measures:
+        raise NotMeasuredError("the calibration text is not written yet")
+    progress("loading the model to write calibration text", 0, 0)
+    if job.max_memory is not None:
+        free = max(0, job.max_memory - process_memory.resident())
+    else:
+        free = int(0.8 * process_memory.available())
+    written = calib_data.self_generated(
+        checkpoint.directory,
+        prepared.samples,
+        prepared.seq_len,
+        job.seed,
+        free,
+        lambda done, total: progress("generating calibration text", done, total),
+    )
+    if cache is not None:
+        calib_data.store(cache, request, written)
+    return written
+
+
+def noted(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration:
+    """Add notes of what a run does otherwise than asked for."""
+    notes = list(calibration.notes)
+    if (seq_len := job.recipe.calibration.seq_len) > prepared.seq_len:
+        notes.append(
+            f"Samples have {prepared.seq_len} tokens instead of {seq_len}: the model knows no longer positions."
+        )
+    if job.is_paired and any(layer.spec.is_expert for layer in prepared.plan.layers):
+        notes.append(
+            "Experts are calibrated on their own inputs alone: full-precision routing sends them other tokens."
+        )
+    return dataclasses.replace(calibration, notes=tuple(notes))

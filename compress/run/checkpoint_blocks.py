@@ -1,0 +1,121 @@
+"""Write the blocks of a checkpoint, or restore them from an interrupted run.
+
+A finished block is on disk, recorded, and never computed again: a resumed run takes the calibration stream through its
+stored weights and goes on, with the same bytes as a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress import formats
+from compress.errors import CheckpointError
+from compress.run import expert_pruning, report, shards, verify
+from compress.run.calibration_stream import CalibrationStream
+from compress.run.job import RunState
+from compress.run.quantize_linear import LinearTask
+from compress.storage.workdir import Output
+from compress.tune import low_rank
+from compress.types import LayerReport, PackedWeight, Quantized
+
+
+class CheckpointBlocks:
+    """The blocks of a checkpoint in the making (`BlockConsumer`); records: of the blocks that are done."""
+
+    def __init__(
+        self, run: RunState, output: Output, stream: CalibrationStream, records: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.run, self.output, self.stream, self.records = run, output, stream, records
+        self.skeleton, self.device = run.prepared.skeleton, torch.device(run.job.device)
+        self.finished = run.replayed = len(records)
+        self.packed: dict[str, PackedWeight] = {}  # of the present block
+        self.rows: dict[str, LayerReport] = {}
+        self.routing: dict[str, dict[str, Any]] = {}
+
+    def start(self, notes: list[str]) -> None:
+        """Begin the probe; the notes are those of a transform of the whole model."""
+        if notes:
+            self.run.notes["transform"] = notes
+        self.probe = verify.Probe(self.skeleton, self.device)
+
+    def begin(self, index: int, block: nn.Module) -> None:
+        """Measure what pruning the experts of a block would do, its weights being the original ones."""
+        config = self.run.job.recipe.pruning
+        self.packed, self.rows, self.routing = {}, {}, {}
+        if config is not None and self.run.job.pack:
+            self.stream.meter.say("measuring the routing")
+            name, batches = self.skeleton.block_prefix(index).rstrip("."), partial(self.stream.batches, index)
+            self.routing = expert_pruning.measure(block, name, batches, config)
+
+    def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
+        """Keep one linear until its block is done, and measure its errors."""
+        row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes)
+        self.packed[row.name] = result.weight
+        self.rows[row.name] = dataclasses.replace(row, seconds=round(seconds, 4))
+
+    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
+        """Write the block's shard, probe it, and record it."""
+        notes = [*notes, *self.train(index, block)]
+        edited = bool(self.run.job.recipe.transform)
+        written = shards.write_block(self.output, self.run.prepared, index, block, self.packed, edited)
+        rows = [self.rows[x.spec.name] for x in self.run.prepared.plan.layers if x.spec.block == index]
+        packed, self.packed = self.packed, {}
+        record = {**written, "layers": list(map(dataclasses.asdict, rows)), "notes": notes, "experts": self.routing}
+        record["probe"] = self._pass_on(index, block, packed)
+        self.output.finish_block(index, record)
+        self._keep(index, record, rows)
+
+    def restore(self, index: int, block: nn.Module) -> nn.Module:
+        """Return the block that was written. Raises CheckpointError if it does not give what it gave."""
+        record = self.records[index]
+        block, packed, rows = shards.restore_block(self.output, self.skeleton, index, self.device, record)
+        if record["probe"] != self._pass_on(index, block, packed):
+            raise CheckpointError(
+                f"block {index} in {self.output.work} does not give its result any more; use --restart"
+            )
+        self._keep(index, record, rows)
+        return block
+
+    def _pass_on(self, index: int, block: nn.Module, packed: dict[str, PackedWeight]) -> str:
+        """Put the decoded weights into the block, in place; return the hash of its output on the probe tokens."""
+        for name in list(packed):
+            weight = self.skeleton.linear(block, name).weight
+            weight.copy_(formats.decode(packed.pop(name), weight.dtype))
+        self.run.probes.append(self.probe.advance(index, block))
+        return self.run.probes[-1]
+
+    def _keep(self, index: int, record: dict[str, Any], rows: list[LayerReport]) -> None:
+        self.run.layers += rows
+        self.run.experts.update(record["experts"])
+        if record["notes"]:
+            self.run.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
+
+    def write_rest(self) -> None:
+        """Write everything outside of the blocks."""
+        shards.write_rest(self.output, self.run.prepared, self.device)
+
+    def train(self, index: int, block: nn.Module) -> list[str]:
+        """Train the low-rank parts of the block if the recipe asks for it; return what the report should say."""
+        prefix = self.skeleton.block_prefix(index)
+        layers = [layer for layer in self.run.prepared.plan.layers if layer.spec.block == index]
+        settings = {layer.spec.name.removeprefix(prefix): layer.scheme.lowrank for layer in layers}
+        inner = {name.removeprefix(prefix): weight for name, weight in self.packed.items()}
+
+        self.stream.meter.say("training low-rank parts")
+        trained, note = low_rank.train_block(block, inner, settings, partial(self.stream.batches, index))
+        self.packed = {prefix + name: weight for name, weight in trained.items()}
+        return [note] if note else []
+
+
+class TimedBlocks(CheckpointBlocks):
+    """Do the same work on a block, to time it, and write nothing."""
+
+    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
+        """Train the block's low-rank parts."""
+        self.train(index, block)

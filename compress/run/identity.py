@@ -1,0 +1,69 @@
+"""Identify a run by its source, its settings and the software; identify its result by the hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+from compress import recipe
+from compress.calib.data import Calibration
+from compress.run.job import Job
+from compress.storage.checkpoint import MANIFEST, Checkpoint, sha256, write_text
+from compress.version import __version__
+
+SAMPLED = 1 << 20  # bytes hashed at the start, middle and end of each shard to tell models apart
+
+
+def identity(job: Job, checkpoint: Checkpoint, calibration: Calibration | None) -> dict[str, Any]:
+    """Return what decides the bytes of the result; a run may be resumed only if all of it is the same."""
+    return {
+        "model": fingerprint(checkpoint),
+        "recipe": recipe.fingerprint(job.recipe),
+        "calibration text": calibration.sha256 if calibration is not None else None,
+        "seed": job.seed,
+        "command": "quantize" if job.pack else "transform",
+        "device": torch.device(job.device).type,
+        "software versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this software and of the libraries that numbers depend on."""
+    return {
+        "compress": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+    }
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a sha256 over the configuration, all headers, and samples of each shard's bytes; not whole terabytes."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for name, stored in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {stored.dtype} {stored.shape} {stored.offset}".encode())
+    for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED)}):
+                stream.seek(start)
+                digest.update(stream.read(SAMPLED))
+    return digest.hexdigest()
+
+
+def write_manifest(directory: Path, job: Job, source: Checkpoint) -> None:
+    """Write the manifest of a finished checkpoint: the hash of every file, and what it was made of."""
+    manifest = {
+        "files": {path.name: sha256(path) for path in sorted(directory.iterdir())},
+        "source": {"model": job.model.rstrip("/").rsplit("/", 1)[-1], "fingerprint": fingerprint(source)},
+        "recipe": recipe.fingerprint(job.recipe),
+        "seed": job.seed,
+        "versions": versions(),
+    }
+    write_text(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")

@@ -1,0 +1,114 @@
+"""Write the shards of a checkpoint: a file for each block, and one for everything outside of the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from compress import formats
+from compress.model.skeleton import Skeleton
+from compress.run import report
+from compress.run.job import Prepared
+from compress.runtime.experts import Experts
+from compress.storage.checkpoint import EditedTensor, StoredTensor, read_header, write_shard
+from compress.storage.workdir import Output
+from compress.types import LayerReport, PackedWeight
+
+Contents = dict[str, Tensor | StoredTensor | EditedTensor]  # of a shard, by their names on disk
+
+
+def shard_name(index: int, blocks: int) -> str:
+    """Return the file of block `index`; index == blocks is the file of everything outside the blocks."""
+    return f"model-{index + 1:05d}-of-{blocks + 1:05d}.safetensors"
+
+
+def _copied(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[str, StoredTensor]:
+    """Return the stored tensors among `kept` that belong to block `index` (None: to no block), to be copied."""
+    blocks = range(len(skeleton.blocks)) if index is None else [index]
+    prefixes = tuple(skeleton.block_prefix(block) for block in blocks)
+    groups = [group for name, group in skeleton.sources.items() if name.startswith(prefixes) == (index is not None)]
+    return {stored.name: stored for group in groups for stored in group if stored.name in kept}
+
+
+def write_block(
+    output: Output, prepared: Prepared, index: int, block: nn.Module, packed: dict[str, PackedWeight], edited: bool
+) -> dict[str, Any]:
+    """Write a block's shard: packed tensors, and the others, as they are in the block if that was `edited`.
+
+    Return its file and hash.
+    """
+    skeleton = prepared.skeleton
+    contents: Contents = dict(_copied(skeleton, prepared.plan.kept_nbytes, index))
+    if edited:
+        contents.update(_edited(skeleton, contents, block, skeleton.block_prefix(index)))
+    tensors = {f"{name}.{key}": tensor for name, w in packed.items() for key, tensor in w.tensors.items()}
+    file = shard_name(index, len(skeleton.blocks))
+    return {"file": file, "sha256": write_shard(output.model / file, {**contents, **tensors})}
+
+
+def restore_block(
+    output: Output, skeleton: Skeleton, index: int, device: torch.device, record: dict[str, Any]
+) -> tuple[nn.Module, dict[str, PackedWeight], list[LayerReport]]:
+    """Load a finished block anew, from its shard where that holds it; return also its packed weights and reports."""
+    on_disk = read_header(output.model / record["file"])
+    reports = [report.row(values) for values in record["layers"]]
+    packed = {}
+    for row in reports:
+        form = report.stored(row)
+        names = formats.specs(form.format, form.params, row.shape, form.ops, form.activations, form.lowrank)
+        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in names}
+        packed[row.name] = PackedWeight(
+            form.format, form.params, tensors, row.shape, form.ops, form.activations, form.lowrank
+        )
+    edits, sources = skeleton.edits, skeleton.sources
+    skeleton.free()
+    try:
+        skeleton.edits = None
+        skeleton.sources = {n: [on_disk.get(source.name, source) for source in group] for n, group in sources.items()}
+        block = skeleton.load_block(index, device)
+    finally:
+        skeleton.edits, skeleton.sources = edits, sources
+    return block, packed, reports
+
+
+def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Return those of the `kept` stored tensors that the loaded module has changed, in their types on disk."""
+    changed = {}
+    for name, parameter in module.named_parameters():
+        for source in skeleton.sources.get(prefix + name, []):
+            if not parameter.is_meta and source.name in kept and source.shape == tuple(parameter.shape):
+                tensor = parameter.detach().to("cpu", torch.promote_types(source.dtype, parameter.dtype))
+                if not torch.equal(source.read().to(parameter.dtype).to(tensor.dtype), tensor):
+                    changed[source.name] = tensor
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, Experts):
+            state = submodule.fuse(skeleton.dtype).state_dict(prefix=f"{prefix}{name}.")
+            stored = revert_weight_conversion(skeleton.model, state)
+            changed.update({key: tensor for key, tensor in stored.items() if key in kept})
+    return changed
+
+
+def write_rest(output: Output, prepared: Prepared, device: torch.device) -> None:
+    """Write the shard of everything outside the blocks, as the transforms have left it, if there is anything."""
+    if contents := _rest(prepared, device):
+        blocks = len(prepared.skeleton.blocks)
+        write_shard(output.model / shard_name(blocks, blocks), contents)
+
+
+def _rest(prepared: Prepared, device: torch.device) -> Contents:
+    skeleton = prepared.skeleton
+    rest: Contents = dict(_copied(skeleton, prepared.plan.kept_nbytes, None))
+    if skeleton.edits is None:
+        return rest
+    head, change = skeleton.model.get_output_embeddings(), skeleton.edits.head()
+    names = {id(p): name for name, p in skeleton.model.named_parameters(remove_duplicate=False)}
+    for source in skeleton.sources.get(names.get(id(getattr(head, "weight", None)), ""), []):
+        rest[source.name] = EditedTensor(source, change)
+    skeleton.load_rest(device)
+    rest.update(_edited(skeleton, {n: t for n, t in rest.items() if isinstance(t, StoredTensor)}, skeleton.model))
+    skeleton.free()
+    return rest
