@@ -1,8 +1,17 @@
-"""Find methods and formats by their file names, and check the types of their settings; there is no registry to edit.
+"""Find weight methods, transforms, allocators, formats and cache codecs by their file names; there is no registry.
 
-A plugin is one file `compress/<package of its kind>/<name>.py` with the names that `KINDS` lists for its kind. Listing
-reads the sources and runs nothing, so that it is instant and imports no torch; `load` imports one file and checks its
-contract.
+A plugin is one file `compress/<package of its kind>/<name>.py` that defines the names which `KINDS` lists for its kind:
+
+    quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (statistics), INCOHERENCE (its
+               default), plan_params(config, shape), workspace(config, shape) in bytes: docs/adding_a_method.md
+    transform  Config, apply(...), SCOPE: "block" or "model", as compress/transform/smooth.py and
+               compress/transform/rotate.py do
+    allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
+    formats    Params, specs, pack, decode: compress/formats/__init__.py
+    kv         Config, build(config, spec, static), NEEDS: compress/kv/__init__.py
+
+Adding one changes no existing line. Listing reads the sources and runs nothing, so that it is instant and imports no
+torch; `load` imports one file and checks its contract.
 """
 
 from __future__ import annotations
@@ -44,17 +53,17 @@ _checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` 
 
 
 def names(kind: str) -> list[str]:
-    """The plugins of a kind, sorted."""
+    """Return the plugins of a kind, sorted."""
     return sorted(name for name, path in _files(kind).items() if _is_plugin(kind, parse(path)))
 
 
 def describe(kind: str, name: str) -> str:
-    """First line of the plugin's docstring, "" if it has none; RecipeError if there is no such plugin."""
+    """Return the first line of a plugin's docstring, "" if it has none; RecipeError if there is no such plugin."""
     return (ast.get_docstring(_find(kind, name)) or "").partition("\n")[0]
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """The plugin's module; RecipeError for an unknown name, TypeError if the file does not keep the contract.
+    """Import a plugin; RecipeError for an unknown name, TypeError if the file does not keep the contract.
 
     A module that has been checked is looked up from then on, as long as it stays the imported one.
     """
@@ -76,7 +85,7 @@ def current(kind: str, name: str) -> str:
 
 
 def constant(kind: str, name: str, attribute: str) -> Any:
-    """A constant of a plugin: a literal or a frozenset of literals is read from the source, without importing it."""
+    """Return a constant of a plugin; literals and frozensets of literals are read from the source, not imported."""
     for node in _find(kind, name).body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         if attribute in map(ast.unparse, targets) and isinstance(node, ast.Assign | ast.AnnAssign):
@@ -89,7 +98,7 @@ def constant(kind: str, name: str, attribute: str) -> Any:
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
-    """The sentence for a word that is not among the known ones, with the closest of them (case is ignored)."""
+    """Return the error for a word that is not among the known ones, with the closest of them (case is ignored)."""
     known = list(known)
     by_lower = {k.lower(): k for k in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
@@ -161,7 +170,7 @@ def found(value: Any) -> str:
 
 
 def _find(kind: str, name: str) -> ast.Module:
-    """The syntax tree of a plugin."""
+    """Return the syntax tree of a plugin; RecipeError if there is no such plugin."""
     path = _files(kind).get(name)
     tree = parse(path) if path else None
     if tree is None or not _is_plugin(kind, tree):
@@ -170,14 +179,14 @@ def _find(kind: str, name: str) -> ast.Module:
 
 
 def _files(kind: str) -> dict[str, Path]:
-    """Files that may be plugins, by name."""
+    """Return the files that may be plugins of a kind, by name."""
     spec = importlib.util.find_spec(f"compress.{PACKAGES[kind]}")  # imports the packages above it only
     folders = spec.submodule_search_locations if spec else None
     return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
 
 
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file, parsed anew only if the file has changed."""
+    """Return the syntax tree of a file, parsed anew only if the file has changed."""
     state = path.stat()
     return _parsed(path, state.st_mtime_ns, state.st_size)
 
@@ -188,6 +197,6 @@ def _parsed(path: Path, mtime_ns: int, size: int) -> ast.Module:
 
 
 def _is_plugin(kind: str, tree: ast.Module) -> bool:
-    """Whether the file itself defines what tells a plugin; imported names do not count."""
+    """Tell a plugin from a file that plugins share: it defines the first two names itself, imports do not count."""
     defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     return defined.issuperset(KINDS[kind][:2])

@@ -1,4 +1,4 @@
-"""Progress of a run: one callback, and a meter whose fraction is measured, not guessed."""
+"""Report the progress of a run: one callback, and a meter that takes its fraction from the times of the last block."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called often: what is being done, and how much of it (total 0: not known)."""
+    """Receive what is being done and how much of it is done; called often. Total 0: not known."""
 
     def __call__(self, text: str, done: float, total: float) -> None: ...
 
 
 def silent(text: str, done: float, total: float) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 class Meter:
-    """Counts blocks; the fraction of the present one is taken from the times of the same steps in the one before."""
+    """Count blocks; the fraction of the present one is that of the same steps in the block before."""
 
     def __init__(self, progress: Progress, blocks: int) -> None:
         self.progress, self.blocks = progress, blocks
@@ -28,7 +28,7 @@ class Meter:
         self.previous: list[float] = []  # marks of the last finished block, its whole duration at the end
 
     def begin(self, index: int, steps: int) -> None:
-        """Block `index` begins; it will take about `steps` steps."""
+        """Begin block `index`, of about `steps` steps."""
         self.index, self.total_steps = index, max(1, steps)
         self.started, self.marks = time.monotonic(), []
 
@@ -38,10 +38,12 @@ class Meter:
         self._show()
 
     def step(self) -> None:
+        """End a step."""
         self.marks.append(time.monotonic() - self.started)
         self._show()
 
     def end(self) -> None:
+        """End the block."""
         self.previous = [*self.marks, time.monotonic() - self.started]
         self.marks = []
         self.index += 1

@@ -1,4 +1,4 @@
-"""Weight methods that exist only in a test, as if their files lay in compress/quant."""
+"""Plugins that exist only in a test, as if their files lay in a package of compress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import compress.quant
 from compress import recipe
 from compress.errors import RecipeError
 from compress.recipe import Recipe
@@ -60,17 +59,19 @@ BETA = METHOD.format(
 Make = Callable[..., Recipe]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, **sources: str) -> None:
-    """Lets compress/quant appear to contain NAME.py for each NAME=source, until the test ends."""
-    assert compress.quant.__spec__ is not None
-    if str(folder) not in compress.quant.__path__:
-        folders = [*compress.quant.__path__, str(folder)]
-        monkeypatch.setattr(compress.quant, "__path__", folders)
-        monkeypatch.setattr(compress.quant.__spec__, "submodule_search_locations", folders)
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, package: str = "compress.quant", **sources: str) -> None:
+    """Lets a package appear to contain NAME.py for each NAME=source, until the test ends."""
+    module = importlib.import_module(package)
+    assert module.__spec__ is not None
+    if str(folder) not in module.__path__:
+        folders = [*module.__path__, str(folder)]
+        monkeypatch.setattr(module, "__path__", folders)
+        monkeypatch.setattr(module.__spec__, "submodule_search_locations", folders)
     for name, source in sources.items():
-        full = f"compress.quant.{name}"
+        full = f"{package}.{name}"
         monkeypatch.setitem(sys.modules, full, types.ModuleType(full))  # so that the import is undone with the test
         del sys.modules[full]
+        folder.mkdir(exist_ok=True)
         (folder / f"{name}.py").write_text(source)
     importlib.invalidate_caches()
 

@@ -16,8 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from compress import api, process_memory, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
-from compress.kv.settings import cache_settings
 from compress.kv.cache import KVCache, make_cache
+from compress.kv.settings import cache_settings
 from compress.run import memory_plan, prepare, verify
 from compress.run.job import Job
 from compress.runtime import kv_config

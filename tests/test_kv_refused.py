@@ -18,8 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from compress import api, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import generation
-from compress.kv.settings import cache_settings
 from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.runtime import kv_config
 from pico import VOCAB_SIZE, save_pico

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from compress import plugins
+from compress import plugins, recipe
+from compress.cli.app import app
 from compress.errors import RecipeError
 from compress.recipe.blocks import RULE_KEYS
 from fake_methods import BETA, install
@@ -138,3 +142,44 @@ def test_every_method_keeps_the_contract(name: str) -> None:
 def test_every_format_has_frozen_params(name: str) -> None:
     params = plugins.load("formats", name).Params
     assert params.__dataclass_params__.frozen
+
+
+# A new file of each kind: the source of another plugin under a name of its own, and the recipe that uses it.
+ADDED = {
+    "quant": ("rtn", "quantize: {method: zz_quant, bits: 3}"),
+    "transform": ("smooth", "transform: [{method: zz_transform, alpha: 0.25}]\nquantize: {method: rtn}"),
+    "allocate": ("uniform", "quantize: {method: rtn}\nallocate: {method: zz_allocate, target: 5bpw, fill: order}"),
+    "formats": ("nf", "quantize: {method: zz_writer, bits: 3}"),
+    "kv": ("kivi", "kv_cache: {method: zz_kv, bits: 3}"),
+}
+
+
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_a_new_plugin_is_one_file(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is listed, explained and usable in a recipe, and no line of ours has changed."""
+    model, text = ADDED[kind]
+    package, name = plugins.PACKAGES[kind], f"zz_{kind}"
+    source = Path(plugins.load(kind, model).__file__ or "").read_text()
+    install(monkeypatch, tmp_path / "new", f"compress.{package}", **{name: source})
+    if kind == "formats":
+        writer = Path(plugins.load("quant", "nf").__file__ or "").read_text()
+        writer = re.sub(r'FORMAT = "nf"', f'FORMAT = "{name}"', writer)
+        install(monkeypatch, tmp_path / "writer", **{"zz_writer": writer})
+    assert name in plugins.names(kind) and plugins.describe(kind, name) == plugins.describe(kind, model)
+    listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    assert listed[f"{kind}/{name}"] == plugins.describe(kind, model)
+    told = json.loads(CliRunner().invoke(app, ["methods", name, "--json"]).stdout)
+    known = json.loads(CliRunner().invoke(app, ["methods", f"{kind}/{model}", "--json"]).stdout)
+    assert told["settings"] == known["settings"] != []
+    (tmp_path / "mine.yaml").write_text(text)
+    loaded = recipe.load(str(tmp_path / "mine.yaml"))
+    used = {
+        "quant": loaded.quantize.config,
+        "transform": loaded.transform[0].config if loaded.transform else None,
+        "allocate": loaded.allocate.config if loaded.allocate else None,
+        "formats": plugins.load("formats", plugins.constant("quant", loaded.quantize.method, "FORMAT")).Params
+        if loaded.packs
+        else None,
+        "kv": loaded.kv_cache.keys.config if loaded.kv_cache else None,
+    }[kind]
+    assert (used if kind == "formats" else type(used)).__module__ == f"compress.{package}.{name}"

@@ -1,4 +1,4 @@
-"""The commands about where the bits go: measure makes the table, allocate shows what the bytes buy."""
+"""Measure options and allocate bits: `compress measure` and `compress allocate`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from compress.cli.quantize import RESUME
     epilog="Example: compress measure ./my-model --calib text.txt", without=(*GOAL, *OUTPUT), recipe=DEFAULT_ALLOCATION
 )
 def measure(options: RunOptions, as_json: AsJson = False, out: FormerOut = None) -> None:
-    """Quantize every linear at every option of a recipe, once, and measure the damage; serves every later budget.
+    """Quantize every linear at every option of a recipe and measure the loss of each; serves every later budget.
 
-    Writes packed levels and sensitivity.json. An interrupted run goes on when started again.
+    Writes the packed weights of all options and sensitivity.json. An interrupted run goes on when started again.
     """
     from compress.allocate import session
     from compress.cli import tables
@@ -43,8 +43,9 @@ def measure(options: RunOptions, as_json: AsJson = False, out: FormerOut = None)
         if as_json:
             print(json.dumps(facts))
             return
-        print(f"{folder}: {facts['units']} units, {facts['options']} options, {tables.size(facts['nbytes'])} of levels")
-        print(f"{facts['nbytes per parameter']:.2f} bytes a parameter; damages: {', '.join(facts['damages'])}")
+        size = tables.size(facts["nbytes"])
+        print(f"{folder}: {facts['units']} units, {facts['options']} options, {size} of packed weights")
+        print(f"{facts['nbytes per parameter']:.2f} bytes a parameter; measured: {', '.join(facts['damages'])}")
 
 
 @command(
@@ -55,7 +56,7 @@ def measure(options: RunOptions, as_json: AsJson = False, out: FormerOut = None)
 def allocate(
     options: RunOptions,
     text: TextFile = None,
-    points: Annotated[int, typer.Option(min=2, max=200, help="Budgets on the frontier.")] = 8,
+    points: Annotated[int, typer.Option(min=2, max=200, help="Budgets at which bits are allocated.")] = 8,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -65,10 +66,10 @@ def allocate(
     as_json: AsJson = False,
     out: FormerOut = None,
 ) -> None:
-    """Show what the bytes buy: KL of the allocated model at several budgets, beside uniform options.
+    """Show KL against size: models with allocated bits at several budgets, beside every option used uniformly.
 
-    With --target also which layers get what. Measures first what has not been measured. KL is on --text, or else on the
-    calibration text, of the levels as they were measured, behind a full-precision prefix.
+    With --target also the option of each layer. Measures first what has not been measured. KL is on --text, or else on
+    the calibration text, of the weights as they were measured: each quantized behind full-precision blocks.
     """
     from compress.allocate import pareto
     from compress.cli import tables

@@ -44,7 +44,7 @@ def inspect(
     all_layers: Annotated[bool, typer.Option("--all", help="Every layer, not only the worst.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a checkpoint stores: bits per weight by group of layers and in total, the largest errors, fallbacks."""
+    """Show what a checkpoint stores: bits per weight by group of layers and in all, the largest errors, fallbacks."""
     with errors():
         from compress.cli import tables
         from compress.run.report import load, worst

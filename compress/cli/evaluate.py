@@ -17,8 +17,8 @@ from compress.cli.options import (
     Seed,
     TextFile,
     app,
+    check_paths,
     device_named,
-    dtype_named,
     errors,
     text_given,
 )
@@ -30,25 +30,26 @@ def evaluate(
     text: TextFile = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Of the text, from its start.")] = 131072,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to score, from its start.")] = 131072,
     dtype: Dtype = "float32",
     device: Device = "auto",
     kv: Cache = None,
     calib: CacheCalib = None,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity over windows that do not overlap; against a base also KL divergence and top-1 agreement.
+    """Score a model on text: perplexity over disjoint windows; against a base also KL divergence and top-1 agreement.
 
     With --kv every window is read through that cache; without --base against the uncompressed one.
     """
     with errors():
+        text = text_given(text)
+        check_paths(model, text, calib)
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import cache
         from compress.run.prepare import resolve
 
-        text = text_given(text)
-        execution = evaluation.Execution(dtype=dtype_named(dtype), device=device_named(device))
+        execution = evaluation.Execution(dtype=dtype, device=device_named(device))
         directory, against = resolve(model), None if base is None else resolve(base)
         with tables.progress_bar() as progress:
             if kv is None:
@@ -72,17 +73,18 @@ def evaluate(
 @app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: the most likely token each time.")] = 0.0,
     seed: Seed = 0,
     device: Device = "auto",
     kv: Cache = None,
     calib: CacheCalib = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on writing from a prompt; with the checkpoint's own cache if it has one, or with that of --kv."""
+    """Continue a prompt, with the cache that the checkpoint stores, if any, or with that of --kv."""
     with errors():
+        check_paths(model, calib)
         from compress import evaluate as evaluation
         from compress.run.prepare import resolve
 
@@ -104,13 +106,14 @@ def generate(
 def bench(
     model: Model,
     device: Device = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that is prefilled.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="That are decoded after it.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, which is prefilled.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are decoded after it.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second in bfloat16, and the time of each shape of packed layer beside a bfloat16 linear."""
+    """Time a model: tokens per second in bfloat16, and each shape of packed layer beside a bfloat16 linear."""
     with errors():
+        check_paths(model)
         from compress.cli import tables
         from compress.evaluate import speed
         from compress.run.prepare import resolve

@@ -1,4 +1,4 @@
-"""Commands and options for compressed key-value caches."""
+"""Compare compressed key-value caches: `compress kv-bench`, and the options --kv and --calib of other commands."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from compress.cli.options import (
     Model,
     TextFile,
     app,
+    check_paths,
     device_named,
-    dtype_named,
     errors,
     note,
     text_given,
@@ -30,15 +30,17 @@ OWN = "own"
 
 Cache = Annotated[
     str | None,
-    typer.Option("--kv", metavar="RECIPE", help="Cache: a recipe with kv_cache, or own: that of the checkpoint."),
+    typer.Option(
+        "--kv", metavar="RECIPE", help="Cache to use: a recipe with kv_cache, or own: that of the checkpoint."
+    ),
 ]
 CacheCalib = Annotated[
-    str | None, typer.Option("--calib", metavar="SRC", help="Text for cache recipes that are calibrated.")
+    str | None, typer.Option("--calib", metavar="SRC", help="Text for cache recipes that need calibration.")
 ]
 
 
 def cache_recipes(names: list[str]) -> dict[str, CacheSettings]:
-    """Recipes by name; none for the checkpoint's own."""
+    """Return cache recipes by name; none stands for the cache that the checkpoint stores."""
     from compress import recipe
 
     if names == [OWN]:
@@ -54,7 +56,7 @@ def cache_recipes(names: list[str]) -> dict[str, CacheSettings]:
 
 
 def with_cache(only: bool = False) -> list[str]:
-    """Built-in recipes with kv_cache; `only`: with nothing else."""
+    """Return the names of the built-in recipes with kv_cache; `only`: with nothing else."""
     from compress import recipe
 
     loaded = [recipe.load(name) for name in recipe.names()]
@@ -62,7 +64,7 @@ def with_cache(only: bool = False) -> list[str]:
 
 
 def _has_cache(directory: Path) -> bool:
-    """Whether a checkpoint stores a cache of its own."""
+    """Tell whether a checkpoint stores settings of a cache."""
     from compress.storage.checkpoint import read_config
 
     packed = read_config(directory).get("quantization_config")
@@ -78,31 +80,33 @@ def kv_bench(
     ] = None,
     text: TextFile = None,
     context: Annotated[
-        list[int] | None, typer.Option("--context", min=64, help="Tokens; repeatable. Default: three that fit.")
+        list[int] | None,
+        typer.Option("--context", min=64, help="Tokens of a context; repeatable. Default: three that fit."),
     ] = None,
     calib: CacheCalib = None,
-    max_tokens: Annotated[int, typer.Option(min=128, help="Of the text, for each context.")] = 16384,
-    equal_bytes: Annotated[bool, typer.Option(help="Compare at equal bytes, too.")] = True,
-    speed: Annotated[bool, typer.Option(help="Time them, too.")] = True,
+    max_tokens: Annotated[int, typer.Option(min=128, help="Tokens of the text to score at each context.")] = 16384,
+    equal_bytes: Annotated[bool, typer.Option(help="Also compare at equal bytes.")] = True,
+    speed: Annotated[bool, typer.Option(help="Also time them.")] = True,
     dtype: Dtype = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Compressed caches beside the uncompressed one: divergence, recall, errors of attention, bytes and speed."""
+    """Compare compressed caches with the uncompressed one: divergence, recall, errors of attention, bytes and speed."""
     with errors():
+        text = text_given(text)
+        check_paths(model, text, calib)
         import dataclasses
 
         from compress.cli import tables
         from compress.evaluate import Execution, cache
         from compress.run.prepare import resolve
 
-        text = text_given(text)
         directory = resolve(model)
         names = kv or ([OWN] if _has_cache(directory) else with_cache(only=True))
         recipes = cache_recipes(names)
         asked = cache.Request(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
         with tables.progress_bar() as progress:
-            found = cache.bench(directory, asked, Execution(dtype_named(dtype), device_named(device)), progress)
+            found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)
         if as_json:
             print(json.dumps(dataclasses.asdict(found)))
             return

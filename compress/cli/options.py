@@ -1,4 +1,4 @@
-"""Options that commands share, and how their values and errors are handled."""
+"""Declare the options that commands share, each once, and check their values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer import Argument, Option
 
-from compress.errors import CompressError, RecipeError
+from compress.errors import CalibrationError, CheckpointError, CompressError, RecipeError
 
 if TYPE_CHECKING:
     from compress.run.job import Job
@@ -35,7 +35,7 @@ DEFAULT_ALLOCATION = "mixed3bit"  # of the commands that need something to alloc
 Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
 Directory = Annotated[Path, Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, Option(help="Of the scores: float32, bfloat16, float16, or auto: as stored.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"], Option(help="Of the scores; auto: as stored.")]
 Seed = Annotated[int, Option(min=0, max=(1 << 63) - 1, help="Of the calibration sample and everything random.")]
 TextFile = Annotated[str | None, Option("--text", metavar="FILE", help="Text to score; never the calibration text.")]
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
@@ -45,6 +45,7 @@ FormerOut = Annotated[
 
 GOAL = ("target", "context", "max_kl")
 OUTPUT = ("out", "overwrite", "restart")
+TEXT_FILES = (".txt", ".jsonl", ".parquet")
 REQUIRED = inspect.Parameter.empty
 
 
@@ -101,7 +102,7 @@ class RunOptions:
 
     @property
     def recipe_overrides(self) -> list[str]:
-        """--set, and what --target, --max-kl and --context stand for."""
+        """The values of --set, and those that --target, --max-kl and --context stand for."""
         if self.target is not None and self.max_kl is not None:
             raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
         if self.context is not None and self.max_kl is not None:
@@ -123,6 +124,8 @@ class RunOptions:
             limit = None if self.max_memory is None else parse_size(self.max_memory)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+        check_device(self.device)
+        check_paths(self.model, self.calib)
         note(recipes.ambiguous(self.recipe))
         recipe = recipes.load(self.recipe, overrides)
         if not pack and not recipe.transform:
@@ -181,14 +184,14 @@ def command(
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    """A parameter that is given by name; without a default where the dataclass field has none."""
+    """Return a parameter that is given by name, without a default where the dataclass field has none."""
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextmanager
 def errors(resume: str = "") -> Iterator[None]:
-    """The user's errors as one line, interruption as a hint; anything else is a bug and shows its traceback."""
+    """Print the user's errors as one line and an interruption as a hint; anything else shows its traceback: a bug."""
     try:
         yield
     except CompressError as error:
@@ -199,13 +202,28 @@ def errors(resume: str = "") -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def check_paths(model: str, *texts: str | None) -> None:
+    """Raise the error for a model or a text file that is not there, before torch is imported."""
+    if not Path(model).exists() and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
+        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
+    for text in texts:
+        if text is not None and Path(text).suffix in TEXT_FILES and not Path(text).exists():
+            raise CalibrationError(f"{text} is neither a file nor a data set; give a {', '.join(TEXT_FILES)} file")
+
+
+def check_device(name: str) -> None:
+    """Raise wrong usage for a device that has no meaning, before torch is imported."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"{name!r} is not auto, cpu or cuda", param_hint="--device")
+
+
 def device_named(name: str) -> str:
+    """Return cpu or cuda for the value of --device."""
+    check_device(name)
     import torch
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{name!r} is not auto, cpu or cuda", param_hint="--device")
     if name == "cuda" and not torch.cuda.is_available():
         raise CompressError("--device cuda: this machine has no usable CUDA device; use --device cpu")
     return name
@@ -218,7 +236,7 @@ def note(text: str | None) -> None:
 
 
 def renamed(given: Path | None, former: Path | None, option: str) -> Path | None:
-    """The value of an option that was called --out before, which still works and is told its new name."""
+    """Return the value of an option that was called --out before; that name still works, with a note."""
     if former is None:
         return given
     if given is not None:
@@ -228,16 +246,7 @@ def renamed(given: Path | None, former: Path | None, option: str) -> Path | None
 
 
 def text_given(text: str | None) -> str:
-    """The value of --text, which a command needs."""
+    """Return the value of --text; wrong usage without one."""
     if text is None:
         raise typer.BadParameter("give the text to score: a .txt, .jsonl or .parquet file", param_hint="--text")
     return text
-
-
-def dtype_named(name: str) -> str:
-    """The value of --dtype."""
-    from compress.model.load import DTYPES
-
-    if name not in DTYPES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
-    return name

@@ -1,4 +1,4 @@
-"""The commands that write checkpoints: quantize, transform, and plan, which shows what quantize would do."""
+"""Write checkpoints, or plan them: `compress quantize`, `compress transform` and `compress plan`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def quantize(
 
 @command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB", without=("overwrite", "restart"))
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
-    """Show what a run would do: bytes of every layer, exact; predicted memory; time, from timing one real block.
+    """Show what a run would do: exact bytes of every layer, predicted memory, and time, from timing one block.
 
-    Nothing is measured: a recipe that allocates bits and has not been measured (`compress measure`) gives only sizes.
+    Nothing is measured: for a recipe that allocates bits and has not been measured (`compress measure`) only sizes.
     """
     with errors():
         job = options.job()
@@ -52,7 +52,7 @@ def plan(options: RunOptions, as_json: AsJson = False) -> None:
 def transform(options: RunOptions, as_json: AsJson = False) -> None:
     """Apply only the transforms of a recipe: a full-precision checkpoint, for use elsewhere.
 
-    Of the same function, unless a transform clips weights (the report says so).
+    The model computes the same function, unless a transform clips weights (the report says so).
 
     Operations that a transform leaves to run time (`online`) are left out: plain checkpoints have no place for them.
     """

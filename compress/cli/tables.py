@@ -1,4 +1,4 @@
-"""What the command line shows: tables, a progress bar, one-line results. Formatting only."""
+"""Format what the command line shows: tables, a progress bar, one-line results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ err = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A progress callback: a bar with the time left on a terminal, a line now and then elsewhere; both on stderr."""
+    """Yield a progress callback: a bar with the time left on a terminal, else a line now and then; both on stderr."""
     if not err.is_terminal:
         yield _Lines()
         return
@@ -64,7 +64,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 class _Lines:
-    """Progress for logs."""
+    """Progress as lines of a log."""
 
     def __init__(self) -> None:
         self.next = time.monotonic() + LINE_SECONDS  # a short run says nothing but its result
@@ -78,21 +78,21 @@ class _Lines:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     from compress.process_memory import show
 
     return show(nbytes)
 
 
 def seconds(value: float) -> str:
-    """A duration for people."""
+    """Format a duration for people."""
     if value < 120:
         return f"{value:.1f} s"
     return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def _table(names: Sequence[str], title: str | None = None) -> Table:
-    """An empty table: words to the left, numbers to the right, names of layers in full."""
+    """Return an empty table: words to the left, numbers to the right, names of layers in full."""
     columns = [
         Column(
             name, justify="left" if name in WORDS else "right", overflow="fold" if name[:5] == "layer" else "ellipsis"
@@ -103,7 +103,7 @@ def _table(names: Sequence[str], title: str | None = None) -> Table:
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of words, the last column the widest."""
+    """Return a table of words, the last column the widest."""
     first = (Column(name, max_width=36, min_width=min(len(name), 36)) for name in names[:-1])
     table = Table(*first, Column(names[-1], overflow="fold"), box=None, header_style="bold")
     for row in rows:
@@ -112,7 +112,7 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int, bpw: float) -> Table:
-    """The plan: a row for each group of layers, then what is copied, then the sum."""
+    """Return the plan as a table: a row for each group of layers, then what is copied, then the sum."""
     table = _table(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
@@ -132,7 +132,7 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 
 
 def plan_line(prepared: Prepared) -> str:
-    """What a run is about to do."""
+    """Say in one line what a run is about to do."""
     plan, arrangement = prepared.plan, prepared.arrangement
     what = f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight" if plan.layers else "no linear is packed"
     line = (
@@ -147,7 +147,7 @@ def plan_line(prepared: Prepared) -> str:
 
 
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:
-    """The end of a run: what came out, and predictions beside measurements."""
+    """Say what a run has written, with predictions beside measurements."""
     used, took = report["memory"], report["seconds"]
     plain = "weights as they are, with a kv_cache" if report.get("kv_cache") else "transformed, in full precision"
     what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else plain
@@ -180,13 +180,13 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
 
 
 def cache_line(found: dict[str, Any]) -> str:
-    """What a budget gave the cache."""
+    """Say what a budget gave the cache."""
     bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
     return f"cache of {found['context']:,} tokens: {size(found['nbytes'])}; bits an element: {bits}"
 
 
 def verify_line(counts: dict[str, int], directory: str) -> str:
-    """What was found to be right."""
+    """Say what `compress verify` has checked."""
     return (
         f"{directory}: {counts['files']} files, {counts['tensors']} tensors ({size(counts['nbytes'])}) and "
         f"{counts['blocks']} blocks are as written"
@@ -194,7 +194,7 @@ def verify_line(counts: dict[str, int], directory: str) -> str:
 
 
 def evaluation_table(values: dict[str, Any]) -> Table:
-    """Scores as two columns."""
+    """Return scores as two columns."""
     table = Table(box=None, show_header=False)
     for key, value in values.items():
         table.add_row(key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
@@ -202,7 +202,7 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
-    """Layers of a report with their errors."""
+    """Return layers of a report with their errors."""
     table = _table(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
     for row in layers:
         output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
@@ -218,6 +218,7 @@ def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
 
 
 def speed_lines(speed: Speed) -> list[str]:
+    """Say on which device a model was timed, and its tokens per second."""
     threads = f", {speed.threads} threads" if speed.device == "cpu" else ""
     return [
         f"{speed.device}{threads}, bfloat16, batch {speed.batch}",
@@ -228,7 +229,7 @@ def speed_lines(speed: Speed) -> list[str]:
 
 
 def speed_table(speed: Speed) -> Table:
-    """One row for each shape of packed layer."""
+    """Return a row for each shape of packed layer."""
     table = _table(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
     for row in speed.layers:
         cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
@@ -239,7 +240,7 @@ def speed_table(speed: Speed) -> Table:
 
 
 def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
-    """What measuring for an allocation would take, and what each option everywhere would give."""
+    """Say what measuring for an allocation takes, and which size each option has when used uniformly."""
     what = f"{found.options} options x {found.linears} linears" if found.linears else "options of the cache"
     lines = [f"not measured: {what} on {found.tokens:,} calibration tokens; target {found.target}; measure with:"]
     lines.append(command)
@@ -250,7 +251,7 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
 
 
 def frontier_table(found: dict[str, Any]) -> Table:
-    """What bytes buy: uniform options, allocated models, and the one that was asked for."""
+    """Return KL against size: uniform options, allocated models, and the one with the target."""
     table = _table(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
 
     def add(name: str, row: dict[str, Any], style: str = "") -> None:
@@ -268,7 +269,7 @@ def frontier_table(found: dict[str, Any]) -> Table:
 
 
 def allocation_lines(found: dict[str, Any]) -> list[str]:
-    """Which units got what, and how well the text was covered."""
+    """Say on which text KL was measured, and which option each unit got."""
     lines = [f"KL to the original on {found['tokens']:,} tokens of {found['text']}"]
     chosen = found["chosen"]
     if chosen is not None:
@@ -286,7 +287,7 @@ def allocation_lines(found: dict[str, Any]) -> list[str]:
 
 
 def cache_lines(bench: Bench) -> list[str]:
-    """In which precision, on which text and device a cache was scored and timed."""
+    """Say in which precision, on which text and device a cache was scored and timed."""
     return [
         f"scores in {bench.dtype} on {bench.text}; bytes and speed in {bench.stored_dtype}; {bench.device}"
         + (f", {bench.threads} threads" if bench.device == "cpu" else "")
@@ -294,7 +295,7 @@ def cache_lines(bench: Bench) -> list[str]:
 
 
 def cache_tables(bench: Bench) -> list[Table]:
-    """Quality and speed at each context length."""
+    """Return quality and speed at each context length."""
     shown = []
     for context in dict.fromkeys(row.context for row in bench.rows):
         rows = [row for row in bench.rows if row.context == context]
