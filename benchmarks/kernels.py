@@ -88,7 +88,7 @@ def product(layer: Any, x: Any) -> Any:
     """The layer's own forward; in the interpreter the Triton kernel, which a CPU would not take."""
     if not os.environ.get("TRITON_INTERPRET"):
         return layer(x)
-    return triton_kernel(layer).matmul(x, layer.stored, layer.params, layer.shape).to(x.dtype)
+    return triton_kernel(layer).matmul(x, layer.tensors, layer.params, layer.shape).to(x.dtype)
 
 
 def triton_kernel(layer: Any) -> Any:

@@ -172,20 +172,40 @@ class Fisher(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """A quantized weight [out_features, in_features] in the form that goes to disk.
+class Stored:
+    """How a weight is stored: a format and its `Params`, the operations around the matrix, and what is beside it.
 
-    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors, those of `ops` and of
-    `lowrank` included. The low-rank part is added to the stored matrix inside of the operations: Out (M + B^T A) In.
+    The low-rank part is added to the stored matrix inside of the operations: Out (M + B^T A) In. The functions of
+    compress/formats tell its tensors and bytes, formats/stored.py writes and reads it.
     """
 
     format: str
     params: Any
-    tensors: dict[str, Tensor]
-    shape: tuple[int, int]
     ops: Ops = NO_OPS
     activations: Activations | None = None
     lowrank: LowRank | None = None
+
+    @property
+    def has_in_scale(self) -> bool:
+        """Whether the inputs are quantized by a static scale, which is stored."""
+        return self.activations is not None and self.activations.scale == "tensor"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight [out_features, in_features] in the form that goes to disk; `tensors`: all that is stored."""
+
+    stored: Stored
+    tensors: dict[str, Tensor]
+    shape: tuple[int, int]
+
+    @property
+    def format(self) -> str:
+        return self.stored.format
+
+    @property
+    def params(self) -> Any:
+        return self.stored.params
 
     @property
     def nbytes(self) -> int:
@@ -222,12 +242,8 @@ class LayerPlan:
 
     spec: LinearSpec
     scheme: Scheme
-    format: str
-    params: Any
+    stored: Stored
     nbytes: int
-    ops: Ops = NO_OPS
-    activations: Activations | None = None
-    lowrank: LowRank | None = None
 
     @property
     def bpw(self) -> float:
@@ -266,8 +282,7 @@ class LayerReport:
     name: str
     shape: tuple[int, int]
     method: str
-    format: str
-    params: dict[str, Any]  # of the format, as config.json stores them
+    stored: Stored
     bpw: float
     nbytes: int
     weight_error: float  # ||W - Q||^2 / ||W||^2
@@ -275,16 +290,3 @@ class LayerReport:
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()
-    ops: Ops = NO_OPS
-    activations: Activations | None = None
-    lowrank: LowRank | None = None
-
-
-class Stored(NamedTuple):
-    """How a weight is stored: a format and its `Params`, the operations around it, and the low-rank part beside it."""
-
-    format: str
-    params: Any
-    ops: Ops = NO_OPS
-    activations: Activations | None = None
-    lowrank: LowRank | None = None

@@ -14,7 +14,7 @@ from compress.formats import dense, transforms
 from compress.kernels import dispatch, llvm
 from compress.runtime.hf import build_config, scheme
 from compress.runtime.linear import PackedLinear
-from compress.types import NO_OPS, Ops, PackedWeight
+from compress.types import NO_OPS, Ops, PackedWeight, Stored
 from pico import round_to_nearest
 from problems import inputs, random
 
@@ -91,8 +91,9 @@ def test_matrices_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def packed(weight: Tensor, around: Ops, bits: int = 4, group: int = 32) -> PackedWeight:
     shape = (weight.shape[0], weight.shape[1])
-    stored = round_to_nearest(weight, bits, group)
-    return dataclasses.replace(stored, tensors={**stored.tensors, **signs(around, shape)}, ops=around)
+    rounded = round_to_nearest(weight, bits, group)
+    stored = dataclasses.replace(rounded.stored, ops=around)
+    return PackedWeight(stored, {**rounded.tensors, **signs(around, shape)}, shape)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (24, 50)])
@@ -104,9 +105,9 @@ def test_a_layer_equals_its_decoded_weight(around: Ops, shape: tuple[int, int]) 
     assert torch.equal(plain.weight, formats.decode(weight, torch.float32))
     y = layer(x)
     assert y.shape == (2, 5, shape[0]) and (y - plain(x)).abs().max() < 1e-5 * float(y.abs().max())
-    assert weight.nbytes == formats.nbytes("int", weight.params, shape, around)
+    assert weight.nbytes == formats.nbytes(Stored("int", weight.params, around), shape)
     again = layer.packed()
-    assert again.ops == around and again.tensors.keys() == weight.tensors.keys()
+    assert again.stored.ops == around and again.tensors.keys() == weight.tensors.keys()
     assert (around.input == () or "hadamard" not in around.input) or "hadamard" in repr(layer)
 
 
@@ -145,7 +146,9 @@ def test_gradients_pass_to_the_inputs() -> None:
 def test_decoding_leaves_a_dense_matrix_as_it_is() -> None:
     values = random(8, 12)
     params = dense.Params("float32")
-    weight = PackedWeight("dense", params, {**dense.pack(values, params), **signs(BOTH, (8, 12))}, (8, 12), BOTH)
+    weight = PackedWeight(
+        Stored("dense", params, BOTH), {**dense.pack(values, params), **signs(BOTH, (8, 12))}, (8, 12)
+    )
     first = formats.decode(weight, torch.float32)
     assert torch.equal(first, formats.decode(weight, torch.float32))
     assert torch.equal(formats.decode_stored(weight, torch.float32), values)
@@ -156,11 +159,11 @@ def test_decoding_leaves_a_dense_matrix_as_it_is() -> None:
 
 def test_the_configuration_names_the_operations() -> None:
     plain, turned = packed(random(24, 50), NO_OPS), packed(random(24, 50), BOTH)
-    config = build_config({"a": turned, "b": turned, "c": plain})
+    config = build_config({"a": turned.stored, "b": turned.stored, "c": plain.stored})
     assert config.default["ops"] == {"input": ["signs", "hadamard"], "output": ["hadamard", "signs"]}
     assert config.modules == {"a": {}, "b": {}, "c": {"ops": {"input": [], "output": []}}}
     assert [scheme(config, name).ops for name in "abc"] == [BOTH, BOTH, NO_OPS]
-    config = build_config({"a": plain, "b": plain, "c": turned})
+    config = build_config({"a": plain.stored, "b": plain.stored, "c": turned.stored})
     assert config.default.keys() == {"format", "params"} and config.modules["c"].keys() == {"ops"}
     assert [scheme(config, name).ops for name in "abc"] == [NO_OPS, NO_OPS, BOTH]
 

@@ -152,11 +152,11 @@ class _Levels:
         needs = layer.scheme.config is not None and (
             plugins.load("quant", layer.scheme.method).NEEDS or correct.needs_statistics(layer.scheme.lowrank)
         )
-        if layer.activations is None or layer.activations.scale != "tensor":
+        if not layer.stored.has_in_scale:
             in_scale = None
         if not needs:
             given = quantize_linear.Given()
-        elif layer.ops and given.stats is not None:  # options may differ in what is around them
+        elif layer.stored.ops and given.stats is not None:  # options may differ in what is around them
             rotated = incoherence.rotated_stats(given.stats, layer, self.asked.seed)
             given = dataclasses.replace(given, rotated=rotated)
         weighed = self.fisher.get(layer.spec.name) if memory_plan.needs_gradients(layer) else None

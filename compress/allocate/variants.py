@@ -12,7 +12,6 @@ A level is the number of an option, or "fixed": what a rule of the recipe decide
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import shutil
@@ -25,10 +24,10 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError, OutputError
-from compress.formats import transforms
+from compress.formats import stored
 from compress.storage.checkpoint import StoredTensor, read_header, read_json, write_shard, write_text
 from compress.storage.workdir import writing
-from compress.types import Activations, LowRank, PackedWeight
+from compress.types import PackedWeight
 
 FIXED = "fixed"
 RUN, TABLE = "run.json", "sensitivity.json"
@@ -103,8 +102,11 @@ class Database:
         """Store a block's levels, "<linear>@<level>" -> weight, and what was measured."""
         tensors = {f"{key}.{part}": tensor for key, weight in packed.items() for part, tensor in weight.tensors.items()}
         write_shard(self.levels / f"{block:05d}.safetensors", tensors)
-        stored = {key: _plain(weight) for key, weight in packed.items()}
-        write_text(self.levels / f"{block:05d}.json", json.dumps({"stored": stored, "measured": measured}))
+        forms = {
+            key: {**stored.to_dict(weight.stored), "shape": weight.shape, "tensors": list(weight.tensors)}
+            for key, weight in packed.items()
+        }
+        write_text(self.levels / f"{block:05d}.json", json.dumps({"stored": forms, "measured": measured}))
 
     def add_state(self, block: int, state: Mapping[str, Tensor]) -> None:
         write_shard(self.levels / f"{block:05d}.state.safetensors", state)
@@ -114,8 +116,8 @@ class Database:
         path = self.levels / f"{block:05d}.state.safetensors"
         if path.is_file():
             parameters = dict(module.named_parameters())
-            for name, stored in read_header(path).items():
-                parameters[name].data.copy_(stored.read())
+            for name, tensor in read_header(path).items():
+                parameters[name].data.copy_(tensor.read())
 
     def measured(self, block: int) -> dict[str, Any]:
         """What was measured of a finished block."""
@@ -125,17 +127,14 @@ class Database:
         """The effective weight [out, in] of a linear at a level, in the dtype and on the device of `original`."""
         key = f"{name}@{level}"
         try:
-            form = self._record(block)["stored"][key]
+            form = dict(self._record(block)["stored"][key])
             if block not in self._tensors:
                 self._tensors[block] = read_header(self.levels / f"{block:05d}.safetensors")
-            tensors = {part: self._tensors[block][f"{key}.{part}"].read() for part in form["tensors"]}
+            tensors = {part: self._tensors[block][f"{key}.{part}"].read() for part in form.pop("tensors")}
         except KeyError as error:
             raise CheckpointError(f"{self.folder} has no level {level!r} of {name}; measure again") from error
-        params = formats.params_from_dict(form["format"], form["params"])
-        activations = Activations(**form["activations"]) if form["activations"] else None
-        around = transforms.from_dict(form["ops"], name)
-        lowrank = LowRank(**form["lowrank"]) if form["lowrank"] else None
-        packed = PackedWeight(form["format"], params, tensors, tuple(form["shape"]), around, activations, lowrank)
+        shape = tuple(form.pop("shape"))
+        packed = PackedWeight(stored.from_dict(form, name), tensors, shape)
         return formats.decode(packed, original.dtype).to(original.device)
 
     @property
@@ -147,15 +146,3 @@ class Database:
         if block not in self._records:
             self._records[block] = read_json(self.levels / f"{block:05d}.json")
         return self._records[block]
-
-
-def _plain(weight: PackedWeight) -> dict[str, Any]:
-    return {
-        "format": weight.format,
-        "params": dataclasses.asdict(weight.params),
-        "ops": dataclasses.asdict(weight.ops),
-        "activations": dataclasses.asdict(weight.activations) if weight.activations else None,
-        "lowrank": dataclasses.asdict(weight.lowrank) if weight.lowrank else None,
-        "shape": list(weight.shape),
-        "tensors": list(weight.tensors),
-    }

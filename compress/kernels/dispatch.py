@@ -35,8 +35,9 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import transforms as operations
+from compress.formats.stored import params_from_dict
 from compress.kernels import llvm
-from compress.types import Ops, PackedWeight
+from compress.types import Ops
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
@@ -174,7 +175,7 @@ class Prepared:
 
     def __init__(self, format: str, params: Any, shape: Shape) -> None:
         self.format, self.params, self.shape = format, params, shape
-        self._names = list(formats.specs(format, params, shape))
+        self._names = list(formats.get(format).specs(params, shape))
         self.forget()
 
     def __reduce__(self) -> Any:
@@ -224,7 +225,7 @@ def _decoded(
 ) -> Tensor:
     if kernel is not None and hasattr(kernel, "decode"):
         return kernel.decode(tensors, params, shape, dtype)
-    return formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), dtype)
+    return formats.get(format).decode(tensors, params, shape, dtype)
 
 
 def product_with_lowrank(
@@ -298,8 +299,8 @@ def described(format: str, params: Any, shape: Shape) -> str:
 def _read(description: str) -> tuple[str, Any, Shape, list[str]]:
     known = json.loads(description)
     format, shape = known["format"], (known["shape"][0], known["shape"][1])
-    params = formats.params_from_dict(format, known["params"])
-    return format, params, shape, list(formats.specs(format, params, shape))
+    params = params_from_dict(format, known["params"])
+    return format, params, shape, list(formats.get(format).specs(params, shape))
 
 
 @torch.library.custom_op("compress::linear", mutates_args=())
@@ -318,8 +319,8 @@ def _(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
 def linear_backward(gradient: Tensor, tensors: list[Tensor], description: str) -> Tensor:
     """gradient [..., out] of `linear` -> that of its x [..., in]."""
     format, params, shape, names = _read(description)
-    weight = PackedWeight(format, params, dict(zip(names, tensors, strict=True)), shape)
-    return gradient @ formats.decode_stored(weight, gradient.dtype)
+    stored = dict(zip(names, tensors, strict=True))
+    return gradient @ formats.get(format).decode(stored, params, shape, gradient.dtype)
 
 
 @linear_backward.register_fake

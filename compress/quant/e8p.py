@@ -36,7 +36,7 @@ from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, ro
 from compress.numerics.linalg import squares
 from compress.quant import blocks, feedback, sweeps
 from compress.quant.blocks import Problem
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "e8p"
 NEEDS = frozenset({"hessian"})
@@ -101,7 +101,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
             sweeps.improve(problem.weight, problem.hessian, problem.damping, values, rounder, 1)
     codes = problem.natural(rounder.codes).transpose(0, 1)  # row, block, stage
     tensors = e8p_format.pack(codes, rounder.scale, rounder.row_scales, params, shape)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(problem.notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(problem.notes))
 
 
 def _search_scale(problem: Problem, rounder: Rounder, config: Config) -> None:

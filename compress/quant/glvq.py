@@ -40,7 +40,7 @@ from compress.numerics.linalg import squares
 from compress.quant import blocks, feedback, lattices, sweeps
 from compress.quant.blocks import Problem
 from compress.quant.lattices import Effort, Lattice
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "lattice"
 NEEDS = frozenset({"hessian"})
@@ -112,7 +112,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
             values = sweeps.improve(problem.weight, problem.hessian, problem.damping, values, rounder, 1)
     codes = problem.natural(rounder.codes).permute(1, 0, 2).flatten(1)  # row, column
     tensors = lattice_format.pack(codes, rounder.side(problem), params, shape)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(problem.notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(problem.notes))
 
 
 def group_bits(problem: Problem, config: Config, size: int) -> Tensor:

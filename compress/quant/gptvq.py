@@ -37,7 +37,7 @@ from compress.numerics.linalg import squares, upper_factor
 from compress.quant import codebooks
 from compress.quant.hessian import padded, usable
 from compress.quant.refit import Layout, Problem, alternate, refit, refit_factors, settle
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
@@ -313,4 +313,4 @@ def _packed(rounder: _Rounder, order: Tensor, params: codebook.Params, shape: tu
         parts = replace(parts, codebooks=[books.stored], codebook_scales=[] if books.scale is None else [books.scale])
     if rounder.scales is not None:
         parts = replace(parts, scales=rounder.scales.codes.T, scale_grid=rounder.scales.grid)
-    return PackedWeight(FORMAT, params, codebook.pack(parts, params, shape), shape)
+    return PackedWeight(Stored(FORMAT, params), codebook.pack(parts, params, shape), shape)

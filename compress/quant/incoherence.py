@@ -44,23 +44,25 @@ def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
 
 def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
     """The statistics of the layer's shared input in its rotated basis: the same for all its readers."""
-    return Stats(transforms.rotate_hessian(stats.hessian, layer.ops, drawn(layer, seed, stats.hessian)), stats.count)
+    tensors = drawn(layer, seed, stats.hessian)
+    return Stats(transforms.rotate_hessian(stats.hessian, layer.stored.ops, tensors), stats.count)
 
 
 def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
     """weight [out, in] -> what the layer's method is given, float32."""
-    return transforms.rotate(weight, layer.ops, drawn(layer, seed, weight))
+    return transforms.rotate(weight, layer.stored.ops, drawn(layer, seed, weight))
 
 
 def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
     """What a method made of the rotated weight, with the operations that turn it back."""
     added = drawn(layer, seed, next(iter(packed.tensors.values())))
-    return dataclasses.replace(packed, tensors={**packed.tensors, **added}, ops=layer.ops)
+    stored = dataclasses.replace(packed.stored, ops=layer.stored.ops)
+    return PackedWeight(stored, {**packed.tensors, **added}, packed.shape)
 
 
 def notes(layer: LayerPlan) -> tuple[str, ...]:
     """What the report should say of the transforms."""
-    sides = zip(layer.spec.shape, (layer.ops.output, layer.ops.input), strict=True)
+    sides = zip(layer.spec.shape, (layer.stored.ops.output, layer.stored.ops.input), strict=True)
     sizes = dict.fromkeys(size for size, names in sides if "hadamard" in names)
     odd = {size: hadamard.order(size).K for size in sizes if hadamard.order(size).kind == "hartley"}
     return tuple(
@@ -70,7 +72,7 @@ def notes(layer: LayerPlan) -> tuple[str, ...]:
 
 def workspace(layer: LayerPlan, has_statistics: bool) -> int:
     """Bytes beside what the method needs: the rotated weight, the rotated Hessian, temporaries."""
-    if not layer.ops:
+    if not layer.stored.ops:
         return 0
     rows, columns = layer.spec.shape
     hessian = columns * columns if has_statistics else 0
@@ -79,7 +81,7 @@ def workspace(layer: LayerPlan, has_statistics: bool) -> int:
 
 def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
     """The stored tensors of the layer's operations, on the device of `like`."""
-    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.ops).items()}
+    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.stored.ops).items()}
 
 
 def _signs(size: int, seed: int) -> Tensor:

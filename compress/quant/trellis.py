@@ -34,7 +34,7 @@ from compress.numerics.linalg import squares, upper_factor
 from compress.quant import feedback, sweeps, viterbi_jit
 from compress.quant.hessian import usable
 from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "trellis"
 NEEDS = frozenset({"hessian"})
@@ -125,7 +125,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     states = rounder.codes.transpose(1, 2).reshape(shape[1], -1)
     states = torch.empty_like(states).index_copy_(0, order, states)
     tensors = trellis_format.pack(states.T, scale, params, row_scales, table)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(notes))
 
 
 class _TrellisRounder:

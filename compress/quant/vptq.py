@@ -34,7 +34,7 @@ from compress.quant import codebooks
 from compress.quant.codebooks import check_choice
 from compress.quant.hessian import usable
 from compress.quant.refit import Layout, Problem, alternate, refit
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
@@ -265,4 +265,4 @@ def _packed(rounder: _Rounder, order: Tensor, params: codebook.Params, shape: tu
             outlier_scale=rounder.outlier_scale[:, 0].half(),
             outlier_index=order[:count],
         )
-    return PackedWeight(FORMAT, params, codebook.pack(parts, params, shape), shape)
+    return PackedWeight(Stored(FORMAT, params), codebook.pack(parts, params, shape), shape)

@@ -147,7 +147,7 @@ class Flow:
         if self._has_drift(layers):
             tokens, alpha = self.stream.samples * self.prepared.seq_len, self.asked.recipe.calibration.asymmetric
             correction, more = target_correction.correction(stats, alpha, tokens)
-        around = next((layer for layer in layers if layer.ops), None)
+        around = next((layer for layer in layers if layer.stored.ops), None)
         rotated = incoherence.rotated_stats(stats, around, self.asked.seed) if around is not None else None
         return Given(Stats(stats.hessian, stats.count), rotated, correction, tuple(filter(None, (note, more))))
 
@@ -157,8 +157,8 @@ class Flow:
 
     def in_scales(self, index: int, block: nn.Module, layers: list[LayerPlan]) -> dict[str, Tensor]:
         """Linear -> its static scale, float32 [1], for those whose activations have one."""
-        settings = {x.spec.name: x.activations for x in layers if x.activations is not None}
-        static = {x.spec.name: x for x in layers if x.activations is not None and x.activations.scale == "tensor"}
+        settings = {x.spec.name: x.stored.activations for x in layers if x.stored.activations is not None}
+        static = {x.spec.name: x for x in layers if x.stored.has_in_scale}
         if not static:
             return {}
         largest = {name: activation_quant.LargestInput() for name in static}
@@ -166,7 +166,7 @@ class Flow:
         def add(name: str, inputs: Tensor) -> None:
             layer = static[name]
             largest[name].add(
-                transforms.apply_input(inputs, layer.ops, incoherence.drawn(layer, self.asked.seed, inputs))
+                transforms.apply_input(inputs, layer.stored.ops, incoherence.drawn(layer, self.asked.seed, inputs))
             )
 
         hooks = [(self.skeleton.linear(block, name), partial(add, name)) for name in static]
@@ -191,7 +191,7 @@ class Flow:
         if not self.graph:
             self.graph.append(graph.trace(self.skeleton))
         found = graph.sites(self.graph[0].blocks[index], block, batches, name)
-        turned = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}  # rounded in another basis
+        turned = {x.spec.name for x in self.prepared.plan.layers if x.stored.ops}  # rounded in another basis
         schemes = {
             key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in turned else scheme
             for key, scheme in self.prepared.plan.schemes.items()

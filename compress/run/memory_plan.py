@@ -243,7 +243,7 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
 def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
     """Parameters of low-rank parts for which the recipe asks for such steps of training."""
     asked = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
-    return sum(layer.lowrank.rank * sum(layer.spec.shape) for layer in asked if layer.lowrank is not None)
+    return sum(layer.stored.lowrank.rank * sum(layer.spec.shape) for layer in asked if layer.stored.lowrank is not None)
 
 
 def _gradients(layers: Sequence[LayerPlan], item: int) -> int:

@@ -34,6 +34,7 @@ from compress.run import (
     memory_plan,
     prepare,
     quantize_linear,
+    report,
     verify,
     write_checkpoint,
 )
@@ -230,7 +231,7 @@ class _Run:
             packed, reports, more = self._quantize(index, block, layers)
             edited = bool(self.asked.recipe.transform)
             written = write_checkpoint.write_block(self.output, self.prepared, index, block, packed, edited)
-            rows = [dataclasses.asdict(row) for row in reports]
+            rows = [report.to_dict(row) for row in reports]
             record = {**written, "layers": rows, "notes": [*notes, *more], "experts": experts}
             fresh = True
         else:
@@ -264,7 +265,7 @@ class _Run:
     def _steps(self, layers: list[LayerPlan], replay: bool) -> int:
         """Steps of the meter for a block: its batches in every pass, and its linears."""
         passes = 0 if replay else len(self.flow.passes(layers))
-        static = any(x.activations is not None and x.activations.scale == "tensor" for x in layers) and not replay
+        static = any(x.stored.has_in_scale for x in layers) and not replay
         runs = 1 + max(passes, int(self.flow.paired)) + int(static)
         return self.flow.batch_count() * runs + (0 if replay else len(layers))
 

@@ -19,7 +19,7 @@ from compress.recipe import Recipe
 from compress.recipe.schema import KEEP
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import StoredTensor
-from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
+from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme, Stored
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             layers.append(_dense(spec))
         else:
             kept[spec.name] = "kept by the recipe"
-    if all(layer.format == "dense" for layer in layers):
+    if all(layer.stored.format == "dense" for layer in layers):
         raise RecipeError(f"recipe {recipe.name!r} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
@@ -81,14 +81,15 @@ def groups(plan: Plan) -> list[Group]:
 
 def describe(layer: LayerPlan) -> str:
     """The format and its main numbers in a few words, from the parameters that config.json stores."""
+    stored = layer.stored
     shown = [
         f"{key}={value}"
-        for key, value in vars(layer.params).items()
+        for key, value in vars(stored.params).items()
         if key not in ("tile_words", "scale_dtype") and value is not None
     ]
-    inputs = activation_quant.describe(layer.activations) if layer.activations is not None else ""
-    beside = lowrank_format.describe(layer.lowrank) if layer.lowrank is not None else ""
-    return " ".join(filter(None, [layer.format, *shown, transforms.describe(layer.ops), inputs, beside]))
+    inputs = activation_quant.describe(stored.activations) if stored.activations is not None else ""
+    beside = lowrank_format.describe(stored.lowrank) if stored.lowrank is not None else ""
+    return " ".join(filter(None, [stored.format, *shown, transforms.describe(stored.ops), inputs, beside]))
 
 
 def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
@@ -104,18 +105,19 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) ->
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
         params = method.plan_params(scheme.config, spec.shape)
-        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around, scheme.activations, lowrank)
+        stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
+        nbytes = formats.nbytes(stored, spec.shape)
     except ValueError as error:  # a setting that cannot be for this shape
         shape = f"{spec.shape[0]} x {spec.shape[1]}"
         raise RecipeError(
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
-    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around, scheme.activations, lowrank)
+    return LayerPlan(spec, scheme, stored, nbytes)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:
-    params = dense.Params(str(spec.dtype).removeprefix("torch."))
-    return LayerPlan(spec, Scheme(KEEP, None), "dense", params, formats.nbytes("dense", params, spec.shape))
+    stored = Stored("dense", dense.Params(str(spec.dtype).removeprefix("torch.")))
+    return LayerPlan(spec, Scheme(KEEP, None), stored, formats.nbytes(stored, spec.shape))
 
 
 def _owner(spec: LinearSpec) -> str:

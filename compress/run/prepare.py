@@ -62,7 +62,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         expert_pruning.check(job.recipe, plan)
     seq_len = samples = 0
     layers = [layer for each in plans for layer in each.layers]
-    static = any(layer.activations is not None and layer.activations.scale == "tensor" for layer in layers)
+    static = any(layer.stored.has_in_scale for layer in layers)
     routed = job.pack and job.recipe.pruning is not None
     cached = job.recipe.kv_cache is not None and bool(kv.needs(job.recipe.kv_cache))
     needed = every or routed or cached or static or bool(memory_plan.statistics(layers)) or "block" in scopes.values()

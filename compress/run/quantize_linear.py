@@ -40,15 +40,16 @@ def linear(layer: LayerPlan, weight: Tensor, given: Given, own: Own, seed: int) 
     started = time.monotonic()
     name, notes = layer.spec.name, given.notes
     if layer.scheme.config is None:
-        packed = PackedWeight(layer.format, layer.params, dense.pack(weight, layer.params), layer.spec.shape)
+        packed = PackedWeight(layer.stored, dense.pack(weight, layer.stored.params), layer.spec.shape)
     else:
         target = weight if given.correction is None else target_correction.target(weight, given.correction)
-        result = _rounded(layer, target, given.rotated if layer.ops else given.stats, own, seed)
+        result = _rounded(layer, target, given.rotated if layer.stored.ops else given.stats, own, seed)
         del target
         packed, notes = result.weight, (*notes, *result.notes)
-    if layer.activations is not None:
+    if layer.stored.activations is not None:
         scale = {IN_SCALE: own.in_scale} if own.in_scale is not None else {}
-        packed = dataclasses.replace(packed, tensors={**packed.tensors, **scale}, activations=layer.activations)
+        stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
+        packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
     assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
     row = report.measure(layer, weight, packed, given.stats, notes)
     return packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
@@ -60,7 +61,7 @@ def _rounded(layer: LayerPlan, weight: Tensor, stats: Stats | None, own: Own, se
     A low-rank part is found in the same basis, and lies inside of the operations that turn it back.
     """
     name = layer.spec.name
-    given = incoherence.rotated_weight(weight, layer, seed) if layer.ops else weight
+    given = incoherence.rotated_weight(weight, layer, seed) if layer.stored.ops else weight
     method, drawn = plugins.load("quant", layer.scheme.method), incoherence.derived_seed(seed, "method", name)
 
     def rounded(target: Tensor) -> Quantized:
@@ -73,6 +74,6 @@ def _rounded(layer: LayerPlan, weight: Tensor, stats: Stats | None, own: Own, se
             result = correct.corrected(given, own.fisher or stats, layer.scheme.lowrank, rounded, drawn)
     except NumericalError as error:
         raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
-    if not layer.ops:
+    if not layer.stored.ops:
         return result
     return Quantized(incoherence.wrapped(result.weight, layer, seed), (*incoherence.notes(layer), *result.notes))

@@ -34,7 +34,7 @@ from compress.storage.checkpoint import (
 )
 from compress.storage.workdir import Output
 from compress.tune import low_rank
-from compress.types import LayerReport, PackedWeight, Stored
+from compress.types import LayerReport, PackedWeight
 
 TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
@@ -101,15 +101,11 @@ def restore_block(
 ) -> tuple[nn.Module, dict[str, PackedWeight], list[LayerReport]]:
     """A finished block, loaded anew with what is in its shard as it is there, and the packed weights in there."""
     on_disk = read_header(output.model / record["file"])
-    reports = [report.row(values) for values in record["layers"]]
+    reports = [report.from_dict(values) for values in record["layers"]]
     packed = {}
     for row in reports:
-        form = stored(row)
-        names = formats.specs(form.format, form.params, row.shape, form.ops, form.activations, form.lowrank)
-        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in names}
-        packed[row.name] = PackedWeight(
-            form.format, form.params, tensors, row.shape, form.ops, form.activations, form.lowrank
-        )
+        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in formats.specs(row.stored, row.shape)}
+        packed[row.name] = PackedWeight(row.stored, tensors, row.shape)
     edits, sources = skeleton.edits, skeleton.sources
     skeleton.free()
     try:
@@ -164,7 +160,7 @@ def finish(output: Output, facts: job.Facts, probes: list[str], started: float, 
         write_shard(directory / shard_name(blocks, blocks), rest)
     write_index(directory)
     copy_files(skeleton.checkpoint.directory, directory)
-    quantization = hf.build_config({row.name: stored(row) for row in facts.layers}, facts.prunings)
+    quantization = hf.build_config({row.name: row.stored for row in facts.layers}, facts.prunings)
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
     config = {**untied(skeleton), "dtype": dtype}
@@ -221,11 +217,6 @@ def _train(output: Output, facts: job.Facts, probes: list[str], progress: Progre
     expected = verify.replay(directory, device, progress, kept.factors)
     trained_factors.put_in(output, kept)
     return expected
-
-
-def stored(row: LayerReport) -> Stored:
-    """How a reported layer is stored."""
-    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations, row.lowrank)
 
 
 def untied(skeleton: Skeleton) -> dict[str, Any]:

@@ -9,10 +9,7 @@ calibration data. A token that holds a NaN or an infinity has the scale NaN: so 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -109,31 +106,6 @@ def check_scale(in_scale: Tensor, where: str) -> None:
     """CheckpointError unless a stored scale is a finite number above 0."""
     if not (torch.isfinite(in_scale) & (in_scale > 0)).all():
         raise CheckpointError(f"{where}.{IN_SCALE} is {in_scale.tolist()}, not above 0; write the checkpoint again")
-
-
-def to_dict(activations: Activations) -> dict[str, Any]:
-    """What config.json stores."""
-    return dataclasses.asdict(activations)
-
-
-def from_dict(values: Any, where: str) -> Activations | None:
-    """`Activations` from what config.json stores, None from null; CheckpointError if it cannot be."""
-    if values is None:
-        return None
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"{where}: activations is not a table")
-    hints = get_type_hints(Activations)
-    if unknown := sorted(map(str, set(values) - set(hints))):
-        raise CheckpointError(f"{where}: activations has unknown keys {unknown}; upgrade compress")
-    for key, value in values.items():
-        choices = get_args(hints[key])  # of a Literal
-        fits = value in choices if choices else type(value) in ((int, float) if hints[key] is float else (int,))
-        if not fits:
-            raise CheckpointError(f"{where}: activations has {key} {value!r}, which this version does not know")
-    try:
-        return Activations(**values)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: activations: {error}") from error
 
 
 def describe(activations: Activations) -> str:

@@ -14,15 +14,13 @@ Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/expert_routing.py c
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError
 from compress.runtime.linear import PackedLinear
 from compress.types import Pruning
 
@@ -73,24 +71,6 @@ def prune(
     total = exact.sum(-1, keepdim=True)
     raised = (exact * (1 + pruning.taken * low / (total - low))).masked_fill(gone, 0).to(weights.dtype)
     return index.masked_fill(gone, experts), torch.where(dropped, raised, weights)
-
-
-def pruning_from_dict(values: Any, where: str) -> Pruning:
-    """`Pruning` from what config.json stores; CheckpointError if it cannot be."""
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"{where} is not a table")
-    known = {field.name for field in dataclasses.fields(Pruning)}
-    if unknown := sorted(map(str, set(values) - known)):
-        raise CheckpointError(f"{where} has unknown keys {unknown}; upgrade compress")
-    for key, value in values.items():
-        if type(value) not in (int, float) and not (key == "protected" and value is None):
-            raise CheckpointError(f"{where} has {key} {value!r}, which is not a number")
-    if "threshold" not in values:
-        raise CheckpointError(f"{where} has no threshold; download it again")
-    try:
-        return Pruning(**values)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
 
 
 def magnitude(hidden_states: Tensor) -> Tensor:

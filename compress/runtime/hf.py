@@ -28,7 +28,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -36,39 +36,18 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import lowrank as lowrank_format
-from compress.formats import transforms as operations
+from compress.formats import stored
 from compress.runtime import activation_quant as inputs
-from compress.runtime.experts import Experts, is_fused_experts, is_supported, pruning_from_dict
+from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.types import Activations, LowRank, Ops, Pruning, Stored
+from compress.types import Pruning, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
 
 METHOD = "compress"
 VERSION = 1  # of the layout described above
-
-
-class Packed(Protocol):
-    """Anything that says how a weight is stored: PackedWeight, PackedLinear, LayerPlan."""
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def params(self) -> Any: ...
-
-    @property
-    def ops(self) -> Ops: ...
-
-    @property
-    def activations(self) -> Activations | None: ...
-
-    @property
-    def lowrank(self) -> LowRank | None: ...
 
 
 class CompressConfig(QuantizationConfigMixin):
@@ -104,9 +83,9 @@ class CompressConfig(QuantizationConfigMixin):
         return {k: value for k, value in super().to_dict().items() if value or k not in ("experts", "kv_cache")}
 
 
-def build_config(modules: Mapping[str, Packed], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
+def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
     """The configuration that lists these linears, with the most common scheme as default, and what prunes experts."""
-    schemes = {name: _entry(module) for name, module in modules.items()}
+    schemes = {name: stored.to_dict(module) for name, module in modules.items()}
     if not schemes:
         return CompressConfig()
     counts = Counter(repr(scheme) for scheme in schemes.values())
@@ -131,17 +110,7 @@ def scheme(config: CompressConfig, name: str) -> Stored:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
         raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    if set(entry) - {"ops", "activations", "lowrank"} != {"format", "params"} or not isinstance(entry["format"], str):
-        raise CheckpointError(
-            f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params' "
-            "('ops', 'activations' and 'lowrank' if it has any)"
-        )
-    where = f"quantization_config: {name}"
-    ops = operations.from_dict(entry.get("ops", {}), where)
-    activations = inputs.from_dict(entry.get("activations"), where)
-    params = formats.params_from_dict(entry["format"], entry["params"])
-    lowrank = lowrank_format.part_from_dict(entry.get("lowrank"), where)
-    return Stored(entry["format"], params, ops, activations, lowrank)
+    return stored.from_dict(entry, f"quantization_config: {name}")
 
 
 def swap(model: nn.Module, config: CompressConfig) -> None:
@@ -157,12 +126,11 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         linear = _linear(model, name)
         if f"{name}.weight" in tied:
             raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
-        stored = scheme(config, listed_name)
         bias, weight = linear.bias, linear.weight
         dtype = weight.dtype if bias is None else bias.dtype
         shape = (linear.out_features, linear.in_features)
         try:
-            packed = PackedLinear(stored, shape, bias is not None, dtype, weight.device)
+            packed = PackedLinear(scheme(config, listed_name), shape, bias is not None, dtype, weight.device)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {error}") from error
         model.set_submodule(name, packed)
@@ -171,15 +139,6 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
             if isinstance(module, nn.Linear):
                 raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
     _set_pruning(model, config)
-
-
-def _entry(module: Packed) -> dict[str, Any]:
-    """What the configuration says of one linear, in full."""
-    sides = {side: list(names) for side, names in dataclasses.asdict(module.ops).items()}
-    activations = None if module.activations is None else inputs.to_dict(module.activations)
-    params = dataclasses.asdict(module.params)
-    lowrank = None if module.lowrank is None else dataclasses.asdict(module.lowrank)
-    return {"format": module.format, "params": params, "ops": sides, "activations": activations, "lowrank": lowrank}
 
 
 class CompressQuantizer(HfQuantizer):
@@ -199,9 +158,9 @@ class CompressQuantizer(HfQuantizer):
             if isinstance(module, PackedLinear):
                 _check_loaded(name, module)
         if self.quantization_config.kv_cache is not None:
-            from compress.runtime import kv_config as stored
+            from compress.runtime import kv_config
 
-            stored.use(model, self.quantization_config.kv_cache, self._directory)
+            kv_config.use(model, self.quantization_config.kv_cache, self._directory)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
@@ -231,7 +190,7 @@ def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
     """Tell the experts modules what the configuration says of them."""
     for name, listed_name in _names_in(model, config.experts).items():
         where = f"quantization_config: experts: {listed_name}"
-        pruning = pruning_from_dict(config.experts[listed_name], where)
+        pruning = stored.from_table(Pruning, config.experts[listed_name], where)
         try:
             module = model.get_submodule(name)
         except AttributeError as error:

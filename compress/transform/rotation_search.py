@@ -53,10 +53,10 @@ def roundings(
     for name, scheme in plan.schemes.items():
         config = scheme.config if isinstance(scheme.config, grid.GridConfig) and has_grid(scheme) else None
         layer = layers.get(name)  # None: only transformed, not packed; nothing is left to run time
-        tensors = incoherence.draw(layer.spec, seed, layer.ops) if layer is not None else {}
+        tensors = incoherence.draw(layer.spec, seed, layer.stored.ops) if layer is not None else {}
         tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
         if config is not None or scheme.activations is not None:
-            around = layer.ops if layer is not None else NO_OPS
+            around = layer.stored.ops if layer is not None else NO_OPS
             found[name] = Rounding(config, scheme.activations, around, tensors)
     return found
 
