@@ -130,12 +130,12 @@ def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
 
     from compress import formats, plugins
     from compress.quant import incoherence
-    from compress.types import NO_OPS, LayerPlan, LinearSpec, Stats, Stored
+    from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Stats, Stored
 
     chosen = scheme(entry)
     method = plugins.load("quant", chosen.method)
     spec = LinearSpec("layer", shape, torch.float32, 0, "layer")
-    around = incoherence.OPS if chosen.incoherence else NO_OPS
+    around = incoherence.OPS if chosen.incoherence else NO_TRANSFORMS
     params = method.plan_params(chosen.config, shape)
     stored = Stored(method.FORMAT, params, around)
     layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, shape))

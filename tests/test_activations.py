@@ -25,7 +25,7 @@ from compress.runtime.activation_quant import LargestInput, fake_quantize, quant
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressQuantizer, build_config, scheme
 from compress.runtime.linear import PackedLinear
-from compress.types import Activations, Ops, PackedWeight, Stored
+from compress.types import Activations, PackedWeight, Stored, WeightTransforms
 from pico import PICO, round_to_nearest
 
 BF16 = torch.bfloat16
@@ -250,7 +250,7 @@ def layer_of(weight: PackedWeight, activations: Activations) -> PackedLinear:
 def test_inputs_are_quantized_after_the_operations_on_them() -> None:
     weight = round_to_nearest(random(32, 64), 8, -1)
     signs = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    around = Ops(("signs", "hadamard"), ())
+    around = WeightTransforms(("signs", "hadamard"), ())
     packed = PackedWeight(Stored("int", weight.params, around, FOUR), {**weight.tensors, "in_signs": signs}, (32, 64))
     layer, plain = PackedLinear.from_packed(packed, random(32)), layer_of(weight, FOUR)
     x = random(5, 64)

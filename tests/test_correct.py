@@ -19,7 +19,7 @@ from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
 from compress.run import memory_plan, pipeline, plan, verify, write_checkpoint
 from compress.types import (
-    NO_OPS,
+    NO_TRANSFORMS,
     Correction,
     Fisher,
     LayerPlan,
@@ -301,4 +301,4 @@ def test_a_rotated_basis_has_no_gradients() -> None:
     with pytest.raises(RecipeError, match="q_proj: metric fisher is not known in a rotated basis"):
         spec = LinearSpec("q_proj", SHAPE, torch.float32, 0, "x")
         chosen = recipe.load("int8", ["lowrank={rank: 4, metric: fisher}", "incoherence=true"]).quantize
-        plan._layer(spec, chosen, plugins.load("quant", "rtn"), NO_OPS)
+        plan._layer(spec, chosen, plugins.load("quant", "rtn"), NO_TRANSFORMS)

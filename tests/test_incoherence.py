@@ -23,7 +23,7 @@ from compress.run import memory_plan, pipeline, plan, prepare, verify
 from compress.run.report import from_dict
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from compress.types import NO_OPS, LinearSpec, PackedWeight, Quantized, Stats
+from compress.types import NO_TRANSFORMS, LinearSpec, PackedWeight, Quantized, Stats
 from pico import PICO
 from runs import GPTQ, RTN, Setup, contents, job, report_of, stored_tensors
 
@@ -100,7 +100,7 @@ def test_a_configuration_of_a_newer_version_is_one_clear_line(run: Callable[[str
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["default"]["ops"]["input"].append("spin")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="operation 'spin' is unknown to this version; upgrade compress"):
+    with pytest.raises(CheckpointError, match="transform 'spin' is unknown to this version; upgrade compress"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_sizes_without_a_hadamard_matrix_are_noted(pico_dir: Callable[..., Path]
         "no Hadamard matrix of size 50 is known here: a Hartley matrix of 25 is used",
         "no Hadamard matrix of size 33 is known here: a Hartley matrix of 33 is used",
     )
-    assert incoherence.notes(dataclasses.replace(odd, stored=dataclasses.replace(odd.stored, ops=NO_OPS))) == ()
+    assert incoherence.notes(dataclasses.replace(odd, stored=dataclasses.replace(odd.stored, ops=NO_TRANSFORMS))) == ()
 
 
 # ---------------------------------------------------------------- plans
@@ -254,10 +254,8 @@ def test_rotation_is_counted_in_memory(pico_dir: Callable[..., Path], monkeypatc
     buffers = 4 * incoherence.BUFFERS * incoherence.CHUNK
     assert incoherence.workspace(layer, False) == 4 * 4096 * 2048 + buffers
     assert incoherence.workspace(layer, True) == 4 * (4096 * 2048 + 2048**2) + buffers
-    assert (
-        incoherence.workspace(dataclasses.replace(layer, stored=dataclasses.replace(layer.stored, ops=NO_OPS)), True)
-        == 0
-    )
+    bare = dataclasses.replace(layer, stored=dataclasses.replace(layer.stored, ops=NO_TRANSFORMS))
+    assert incoherence.workspace(bare, True) == 0
 
 
 # ---------------------------------------------------------------- resumed

@@ -276,7 +276,7 @@ def test_tables_of_other_shapes_are_errors() -> None:
         (lambda c: c["default"].update(format="../int"), "not a valid name"),
         (lambda c: c["default"]["params"].update(colour=1), "unknown keys"),
         (lambda c: c["default"]["params"].update(bits=11), "bits 11"),
-        (lambda c: c["default"].update(ops={"input": ["spin"]}), "operation 'spin' is unknown to this version"),
+        (lambda c: c["default"].update(ops={"input": ["spin"]}), "transform 'spin' is unknown to this version"),
         (lambda c: c["default"].update(ops={"input": ["signs"]}), "_proj.in_signs is not in the checkpoint"),
         (lambda c: c.pop("default"), "needs just 'format' and 'params'"),
         (lambda c: c["modules"].update({"model.layers.7.mlp.up_proj": {}}), "no such module"),

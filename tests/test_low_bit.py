@@ -25,7 +25,7 @@ from compress.run.report import from_dict
 from compress.runtime import activation_quant
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
-from compress.types import Ops, PackedWeight
+from compress.types import PackedWeight, WeightTransforms
 from pico import ODD, PICO, build, save_pico
 from runs import Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
 
@@ -80,7 +80,7 @@ def quantize_inputs(linear: nn.Linear, weight: PackedWeight) -> None:
     """Make a plain linear round its inputs as the packed one does: behind the operations, which are turned back."""
     activations, around = weight.stored.activations, weight.stored.ops
     assert activations is not None
-    turn = ops.rotate(torch.eye(linear.in_features), Ops(around.input), weight.tensors)
+    turn = ops.rotate(torch.eye(linear.in_features), WeightTransforms(around.input), weight.tensors)
 
     def rounded(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         x = ops.apply_input(inputs[0], around, weight.tensors)

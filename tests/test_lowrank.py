@@ -19,7 +19,7 @@ from compress.kernels import dispatch
 from compress.quant.incoherence import OPS
 from compress.runtime.hf import CompressConfig, build_config, scheme
 from compress.runtime.linear import PackedLinear
-from compress.types import NO_OPS, Activations, LowRank, Ops, PackedWeight, Stored
+from compress.types import NO_TRANSFORMS, Activations, LowRank, PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest
 
 SHAPE = (48, 96)
@@ -38,7 +38,9 @@ def factors(shape: tuple[int, int] = SHAPE, rank: int = 5) -> tuple[Tensor, Tens
     return problems.random(rank, shape[1], seed=1), problems.random(rank, shape[0], seed=2) * 0.1
 
 
-def with_part(kind: LowRank, around: Ops = NO_OPS, activations: Activations | None = None) -> PackedWeight:
+def with_part(
+    kind: LowRank, around: WeightTransforms = NO_TRANSFORMS, activations: Activations | None = None
+) -> PackedWeight:
     """A 4-bit weight with a low-rank part beside it."""
     weight = round_to_nearest(problems.random(*SHAPE), 4, 32)
     part = {lowrank.PREFIX + name: tensor for name, tensor in lowrank.pack(*factors(), kind).items()}
@@ -98,8 +100,8 @@ def test_no_scale_is_worse_than_that_of_the_largest_entry() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("around", [NO_OPS, OPS], ids=["plain", "rotated"])
-def test_the_part_is_counted_and_decoded(kind: LowRank, around: Ops) -> None:
+@pytest.mark.parametrize("around", [NO_TRANSFORMS, OPS], ids=["plain", "rotated"])
+def test_the_part_is_counted_and_decoded(kind: LowRank, around: WeightTransforms) -> None:
     weight = with_part(kind, around)
     assert weight.nbytes == formats.nbytes(weight.stored, SHAPE)
     plain = formats.nbytes(Stored("int", weight.params, around), SHAPE)
@@ -114,10 +116,10 @@ def test_the_part_is_counted_and_decoded(kind: LowRank, around: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(), (1,), (2, 3), (200,)], ids=str)
-@pytest.mark.parametrize("around", [NO_OPS, OPS], ids=["plain", "rotated"])
+@pytest.mark.parametrize("around", [NO_TRANSFORMS, OPS], ids=["plain", "rotated"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_multiplies_by_the_whole_weight(
-    dtype: torch.dtype, rows: tuple[int, ...], around: Ops, bias: bool
+    dtype: torch.dtype, rows: tuple[int, ...], around: WeightTransforms, bias: bool
 ) -> None:
     weight = with_part(LowRank(5, 8), around)
     constant = problems.random(SHAPE[0], seed=4).to(dtype) if bias else None

@@ -58,7 +58,7 @@ from compress.storage.checkpoint import (
     write_shard,
     write_text,
 )
-from compress.types import Ops, PackedWeight
+from compress.types import PackedWeight, WeightTransforms
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FINGERPRINT = "compress_base"  # key in the header of the weights
@@ -132,8 +132,8 @@ def factors(weight: PackedWeight) -> Factors:
     a, b = lowrank.part_factors(weight.tensors, part, weight.shape, torch.float32)
     b = b.T
     if ops:
-        a = transforms.effective(a, Ops(input=ops.input), weight.tensors)
-        b = transforms.effective(b, Ops(output=ops.output), weight.tensors)
+        a = transforms.effective(a, WeightTransforms(input=ops.input), weight.tensors)
+        b = transforms.effective(b, WeightTransforms(output=ops.output), weight.tensors)
     return a.contiguous(), b.contiguous()
 
 
@@ -244,7 +244,9 @@ def _digest(weights: Iterable[tuple[str, PackedWeight]]) -> str:
     """sha256 of all these weights, in the order of their names; low-rank parts do not count."""
     parts = {}
     for name, weight in weights:
-        own = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.stored.ops}".encode())
+        around = weight.stored.ops
+        ops = f"Ops(input={around.input}, output={around.output})"  # as adapters of former versions have it
+        own = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {ops}".encode())
         for key, tensor in sorted(_without_part(weight).tensors.items()):
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             own.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())

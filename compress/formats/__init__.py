@@ -1,4 +1,4 @@
-"""How codes are stored and decoded; one file a format, looked up by its file name.
+"""Store and decode codes: one file a format, looked up by its file name.
 
 A format file has
 - `Params`: a frozen dataclass, the static integers and names that config.json stores;
@@ -6,8 +6,8 @@ A format file has
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder.
 
-Operations around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
-are no business of a format: the functions here add them.
+Transforms around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
+are no business of a format: the functions here add them to what `Stored` (compress/types.py) says.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Format(Protocol):
 
 
 def get(name: str) -> Format:
-    """The format's module; an unknown name is one clear line (a newer checkpoint, usually)."""
+    """Return the format's module; CheckpointError for an unknown name, usually of a newer checkpoint."""
     name = plugins.current("formats", name)
     if not name.isidentifier():
         raise CheckpointError(f"format {name!r} is not a valid name")
@@ -53,9 +53,9 @@ def get(name: str) -> Format:
 
 
 def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
-    """Return all tensors stored for a weight [out, in]: of the format, the operations, the activations, the low rank.
+    """Return all tensors stored for a weight [out, in]: of the format, transforms, activations, low rank.
 
-    Raises ValueError for a shape that an operation or the low-rank part cannot have.
+    Raises ValueError for a shape that a transform or the low-rank part cannot have.
     """
     return {
         **get(stored.format).specs(stored.params, shape),
@@ -71,7 +71,7 @@ def nbytes(stored: Stored, shape: Shape) -> int:
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized weight [out, in], with its low-rank part and the operations around both multiplied in."""
+    """Return the dequantized weight [out, in], with its low-rank part and the transforms around both multiplied in."""
     stored = weight.stored
     if not stored.ops and stored.lowrank is None:
         return decode_stored(weight, dtype)

@@ -37,7 +37,7 @@ from compress import formats
 from compress.formats import transforms as operations
 from compress.formats.stored import params_from_dict
 from compress.kernels import llvm
-from compress.types import Ops
+from compress.types import WeightTransforms
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
@@ -259,7 +259,7 @@ def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total.view(y.shape)
 
 
-def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
+def before(x: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on the inputs of a stored matrix: x [..., in] -> [..., in] of the same type."""
     if _one_launch(x, ops.input, ("signs", "hadamard")):
         with _on(x.device):
@@ -267,7 +267,7 @@ def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
     return operations.apply_input(x, ops, tensors)
 
 
-def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
+def after(y: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on its outputs [..., out]."""
     if _one_launch(y, ops.output, ("hadamard", "signs")):
         with _on(y.device):

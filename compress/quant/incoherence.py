@@ -17,9 +17,9 @@ from torch import Tensor
 from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.numerics.hadamard import CHUNK
-from compress.types import LayerPlan, LinearSpec, Ops, PackedWeight, Stats
+from compress.types import LayerPlan, LinearSpec, PackedWeight, Stats, WeightTransforms
 
-OPS = Ops(input=("signs", "hadamard"), output=("hadamard", "signs"))
+OPS = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "signs"))
 BUFFERS = 8  # float32 temporaries of CHUNK numbers that a rotation has at a time, an upper bound
 
 
@@ -29,7 +29,7 @@ def derived_seed(seed: int, what: str, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
+def draw(spec: LinearSpec, seed: int, around: WeightTransforms = OPS) -> dict[str, Tensor]:
     """The stored tensors of the operations around this linear, on the CPU."""
     sides = {
         "out_signs": ("output", spec.name, spec.shape[0], around.output),

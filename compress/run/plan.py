@@ -19,7 +19,7 @@ from compress.recipe import Recipe
 from compress.recipe.schema import KEEP
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import StoredTensor
-from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme, Stored
+from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     for spec in specs:
         scheme = schemes[spec.name]
         if scheme is not None:
-            around = skeleton.edits.online.get(spec.name, NO_OPS) if skeleton.edits is not None else NO_OPS
-            layers.append(_layer(spec, scheme, methods[scheme.method], around))
+            online = skeleton.edits.online if skeleton.edits is not None else {}
+            layers.append(_layer(spec, scheme, methods[scheme.method], online.get(spec.name, NO_TRANSFORMS)))
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
@@ -97,7 +97,7 @@ def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
     return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
 
 
-def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) -> LayerPlan:
+def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightTransforms) -> LayerPlan:
     """`online`: what a transform leaves to run time; a basis of the method's own takes its place."""
     around = incoherence.OPS if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None

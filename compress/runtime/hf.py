@@ -1,4 +1,4 @@
-"""Loading and saving packed models through transformers: the quantization method "compress".
+"""Load and save packed models through transformers, as its quantization method "compress".
 
 config.json holds
 
@@ -84,14 +84,14 @@ class CompressConfig(QuantizationConfigMixin):
 
 
 def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
-    """The configuration that lists these linears, with the most common scheme as default, and what prunes experts."""
-    schemes = {name: stored.to_dict(module) for name, module in modules.items()}
-    if not schemes:
+    """Return the configuration that lists these linears, the most common storage as default, and pruned experts."""
+    tables = {name: stored.to_dict(module) for name, module in modules.items()}
+    if not tables:
         return CompressConfig()
-    counts = Counter(repr(scheme) for scheme in schemes.values())
-    default = max(schemes.values(), key=lambda scheme: counts[repr(scheme)])  # the first of the most common
+    counts = Counter(map(repr, tables.values()))
+    default = max(tables.values(), key=lambda table: counts[repr(table)])  # the first of the most common
     entries: dict[str, dict[str, Any]] = {}
-    for name, entry in schemes.items():
+    for name, entry in tables.items():
         entries[name] = {key: value for key, value in entry.items() if value != default[key]}
         if "format" in entries[name]:
             entries[name]["params"] = entry["params"]  # equal ones of another format are other ones
@@ -105,7 +105,7 @@ def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] |
 
 
 def scheme(config: CompressConfig, name: str) -> Stored:
-    """How a listed linear is stored."""
+    """Return how a listed linear is stored."""
     try:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
@@ -142,7 +142,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
 
 
 class CompressQuantizer(HfQuantizer):
-    """What from_pretrained and save_pretrained call."""
+    """The quantizer that from_pretrained and save_pretrained call."""
 
     quantization_config: CompressConfig
 
@@ -187,7 +187,7 @@ def register() -> None:
 
 
 def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
-    """Tell the experts modules what the configuration says of them."""
+    """Set on the experts modules how the configuration prunes them."""
     for name, listed_name in _names_in(model, config.experts).items():
         where = f"quantization_config: experts: {listed_name}"
         pruning = stored.from_table(Pruning, config.experts[listed_name], where)
@@ -201,7 +201,7 @@ def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
 
 
 def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
-    """Listed modules as this model names them -> as the list does.
+    """Return the listed modules: name in this model -> name in the list.
 
     The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix.
     """
@@ -212,15 +212,15 @@ def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
 
 
-def _open_experts(model: nn.Module, wanted: set[str]) -> list[str]:
-    """Names of the fused-experts modules among `wanted`, each replaced by `Experts`."""
-    found = [name for name, module in model.named_modules() if name in wanted and is_fused_experts(module)]
-    for name in found:
+def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
+    """Replace the fused-experts modules among `names` by `Experts`, and return the names of those."""
+    fused_names = [name for name, module in model.named_modules() if name in names and is_fused_experts(module)]
+    for name in fused_names:
         fused = model.get_submodule(name)
         if not is_supported(fused):
             raise CheckpointError(f"{name} ({type(fused).__name__}) has a layout of experts that compress cannot load")
         model.set_submodule(name, Experts.from_fused(fused))
-    return found
+    return fused_names
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
@@ -234,7 +234,10 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _check_loaded(name: str, module: PackedLinear) -> None:
-    """Every tensor came from the checkpoint in its stored type; loading marks floating tensors as trainable."""
+    """Check that every tensor came from the checkpoint in its stored type, and freeze it again.
+
+    Loading marks floating tensors as trainable. Raises CheckpointError.
+    """
     for key, tensor in module.named_parameters(recurse=False):
         if tensor.is_meta:  # offloaded, read when it is needed
             continue

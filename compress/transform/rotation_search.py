@@ -29,7 +29,7 @@ from compress.model.skeleton import Skeleton
 from compress.quant import grid, incoherence
 from compress.runtime import activation_quant as activations
 from compress.transform.search import fake_weight
-from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
+from compress.types import NO_TRANSFORMS, Activations, Plan, Scheme, WeightTransforms
 
 if TYPE_CHECKING:
     from compress.transform.rotate import Rotation
@@ -40,7 +40,7 @@ class Rounding(NamedTuple):
 
     config: grid.GridConfig | None  # None: the weight stays
     activations: Activations | None
-    ops: Ops
+    ops: WeightTransforms
     tensors: dict[str, Tensor]  # of the operations
 
 
@@ -56,7 +56,7 @@ def roundings(
         tensors = incoherence.draw(layer.spec, seed, layer.stored.ops) if layer is not None else {}
         tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
         if config is not None or scheme.activations is not None:
-            around = layer.stored.ops if layer is not None else NO_OPS
+            around = layer.stored.ops if layer is not None else NO_TRANSFORMS
             found[name] = Rounding(config, scheme.activations, around, tensors)
     return found
 
@@ -98,7 +98,7 @@ def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
     stored = ops.rotate(weight, layer.ops, layer.tensors)
     if layer.config is not None:
         stored = fake_weight(stored, layer.config)
-    return ops.effective(stored, Ops(output=layer.ops.output), layer.tensors)
+    return ops.effective(stored, WeightTransforms(output=layer.ops.output), layer.tensors)
 
 
 def choose(rotation: Rotation, bench: Workbench) -> tuple[int, list[str]]:
