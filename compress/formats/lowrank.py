@@ -1,4 +1,4 @@
-"""A product of two thin matrices: as a weight of its own, and as a part beside a weight of any other format.
+"""Store a product of two thin matrices: as a weight of its own, and as a part beside a weight of any other format.
 
     W = B^T A        A [rank, in_features], B [rank, out_features]
 
