@@ -130,15 +130,15 @@ def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
 
     from compress import formats, plugins
     from compress.quant import incoherence
-    from compress.types import NO_OPS, LayerPlan, LinearSpec, Stats
+    from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Stats, Stored
 
     chosen = scheme(entry)
     method = plugins.load("quant", chosen.method)
     spec = LinearSpec("layer", shape, torch.float32, 0, "layer")
-    around = incoherence.OPS if chosen.incoherence else NO_OPS
+    around = incoherence.OPS if chosen.incoherence else NO_TRANSFORMS
     params = method.plan_params(chosen.config, shape)
-    nbytes = formats.nbytes(method.FORMAT, params, shape, around)
-    layer = LayerPlan(spec, chosen, method.FORMAT, params, nbytes, around)
+    stored = Stored(method.FORMAT, params, around)
+    layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, shape))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(SEED + 1))
     hessian = load_file(hessian_file)["hessian"].clone()  # the file is mapped
     stats = Stats(hessian, shape[1])
@@ -149,7 +149,7 @@ def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
     result = method.quantize(given, seen if method.NEEDS else None, chosen.config, SEED)
     wall, cpu, peak = time.perf_counter() - start, time.process_time() - cpu, peak_rss()
     packed = incoherence.wrapped(result.weight, layer, SEED) if around else result.weight
-    assert packed.nbytes == nbytes, f"{packed.nbytes} bytes stored, {nbytes} planned"
+    assert packed.nbytes == layer.nbytes, f"{packed.nbytes} bytes stored, {layer.nbytes} planned"
     del given, seen, result
     start = time.perf_counter()
     residual = formats.decode(packed, torch.float32).sub_(weight)

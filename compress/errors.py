@@ -1,4 +1,4 @@
-"""Every error that the user's input can cause; `cli.py` prints one line for these and a traceback for anything else.
+"""Define the errors that the user's input can cause; the command line prints one line for each, no traceback.
 
 CompressError
 ├── RecipeError            unknown key, wrong type, impossible combination
@@ -7,6 +7,7 @@ CompressError
 ├── UnsupportedModelError  no decoder blocks, no linears matched, unknown layout
 ├── CalibrationError       too little, empty or undecodable text
 ├── BudgetError            the memory budget cannot be met
+├── NotMeasuredError       something is not measured yet, and the job forbids measuring
 └── NumericalError         non-finite weights, activations or Hessians
 
 A message says what is wrong, where, and what to do next, in one line.
@@ -14,7 +15,7 @@ A message says what is wrong, where, and what to do next, in one line.
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, its type if it has none."""
+    """Return the first line of another library's message, the name of its type if it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -47,7 +48,7 @@ class BudgetError(CompressError):
 
 
 class NotMeasuredError(CompressError):
-    """Something would have to be measured, and the job says that nothing is to be."""
+    """A measurement is missing that the job must not make."""
 
 
 class NumericalError(CompressError):

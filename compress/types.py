@@ -1,4 +1,4 @@
-"""The data that modules pass to each other. Frozen, no behaviour beyond derived sizes."""
+"""Define the data that modules pass to each other: frozen, with no behaviour beyond derived sizes."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Ops:
-    """Operations around a stored matrix M, by their names in formats/transforms.py, in the order of application.
+class WeightTransforms:
+    """Transforms around a stored matrix M, by their names in formats/transforms.py, in the order of application.
 
-    y = output ops(M input ops(x)): the effective weight is Out M In.
+    y = output transforms(M input transforms(x)): the effective weight is Out M In.
     """
 
     input: tuple[str, ...] = ()
@@ -55,13 +55,13 @@ class Ops:
         return bool(self.input or self.output)
 
 
-NO_OPS = Ops()
+NO_TRANSFORMS = WeightTransforms()
 IN_SCALE = "in_scale"  # the stored tensor of a static scale of activations, float32 [1]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """How the inputs of a linear are quantized at run time: signed and symmetric, after the input ops.
+    """Quantization of the inputs of a linear at run time: signed and symmetric, after the input transforms.
 
     q = round(clamp(x / s, -Q, Q)) with Q = 2^(bits - 1) - 1 and s = clip max|x| / Q over a token, or s as calibrated.
     """
@@ -83,7 +83,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class ExpertPruning:
-    """Recipe: whether tokens go without experts that matter little to them, chosen while the model runs."""
+    """Recipe: online pruning of experts, by which tokens go without those that matter little to them."""
 
     prune: bool = False  # tokens go without experts that matter little to them
     layers: int = 10  # [blocks] in which experts are pruned: those that it harms least
@@ -98,7 +98,7 @@ class ExpertPruning:
 
 @dataclass(frozen=True)
 class Pruning:
-    """When a token goes without the least of the experts that it is routed to (compress/runtime/experts.py)."""
+    """Condition on which a token goes without the least of its experts (compress/runtime/experts.py)."""
 
     threshold: float  # where that expert's routing weight is less than this times the largest one
     protected: float | None = None  # ||h||_1 from which a token keeps all; None: no token is protected
@@ -115,7 +115,7 @@ class Pruning:
 
 @dataclass(frozen=True)
 class LowRank:
-    """How a product of two thin matrices B^T A is stored: A [rank, in_features], B [rank, out_features].
+    """Storage of a product of two thin matrices B^T A: A [rank, in_features], B [rank, out_features].
 
     With less than 16 bits an entry is an integer times the scale of its group, consecutive entries of one row.
     """
@@ -168,27 +168,47 @@ class Correction:
 
 
 class Fisher(NamedTuple):
-    """What an error of a weight [out, in] matters to the model's loss, as a product: rows[i]^2 columns[j]^2."""
+    """Diagonal of the loss's Fisher matrix for a weight [out, in], as a product: rows[i]^2 columns[j]^2."""
 
     rows: Tensor  # [out] float32, positive
     columns: Tensor  # [in] float32, positive
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """A quantized weight [out_features, in_features] in the form that goes to disk.
+class Stored:
+    """Storage of a weight: a format and its `Params`, the transforms around the matrix, and what is beside it.
 
-    `params` is the `Params` dataclass of the format; `tensors` are exactly the stored tensors, those of `ops` and of
-    `lowrank` included. The low-rank part is added to the stored matrix inside of the operations: Out (M + B^T A) In.
+    The low-rank part is added to the stored matrix inside of the transforms: Out (M + B^T A) In. The functions of
+    compress/formats tell its tensors and bytes, formats/stored.py writes and reads it.
     """
 
     format: str
     params: Any
-    tensors: dict[str, Tensor]
-    shape: tuple[int, int]
-    ops: Ops = NO_OPS
+    ops: WeightTransforms = NO_TRANSFORMS
     activations: Activations | None = None
     lowrank: LowRank | None = None
+
+    @property
+    def has_in_scale(self) -> bool:
+        """Whether the inputs are quantized by a static scale, which is stored."""
+        return self.activations is not None and self.activations.scale == "tensor"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight [out_features, in_features] in the form that goes to disk; `tensors`: all that is stored."""
+
+    stored: Stored
+    tensors: dict[str, Tensor]
+    shape: tuple[int, int]
+
+    @property
+    def format(self) -> str:
+        return self.stored.format
+
+    @property
+    def params(self) -> Any:
+        return self.stored.params
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +222,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a rule decides for one linear: the method that chooses the codes and its settings (`Config`)."""
+    """Decision of a rule for one linear: the method that chooses the codes and its settings (`Config`)."""
 
     method: str  # how codes are chosen: a file of compress/quant; its settings stand beside it
     config: Any  # settings of the method
@@ -214,7 +234,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a weight method returns: the packed weight and what the report should say about how it went."""
+    """Result of a weight method: the packed weight, and notes for the report."""
 
     weight: PackedWeight
     notes: tuple[str, ...] = ()  # fallbacks, retries; each one sentence
@@ -222,16 +242,12 @@ class Quantized:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The decision for one linear, with its exact stored bytes."""
+    """Decision for one linear, with its exact stored bytes."""
 
     spec: LinearSpec
     scheme: Scheme
-    format: str
-    params: Any
+    stored: Stored
     nbytes: int
-    ops: Ops = NO_OPS
-    activations: Activations | None = None
-    lowrank: LowRank | None = None
 
     @property
     def bpw(self) -> float:
@@ -240,7 +256,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided before a weight is touched."""
+    """All that is decided before a weight is touched."""
 
     layers: tuple[LayerPlan, ...]
     kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
@@ -265,13 +281,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What happened to one linear."""
+    """Report of one linear: how it is stored and how far it is from the original."""
 
     name: str
     shape: tuple[int, int]
     method: str
-    format: str
-    params: dict[str, Any]  # of the format, as config.json stores them
+    stored: Stored
     bpw: float
     nbytes: int
     weight_error: float  # ||W - Q||^2 / ||W||^2
@@ -279,16 +294,3 @@ class LayerReport:
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()
-    ops: Ops = NO_OPS
-    activations: Activations | None = None
-    lowrank: LowRank | None = None
-
-
-class Stored(NamedTuple):
-    """How a weight is stored: a format and its `Params`, the operations around it, and the low-rank part beside it."""
-
-    format: str
-    params: Any
-    ops: Ops = NO_OPS
-    activations: Activations | None = None
-    lowrank: LowRank | None = None

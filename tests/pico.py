@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress.formats import int as int_format
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 
 VOCAB_SIZE = 264  # 256 bytes, <eos>, and seven ids that no text produces
 EOS_ID = 256
@@ -151,4 +151,4 @@ def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int, symmetric
     codes = (grouped / scales[..., None] + zeros[..., None]).round().clamp(0, levels).to(torch.uint8)
     codes = codes.flatten(1)[:, : shape[1]]
     tensors = int_format.pack(codes, scales, None if symmetric else zeros.to(torch.uint8), params)
-    return PackedWeight("int", params, tensors, shape)
+    return PackedWeight(Stored("int", params), tensors, shape)

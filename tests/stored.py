@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress import formats
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 
 
 def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
@@ -23,8 +23,8 @@ def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
-    tensors = {name: draw(name, *spec) for name, spec in formats.specs(format, params, shape).items()}
-    return PackedWeight(format, params, tensors, shape)
+    tensors = {name: draw(name, *spec) for name, spec in formats.specs(Stored(format, params), shape).items()}
+    return PackedWeight(Stored(format, params), tensors, shape)
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress.errors import CheckpointError, NumericalError
+from compress.formats.stored import from_dict, from_table
 from compress.kernels import dispatch
 from compress.runtime import activation_quant as inputs
 from compress.runtime.activation_quant import LargestInput, fake_quantize, quantize, split
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressQuantizer, build_config, scheme
 from compress.runtime.linear import PackedLinear
-from compress.types import Activations, Ops, PackedWeight
+from compress.types import Activations, PackedWeight, Stored, WeightTransforms
 from pico import PICO, round_to_nearest
 
 BF16 = torch.bfloat16
@@ -198,8 +199,10 @@ def test_a_stored_scale_must_be_a_number_above_zero(bad: float) -> None:
 
 @each_kind
 def test_dictionaries_and_back(kind: Activations) -> None:
-    assert inputs.from_dict(inputs.to_dict(kind), "here") == kind
-    assert inputs.from_dict({}, "here") == Activations() and inputs.from_dict(None, "here") is None
+    assert from_table(Activations, dataclasses.asdict(kind), "here") == kind
+    assert from_table(Activations, {}, "here") == Activations()
+    entry = {"format": "dense", "params": {}, "activations": None}
+    assert from_dict(entry, "here").activations is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_dictionaries_and_back(kind: Activations) -> None:
 )
 def test_what_is_not_known_is_an_error(values: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"a.b: .*{message}"):
-        inputs.from_dict(values, "a.b")
+        from_dict({"format": "dense", "params": {}, "activations": values}, "a.b")
 
 
 def test_descriptions() -> None:
@@ -240,18 +243,19 @@ def test_descriptions() -> None:
 def layer_of(weight: PackedWeight, activations: Activations) -> PackedLinear:
     static = {"in_scale": IN_SCALE} if activations.scale == "tensor" else {}
     tensors = {key: tensor.clone() for key, tensor in {**weight.tensors, **static}.items()}
-    return PackedLinear.from_packed(dataclasses.replace(weight, tensors=tensors, activations=activations))
+    stored = dataclasses.replace(weight.stored, activations=activations)
+    return PackedLinear.from_packed(PackedWeight(stored, tensors, weight.shape))
 
 
 def test_inputs_are_quantized_after_the_operations_on_them() -> None:
     weight = round_to_nearest(random(32, 64), 8, -1)
     signs = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    around = Ops(("signs", "hadamard"), ())
-    packed = PackedWeight("int", weight.params, {**weight.tensors, "in_signs": signs}, (32, 64), around, FOUR)
+    around = WeightTransforms(("signs", "hadamard"), ())
+    packed = PackedWeight(Stored("int", weight.params, around, FOUR), {**weight.tensors, "in_signs": signs}, (32, 64))
     layer, plain = PackedLinear.from_packed(packed, random(32)), layer_of(weight, FOUR)
     x = random(5, 64)
     assert layer.bias is not None
-    turned = dispatch.before(x, around, layer.stored)
+    turned = dispatch.before(x, around, layer.tensors)
     assert torch.equal(layer(x), plain(turned) + layer.bias)
     assert not torch.allclose(layer(x), F.linear(x, layer.dequantize(torch.float32), layer.bias), atol=1e-2)
 
@@ -259,7 +263,7 @@ def test_inputs_are_quantized_after_the_operations_on_them() -> None:
 def test_a_layer_goes_and_comes_back() -> None:
     layer = layer_of(round_to_nearest(random(32, 64), 4, -1), STATIC)
     back = layer.packed()
-    assert back.activations == STATIC and torch.equal(back.tensors["in_scale"], IN_SCALE)
+    assert back.stored.activations == STATIC and torch.equal(back.tensors["in_scale"], IN_SCALE)
     assert layer.state_dict().keys() == {"words4", "scales", "in_scale"}
     moved = copy.deepcopy(layer).to(BF16)
     assert moved.get_parameter("in_scale").dtype == torch.float32 and not moved.get_parameter("in_scale").requires_grad
@@ -304,9 +308,9 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
             weight, kind = round_to_nearest(module.weight, 8, -1), kind_of(name)
             tensors = {**weight.tensors, **({"in_scale": IN_SCALE} if kind == STATIC else {})}
             tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-            packed[name] = PackedWeight("int", weight.params, tensors, weight.shape, activations=kind)
+            packed[name] = PackedWeight(Stored("int", weight.params, activations=kind), tensors, weight.shape)
             model.set_submodule(name, PackedLinear.from_packed(packed[name], module.bias))
-    config = build_config(packed)
+    config = build_config({name: w.stored for name, w in packed.items()})
     model.hf_quantizer, model.config.quantization_config = CompressQuantizer(config), config
     return model
 
@@ -332,7 +336,7 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     for path, module in loaded.named_modules():
         if isinstance(module, PackedLinear):
             assert module.activations == kind_of(path)
-            assert ("in_scale" in module.stored) == (module.activations == STATIC)
+            assert ("in_scale" in module.tensors) == (module.activations == STATIC)
     for module in loaded.modules():  # the inputs do matter
         if isinstance(module, PackedLinear):
             module.activations = None
@@ -349,17 +353,17 @@ def test_the_list_says_what_differs() -> None:
     weight = round_to_nearest(random(8, 16), 8, -1)
     kinds = {"a": EIGHT, "b": EIGHT, "c": None, "d": STATIC}
     packed = {
-        name: PackedWeight("int", weight.params, weight.tensors, (8, 16), activations=kind)
+        name: PackedWeight(Stored("int", weight.params, activations=kind), weight.tensors, (8, 16))
         for name, kind in kinds.items()
     }
-    config = build_config(packed)
+    config = build_config({name: w.stored for name, w in packed.items()})
     assert config.default["activations"] == {"bits": 8, "scale": "token", "clip": 1.0, "dtype": "int"}
     assert config.modules["a"] == config.modules["b"] == {}
     assert config.modules["c"] == {"activations": None}
     assert config.modules["d"] == {"activations": {"bits": 8, "scale": "tensor", "clip": 1.0, "dtype": "int"}}
     again = type(config).from_dict(json.loads(json.dumps(config.to_dict())))
     assert {name: scheme(again, name).activations for name in kinds} == kinds
-    plain = build_config({"c": packed["c"]})
+    plain = build_config({"c": packed["c"].stored})
     assert plain.default.keys() == {"format", "params"} and scheme(plain, "c").activations is None
 
 

@@ -242,7 +242,9 @@ def test_the_factors_of_a_packed_linear_can_be_trained_in_place(dtype: torch.dty
     part = lowrank.pack(problems.random(5, 96, seed=1), problems.random(5, 48, seed=2), kind)
     weight = round_to_nearest(problems.random(*shape), 4, 32)
     tensors = {**weight.tensors, **{lowrank.PREFIX + name: tensor for name, tensor in part.items()}}
-    layer = PackedLinear.from_packed(dataclasses.replace(weight, tensors=tensors, lowrank=kind))
+    layer = PackedLinear.from_packed(
+        dataclasses.replace(weight, tensors=tensors, stored=dataclasses.replace(weight.stored, lowrank=kind))
+    )
     x = problems.random(3, 96, seed=3).to(dtype)
     with torch.no_grad():
         before = layer(x)  # factors are in the cache

@@ -71,7 +71,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.
     model = PICO["llama"]()
     weight = round_to_nearest(model.model.layers[0].mlp.up_proj.weight, 4, 32)
     model.model.layers[0].mlp.up_proj = PackedLinear.from_packed(weight)
-    config = build_config({"model.layers.0.mlp.up_proj": weight})
+    config = build_config({"model.layers.0.mlp.up_proj": weight.stored})
     model.hf_quantizer, model.config.quantization_config = CompressQuantizer(config), config
     model.save_pretrained(directory)
     with torch.no_grad():

@@ -14,7 +14,9 @@ from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import codebook
 from compress.formats.codebook import Params, Parts
+from compress.formats.stored import params_from_dict
 from compress.numerics.packing import plane_widths
+from compress.types import Stored
 
 Settings = dict[str, object]
 CASES: list[tuple[tuple[int, int], Settings]] = [
@@ -155,7 +157,9 @@ def test_specs_and_codes_round_trip(shape: tuple[int, int], settings: Settings) 
     params, parts = example(shape, settings)
     tensors = codebook.pack(parts, params, shape)
     assert codebook.specs(params, shape) == {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}
-    assert formats.nbytes("codebook", params, shape) == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert formats.nbytes(Stored("codebook", params), shape) == sum(
+        t.numel() * t.element_size() for t in tensors.values()
+    )
     assert all(t.is_contiguous() for t in tensors.values())
     for found, codes in zip(codebook.unpack_codes(tensors, params, shape), parts.codes, strict=True):
         assert torch.equal(found.long(), codes)
@@ -181,7 +185,9 @@ def test_bytes_of_a_large_layer() -> None:
     params = Params((8,), 4, tile, group_columns=256, group_rows=256, permuted=True)
     side = 8 * (256 * 2 + 4096 * 2)
     assert tile == 128
-    assert 8 * formats.nbytes("codebook", params, (4096, 4096)) == 4096 * 4096 * (2 + 256 * 4 * 8 / 65536) + side
+    assert (
+        8 * formats.nbytes(Stored("codebook", params), (4096, 4096)) == 4096 * 4096 * (2 + 256 * 4 * 8 / 65536) + side
+    )
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 4 + 2), (1, 1), (2, 2), (4, 4)])
@@ -189,7 +195,7 @@ def test_bytes_of_factored_codebooks(rank: int, expected: int) -> None:
     """4096 x 4096 at 2 bits, a codebook for 256 weights: bytes of a codebook, and of what all of them share."""
     params = Params((2,), 1, 128, group_columns=256, group_rows=1, svd_rank=rank)
     shared = rank * (2 + 4 * 2)
-    assert formats.nbytes("codebook", params, (4096, 4096)) == 4096 * 4096 // 4 + 65536 * expected + shared
+    assert formats.nbytes(Stored("codebook", params), (4096, 4096)) == 4096 * 4096 // 4 + 65536 * expected + shared
 
 
 @pytest.mark.parametrize("bits", [(1,), (3,), (8,), (9,), (12,), (16,), (8, 3)])
@@ -232,9 +238,9 @@ def test_tiles_pad_least(bits: tuple[int, ...], columns: int) -> None:
 )
 def test_impossible_params_are_refused(change: Settings) -> None:
     good = {"bits": [8], "vector_dim": 4, "tile_words": 128}
-    assert formats.params_from_dict("codebook", good) == Params((8,), 4, 128)
+    assert params_from_dict("codebook", good) == Params((8,), 4, 128)
     with pytest.raises(CheckpointError, match=next(iter(change))):
-        formats.params_from_dict("codebook", {**good, **change})
+        params_from_dict("codebook", {**good, **change})
 
 
 def test_values_that_are_not_in_their_storage_type_are_an_error() -> None:

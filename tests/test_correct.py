@@ -18,7 +18,18 @@ from compress.lowrank import correct, factors
 from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
 from compress.run import memory_plan, plan, verify, write_checkpoint
-from compress.types import NO_OPS, Correction, Fisher, LayerPlan, LinearSpec, LowRank, PackedWeight, Quantized, Stats
+from compress.types import (
+    NO_TRANSFORMS,
+    Correction,
+    Fisher,
+    LayerPlan,
+    LinearSpec,
+    LowRank,
+    PackedWeight,
+    Quantized,
+    Stats,
+    Stored,
+)
 from pico import save_pico
 from runs import GPTQ, RTN, contents, job, report_of, stored_tensors
 
@@ -55,7 +66,7 @@ def test_after_the_rounding_the_best_of_that_rank_is_added(rank: int, tokens: in
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in base.tensors.items())
     best = truncated(weight - problems.decoded(base).float(), stats.hessian, rank).losses
     assert loss(weight, found, stats) == pytest.approx(best[rank].item(), rel=1e-3, abs=1e-5 * best[0].item())
-    assert found.lowrank == LowRank(rank) and found.nbytes == base.nbytes + 2 * rank * sum(SHAPE)
+    assert found.stored.lowrank == LowRank(rank) and found.nbytes == base.nbytes + 2 * rank * sum(SHAPE)
 
 
 def test_before_the_rounding_is_better_still() -> None:
@@ -227,7 +238,8 @@ def test_statistics_are_collected_for_a_correction_alone() -> None:
     spec = LinearSpec("a.b", SHAPE, torch.float32, 0, "a.b")
     chosen = recipe.load("int8", ["lowrank={rank: 4}"]).quantize
     params = plugins.load("quant", "rtn").plan_params(chosen.config, SHAPE)
-    layer = LayerPlan(spec, chosen, "int", params, formats.nbytes("int", params, SHAPE))
+    stored = Stored("int", params)
+    layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, SHAPE))
     assert list(memory_plan.readers([layer])) == ["a.b"]
     blind = dataclasses.replace(chosen, lowrank=Correction(4, metric="none"))
     assert not memory_plan.readers([dataclasses.replace(layer, scheme=blind)])
@@ -289,4 +301,4 @@ def test_a_rotated_basis_has_no_gradients() -> None:
     with pytest.raises(RecipeError, match="q_proj: metric fisher is not known in a rotated basis"):
         spec = LinearSpec("q_proj", SHAPE, torch.float32, 0, "x")
         chosen = recipe.load("int8", ["lowrank={rank: 4, metric: fisher}", "incoherence=true"]).quantize
-        plan._layer(spec, chosen, plugins.load("quant", "rtn"), NO_OPS)
+        plan._layer(spec, chosen, plugins.load("quant", "rtn"), NO_TRANSFORMS)

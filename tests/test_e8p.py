@@ -13,7 +13,7 @@ import problems
 from compress import formats
 from compress.formats import e8p as e8p_format
 from compress.quant import e8p, feedback, gptq, sweeps
-from compress.types import PackedWeight, Stats
+from compress.types import PackedWeight, Stats, Stored
 
 CPU = torch.device("cpu")
 MAGNITUDES: list[list[float]] = e8p_format.magnitudes().tolist()
@@ -26,7 +26,7 @@ def layer(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Stats]:
 def quantize(weight: Tensor, stats: Stats, **settings: float) -> PackedWeight:
     result = e8p.quantize(weight, stats, e8p.Config(**settings))  # type: ignore[arg-type]
     assert result.notes == ()
-    assert result.weight.nbytes == formats.nbytes("e8p", result.weight.params, result.weight.shape)
+    assert result.weight.nbytes == formats.nbytes(Stored("e8p", result.weight.params), result.weight.shape)
     return result.weight
 
 

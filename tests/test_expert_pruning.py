@@ -157,7 +157,7 @@ def pack(name: str, prunings: dict[str, Pruning]) -> PreTrainedModel:
         if isinstance(module, nn.Linear) and ".experts." in path:
             packed[path] = round_to_nearest(module.weight, 4, 32)
             model.set_submodule(path, PackedLinear.from_packed(packed[path]))
-    config = build_config(packed, prunings)
+    config = build_config({name: w.stored for name, w in packed.items()}, prunings)
     model.hf_quantizer, model.config.quantization_config = CompressQuantizer(config), config
     for path, pruning in prunings.items():
         model.get_submodule(path).pruning = pruning
@@ -215,8 +215,11 @@ def test_a_dequantized_model_has_all_experts_again(saved: tuple[PreTrainedModel,
 
 def test_without_pruning_the_configuration_is_as_before() -> None:
     packed = {"linear": round_to_nearest(torch.ones(32, 32), 4, 32)}
-    assert "experts" not in build_config(packed).to_dict() and "experts" not in CompressConfig(experts={}).to_dict()
-    config = build_config(packed, PRUNINGS).to_dict()
+    assert (
+        "experts" not in build_config({name: w.stored for name, w in packed.items()}).to_dict()
+        and "experts" not in CompressConfig(experts={}).to_dict()
+    )
+    config = build_config({name: w.stored for name, w in packed.items()}, PRUNINGS).to_dict()
     assert config["experts"] == {
         FIRST: {"threshold": 0.8, "protected": None, "taken": 1.0},
         SECOND: {"threshold": 0.7, "protected": 52.0, "taken": 0.25},

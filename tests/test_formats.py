@@ -18,7 +18,8 @@ from compress import formats, plugins
 from compress.errors import CheckpointError
 from compress.formats import dense
 from compress.formats import int as int_format
-from compress.types import PackedWeight
+from compress.formats.stored import params_from_dict
+from compress.types import PackedWeight, Stored
 
 FORMATS = plugins.names("formats")
 METHODS = plugins.names("quant")
@@ -55,7 +56,7 @@ def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
         asked = [(method, settings) for key, method in writers.items() for settings in ({}, *VARIANTS.get(key, ()))]
         return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked]
     module = plugins.load("formats", name)
-    return [PackedWeight(name, module.Params(), module.pack(weight, module.Params()), shape)]
+    return [PackedWeight(Stored(name, module.Params()), module.pack(weight, module.Params()), shape)]
 
 
 def stored(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -70,7 +71,7 @@ def test_specs_tell_exactly_what_is_stored(name: str, shape: tuple[int, int]) ->
         assert formats.get(name).specs(packed.params, shape) == stored(packed.tensors)
         assert all(tensor.is_contiguous() for tensor in packed.tensors.values())
         on_disk = sum(len(bytes(tensor.untyped_storage())) for tensor in packed.tensors.values())
-        assert formats.nbytes(name, packed.params, shape) == packed.nbytes == on_disk
+        assert formats.nbytes(Stored(name, packed.params), shape) == packed.nbytes == on_disk
         assert packed.bpw == 8 * on_disk / math.prod(shape)
 
 
@@ -89,13 +90,13 @@ def test_decode_rounds_once_to_the_wanted_type(name: str, dtype: torch.dtype) ->
 def test_params_go_through_json(name: str) -> None:
     for packed in samples(name, (16, 128)):
         values = json.loads(json.dumps(dataclasses.asdict(packed.params)))
-        assert formats.params_from_dict(name, values) == packed.params
-        with pytest.raises(CheckpointError, match="unknown parameters .*'colour'"):
-            formats.params_from_dict(name, {**values, "colour": 1})
+        assert params_from_dict(name, values) == packed.params
+        with pytest.raises(CheckpointError, match="unknown keys .*'colour'"):
+            params_from_dict(name, {**values, "colour": 1})
         required = [f.name for f in dataclasses.fields(packed.params) if f.default is dataclasses.MISSING]
         for key in required:
             with pytest.raises(CheckpointError, match=key):
-                formats.params_from_dict(name, {k: v for k, v in values.items() if k != key})
+                params_from_dict(name, {k: v for k, v in values.items() if k != key})
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(packed.params, next(iter(values)), 0)
 
@@ -113,9 +114,9 @@ def test_unknown_formats_are_checkpoint_errors(name: str) -> None:
 )
 def test_int_refuses_impossible_params(change: dict[str, object]) -> None:
     good = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 128}
-    assert formats.params_from_dict("int", good) == int_format.Params(4, 128, True, 128)
+    assert params_from_dict("int", good) == int_format.Params(4, 128, True, 128)
     with pytest.raises(CheckpointError, match=next(iter(change))):
-        formats.params_from_dict("int", {**good, **change})
+        params_from_dict("int", {**good, **change})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -126,7 +127,7 @@ def test_dense_keeps_the_weight(dtype: str) -> None:
     assert torch.equal(dense.decode(tensors, dense.Params(dtype), (7, 5), torch.float64), tensors["values"].double())
     assert torch.equal(tensors["values"], weight.to(getattr(torch, dtype)))
     with pytest.raises(CheckpointError, match="float8"):
-        formats.params_from_dict("dense", {"dtype": "float8"})
+        params_from_dict("dense", {"dtype": "float8"})
 
 
 # The `int` format.
@@ -253,9 +254,11 @@ def test_int_shards_are_slices(bits: int, symmetric: bool) -> None:
 def test_int_bytes_of_a_real_layer() -> None:
     """4-bit, groups of 128, 4096 x 4096: 4.125 bits a weight, 4.15625 with zero points."""
     shape, codes = (4096, 4096), 4096 * 4096 // 2
-    assert formats.nbytes("int", int_params(4, 128, True, 4096), shape) == codes + 4096 * 32 * 2
-    assert formats.nbytes("int", int_params(4, 128, False, 4096), shape) == codes + 4096 * 32 * 2 + 4096 * 32 // 2
-    assert formats.nbytes("int", int_params(3, -1, True, 4096), shape) == 4096 * 4096 * 3 // 8 + 4096 * 2
+    assert formats.nbytes(Stored("int", int_params(4, 128, True, 4096)), shape) == codes + 4096 * 32 * 2
+    assert (
+        formats.nbytes(Stored("int", int_params(4, 128, False, 4096)), shape) == codes + 4096 * 32 * 2 + 4096 * 32 // 2
+    )
+    assert formats.nbytes(Stored("int", int_params(3, -1, True, 4096)), shape) == 4096 * 4096 * 3 // 8 + 4096 * 2
 
 
 @pytest.mark.parametrize(

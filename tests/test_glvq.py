@@ -9,7 +9,7 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.quant import feedback, glvq, gptq, sweeps
-from compress.types import PackedWeight, Stats
+from compress.types import PackedWeight, Stats, Stored
 
 
 def layer(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Stats]:
@@ -21,7 +21,7 @@ def quantize(weight: Tensor, stats: Stats, **settings: float) -> PackedWeight:
     assert result.notes == ()
     packed = result.weight
     assert packed.params == glvq.plan_params(glvq.Config(**settings), packed.shape)  # type: ignore[arg-type]
-    assert packed.nbytes == formats.nbytes("lattice", packed.params, packed.shape)
+    assert packed.nbytes == formats.nbytes(Stored("lattice", packed.params), packed.shape)
     return packed
 
 

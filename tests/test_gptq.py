@@ -12,7 +12,7 @@ import problems
 from compress.calib.stats import HessianSum
 from compress.errors import NumericalError
 from compress.quant import gptq, grid, rtn
-from compress.types import PackedWeight, Stats
+from compress.types import PackedWeight, Stats, Stored
 
 ROWS, COLUMNS = 8, 72
 
@@ -340,7 +340,7 @@ def packed_row(values: Tensor) -> PackedWeight:
     from compress.formats import dense
 
     params = dense.Params("float32")
-    return PackedWeight("dense", params, dense.pack(values, params), (values.shape[0], values.shape[1]))
+    return PackedWeight(Stored("dense", params), dense.pack(values, params), (values.shape[0], values.shape[1]))
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e6])

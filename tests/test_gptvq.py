@@ -11,7 +11,7 @@ from compress import formats
 from compress.formats import codebook
 from compress.numerics.linalg import upper_factor
 from compress.quant import codebooks, gptq, gptvq
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 Settings = dict[str, int | float | bool | str]
 TINY = [(64, 64), (24, 50), (96, 32), (33, 50), (50, 33), (3, 7), (1, 1), (1, 40), (40, 1)]
@@ -28,7 +28,7 @@ def quantize(weight: Tensor, stats: Stats, seed: int = 0, **settings: float | st
     result = gptvq.quantize(weight, stats, config, seed)
     params = gptvq.plan_params(config, result.weight.shape)
     assert result.weight.params == params
-    assert formats.nbytes("codebook", params, result.weight.shape) == result.weight.nbytes
+    assert formats.nbytes(Stored("codebook", params), result.weight.shape) == result.weight.nbytes
     return result
 
 

@@ -20,9 +20,10 @@ from compress.model.skeleton import Skeleton
 from compress.quant import gptq, incoherence, rtn
 from compress.run import job as jobs
 from compress.run import memory_plan, plan, prepare, report, verify
+from compress.run.report import from_dict
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from compress.types import NO_OPS, LinearSpec, PackedWeight, Quantized, Stats
+from compress.types import NO_TRANSFORMS, LinearSpec, PackedWeight, Quantized, Stats
 from pico import PICO
 from runs import GPTQ, RTN, Setup, contents, job, report_of, stored_tensors
 
@@ -62,7 +63,7 @@ def test_a_reloaded_model_equals_the_decoded_one(
     assert all(row["format"].endswith(" hadamard") for row in report["plan"])
     model = AutoModelForCausalLM.from_pretrained(out)
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    assert len(layers) == len(report["layers"]) and all(layer.ops == incoherence.OPS for layer in layers)
+    assert len(layers) == len(report["layers"]) and all(layer.stored.ops == incoherence.OPS for layer in layers)
     with torch.no_grad():
         packed, original = model(IDS).logits, PICO[name]()(IDS).logits
         decoded = model.dequantize(torch.float32)(IDS).logits
@@ -76,11 +77,10 @@ def test_errors_are_those_of_the_weight_that_is_decoded(run: Callable[[str], Pat
     out, source = run("llama"), PICO["llama"]()
     tensors = stored_tensors(out)
     for row in report_of(out)["layers"]:
-        params = formats.params_from_dict(row["format"], row["params"])
-        around, shape = transforms.from_dict(row["ops"], "x"), (row["shape"][0], row["shape"][1])
-        own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around)}
+        layer = from_dict(row)
+        own = {key: tensors[f"{layer.name}.{key}"] for key in formats.specs(layer.stored, layer.shape)}
         weight = source.get_submodule(row["name"]).get_parameter("weight").detach()
-        decoded = formats.decode(PackedWeight(row["format"], params, own, shape, around), torch.float32)
+        decoded = formats.decode(PackedWeight(layer.stored, own, layer.shape), torch.float32)
         error = float((decoded - weight).square().sum() / weight.square().sum())
         assert error == pytest.approx(row["weight_error"], rel=1e-4) and 0 < error < 0.03
         assert row["nbytes"] == sum(t.nbytes for t in own.values()) and 0 < row["output_error"] < 0.02
@@ -100,7 +100,7 @@ def test_a_configuration_of_a_newer_version_is_one_clear_line(run: Callable[[str
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["default"]["ops"]["input"].append("spin")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="operation 'spin' is unknown to this version; upgrade compress"):
+    with pytest.raises(CheckpointError, match="transform 'spin' is unknown to this version; upgrade compress"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -198,13 +198,13 @@ def test_methods_without_statistics_are_rotated_too(pico_dir: Callable[..., Path
 
 def test_sizes_without_a_hadamard_matrix_are_noted(pico_dir: Callable[..., Path]) -> None:
     layer = plan.make(ROTATED.load(), Skeleton(open_checkpoint(pico_dir("llama")))).layers[0]
-    assert incoherence.notes(layer) == () and layer.ops == incoherence.OPS
+    assert incoherence.notes(layer) == () and layer.stored.ops == incoherence.OPS
     odd = dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, shape=(50, 33)))
     assert incoherence.notes(odd) == (
         "no Hadamard matrix of size 50 is known here: a Hartley matrix of 25 is used",
         "no Hadamard matrix of size 33 is known here: a Hartley matrix of 33 is used",
     )
-    assert incoherence.notes(dataclasses.replace(odd, ops=NO_OPS)) == ()
+    assert incoherence.notes(dataclasses.replace(odd, stored=dataclasses.replace(odd.stored, ops=NO_TRANSFORMS))) == ()
 
 
 # ---------------------------------------------------------------- plans
@@ -254,7 +254,8 @@ def test_rotation_is_counted_in_memory(pico_dir: Callable[..., Path], monkeypatc
     buffers = 4 * incoherence.BUFFERS * incoherence.CHUNK
     assert incoherence.workspace(layer, False) == 4 * 4096 * 2048 + buffers
     assert incoherence.workspace(layer, True) == 4 * (4096 * 2048 + 2048**2) + buffers
-    assert incoherence.workspace(dataclasses.replace(layer, ops=NO_OPS), True) == 0
+    bare = dataclasses.replace(layer, stored=dataclasses.replace(layer.stored, ops=NO_TRANSFORMS))
+    assert incoherence.workspace(bare, True) == 0
 
 
 # ---------------------------------------------------------------- resumed

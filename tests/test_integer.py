@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
 from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
-from compress.types import Activations, PackedWeight
+from compress.types import Activations, PackedWeight, Stored
 from pico import round_to_nearest
 
 BF16 = torch.bfloat16
@@ -51,13 +52,13 @@ def int_weight(shape: tuple[int, int], bits: int, group: int, codes: Tensor | No
         codes = torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
     count = 1 if group == -1 else -(-shape[1] // group)
     scales = (0.01 + torch.rand(shape[0], count, generator=generator)).half().float()
-    return PackedWeight("int", params, int_format.pack(codes, scales, None, params), shape)
+    return PackedWeight(Stored("int", params), int_format.pack(codes, scales, None, params), shape)
 
 
 def layer_of(weight: PackedWeight, activations: Activations, bias: bool = False) -> PackedLinear:
     static = IN_SCALE if activations.scale == "tensor" else {}
     packed = PackedWeight(
-        weight.format, weight.params, {**weight.tensors, **static}, weight.shape, weight.ops, activations
+        dataclasses.replace(weight.stored, activations=activations), {**weight.tensors, **static}, weight.shape
     )
     return PackedLinear.from_packed(packed, random(weight.shape[0], seed=1) if bias else None)
 
@@ -69,7 +70,7 @@ def product_of(weight: PackedWeight, activations: Activations) -> integer.Produc
 def reference(layer: PackedLinear, x: Tensor) -> Tensor:
     """s q times the decoded weight, in float64."""
     assert layer.activations is not None
-    q, scale = quantize(x, layer.activations, layer.stored.get("in_scale"))
+    q, scale = quantize(x, layer.activations, layer.tensors.get("in_scale"))
     return q.double() * scale.double() @ formats.decode_stored(layer.packed(), torch.float64).T
 
 
@@ -122,7 +123,7 @@ def test_sums_are_exact_to_the_last_unit(bits: int, group: int, tokens: int, ext
     x[:, 0] = 127
     params = int_format.Params(bits, group, True, int_format.tile_words(bits, group, shape[1]))
     count = 1 if group == -1 else 3
-    packed = PackedWeight("int", params, int_format.pack(codes, torch.ones(20, count), None, params), shape)
+    packed = PackedWeight(Stored("int", params), int_format.pack(codes, torch.ones(20, count), None, params), shape)
     expected = x.double() @ (codes.double() - 2 ** (bits - 1)).T
     assert torch.equal(layer_of(packed, INT8)(x).double(), expected)
 
@@ -263,10 +264,10 @@ import torch
 from compress.formats import int as int_format
 from compress.runtime import integer
 from compress.runtime.linear import PackedLinear
-from compress.types import Activations, PackedWeight
+from compress.types import Activations, PackedWeight, Stored
 params = int_format.Params(8, -1, True, 128)
 weight = int_format.pack(torch.full((64, 256), 255, dtype=torch.uint8), torch.ones(64, 1), None, params)
-layer = PackedLinear.from_packed(PackedWeight("int", params, weight, (64, 256), activations=Activations()))
+layer = PackedLinear.from_packed(PackedWeight(Stored("int", params, activations=Activations()), weight, (64, 256)))
 print(integer.describe("int", params, (64, 256), Activations(), "cpu"))
 print(layer(torch.full((3, 256), 2.0)).unique().tolist())
 """
@@ -292,7 +293,7 @@ def test_a_cpu_whose_byte_products_saturate_is_found_out() -> None:
 @pytest.mark.parametrize("kind", [INT8, INT4, FP8, STATIC], ids=inputs.describe)
 def test_other_weights_are_multiplied_with_what_the_inputs_become(kind: Activations, dtype: torch.dtype) -> None:
     values = dense.Params("float32")
-    plain = PackedWeight("dense", values, dense.pack(random(40, 64), values), (40, 64))
+    plain = PackedWeight(Stored("dense", values), dense.pack(random(40, 64), values), (40, 64))
     for weight in (plain, round_to_nearest(random(40, 64), 4, 32), round_to_nearest(random(40, 64), 3, -1, False)):
         layer, x = layer_of(weight, kind, bias=True).to(dtype), random(5, 64, dtype=dtype)
         y, expected = layer(x), reference(layer, x) + layer.bias.double()
@@ -388,6 +389,6 @@ def test_a_layer_compiles_whole(bits: int, group: int, kind: Activations) -> Non
 def test_the_operator_keeps_its_promises(kind: Activations) -> None:
     weight = int_weight((32, 128), 4, 64)
     in_scale = IN_SCALE["in_scale"] if kind == STATIC else None
-    texts = dispatch.described(weight.format, weight.params, weight.shape), json.dumps(inputs.to_dict(kind))
+    texts = dispatch.described(weight.format, weight.params, weight.shape), json.dumps(dataclasses.asdict(kind))
     given = (random(5, 128), list(weight.tensors.values()), in_scale, *texts)
     torch.library.opcheck(integer.linear, given, test_utils=("test_schema", "test_faketensor"))

@@ -21,7 +21,7 @@ from compress.formats import int as int_format
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, CompressQuantizer, build_config, register, scheme, swap
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 from pico import PICO, round_to_nearest
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, nn.Linear) and name != "lm_head":
             packed[name] = _weight(name, module.weight.detach())
             model.set_submodule(name, PackedLinear.from_packed(packed[name], module.bias))
-    config = build_config(packed)
+    config = build_config({name: w.stored for name, w in packed.items()})
     model.hf_quantizer, model.config.quantization_config = CompressQuantizer(config), config
     return model
 
@@ -47,7 +47,7 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
 def _weight(name: str, weight: Tensor) -> PackedWeight:
     if name.endswith(("1.self_attn.o_proj", "1.self_attn.out_proj")):
         params = dense.Params("float16")
-        return PackedWeight("dense", params, dense.pack(weight, params), (weight.shape[0], weight.shape[1]))
+        return PackedWeight(Stored("dense", params), dense.pack(weight, params), (weight.shape[0], weight.shape[1]))
     return round_to_nearest(weight, 3, 32, False) if "down_proj" in name else round_to_nearest(weight, 4, 32)
 
 
@@ -140,8 +140,8 @@ def test_another_dtype_leaves_the_stored_tensors_alone(dtype: torch.dtype, packe
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             other = loaded.get_submodule(name)
-            assert all(torch.equal(t, other.stored[key]) for key, t in module.stored.items())
-            assert all(t.dtype == other.stored[key].dtype for key, t in module.stored.items())
+            assert all(torch.equal(t, other.tensors[key]) for key, t in module.tensors.items())
+            assert all(t.dtype == other.tensors[key].dtype for key, t in module.tensors.items())
             assert other.bias is None or other.bias.dtype == dtype
     assert logits(loaded).dtype == dtype
     error = (logits(loaded).float() - logits(model)).norm() / logits(model).norm()
@@ -163,7 +163,7 @@ def test_a_packed_head(tmp_path: Path) -> None:
     model = PICO["llama"]()
     weight = round_to_nearest(model.lm_head.weight, 8, 32)
     model.lm_head = PackedLinear.from_packed(weight)
-    config = build_config({"lm_head": weight})
+    config = build_config({"lm_head": weight.stored})
     model.hf_quantizer, model.config.quantization_config = CompressQuantizer(config), config
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), logits(model))
@@ -203,11 +203,14 @@ def test_a_checkpoint_written_by_hand(tmp_path: Path) -> None:
     for name, module in pack(model).named_modules():
         if isinstance(module, PackedLinear):
             packed[name] = module
-            tensors |= {f"{name}.{key}": tensor for key, tensor in module.stored.items()}
+            tensors |= {f"{name}.{key}": tensor for key, tensor in module.tensors.items()}
     save_file(tensors, tmp_path / "anything.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "anything.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {**model.config.to_dict(), "quantization_config": build_config(packed).to_dict()}
+    config = {
+        **model.config.to_dict(),
+        "quantization_config": build_config({name: w.stored for name, w in packed.items()}).to_dict(),
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert torch.equal(logits(load(tmp_path)), logits(model))
 
@@ -219,19 +222,17 @@ def test_the_most_common_scheme_is_the_default() -> None:
     four, three = int_format.Params(4, 32, True, 16), int_format.Params(3, 32, True, 16)
     shape = (16, 64)
     weights = {
-        "a": PackedWeight("int", three, {}, shape),
-        "b": PackedWeight("int", four, {}, shape),
-        "c": PackedWeight("int", four, {}, shape),
-        "d": PackedWeight("dense", dense.Params("float16"), {}, shape),
+        "a": PackedWeight(Stored("int", three), {}, shape),
+        "b": PackedWeight(Stored("int", four), {}, shape),
+        "c": PackedWeight(Stored("int", four), {}, shape),
+        "d": PackedWeight(Stored("dense", dense.Params("float16")), {}, shape),
     }
-    config = build_config(weights)
+    config = build_config({name: w.stored for name, w in weights.items()})
     assert config.default["params"]["bits"] == 4
     assert config.modules["b"] == config.modules["c"] == {}
     assert config.modules["a"].keys() == {"params"} and config.modules["d"].keys() == {"format", "params"}
     again = CompressConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert {name: scheme(again, name) for name in weights} == {
-        name: (w.format, w.params, w.ops, w.activations, w.lowrank) for name, w in weights.items()
-    }
+    assert {name: scheme(again, name) for name in weights} == {name: w.stored for name, w in weights.items()}
 
 
 def test_nothing_packed_is_an_empty_list() -> None:
@@ -273,9 +274,9 @@ def test_tables_of_other_shapes_are_errors() -> None:
         (lambda c: c.update(transforms=[]), r"unknown keys \['transforms'\].*upgrade compress"),
         (lambda c: c["default"].update(format="hologram"), "'hologram' is unknown.*upgrade compress"),
         (lambda c: c["default"].update(format="../int"), "not a valid name"),
-        (lambda c: c["default"]["params"].update(colour=1), "unknown parameters"),
+        (lambda c: c["default"]["params"].update(colour=1), "unknown keys"),
         (lambda c: c["default"]["params"].update(bits=11), "bits 11"),
-        (lambda c: c["default"].update(ops={"input": ["spin"]}), "operation 'spin' is unknown to this version"),
+        (lambda c: c["default"].update(ops={"input": ["spin"]}), "transform 'spin' is unknown to this version"),
         (lambda c: c["default"].update(ops={"input": ["signs"]}), "_proj.in_signs is not in the checkpoint"),
         (lambda c: c.pop("default"), "needs just 'format' and 'params'"),
         (lambda c: c["modules"].update({"model.layers.7.mlp.up_proj": {}}), "no such module"),

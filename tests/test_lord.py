@@ -15,7 +15,7 @@ from compress.errors import RecipeError
 from compress.numerics.linalg import truncated
 from compress.quant import lord
 from compress.run import verify
-from compress.types import Stats
+from compress.types import Stats, Stored
 from pico import save_pico
 from runs import GPTQ, job, report_of
 
@@ -37,7 +37,7 @@ def test_parameters_are_the_share_that_was_asked_for(ratio: float) -> None:
         params = lord.plan_params(lord.Config(ratio), shape)
         share = params.rank * sum(shape) / (shape[0] * shape[1])
         assert share <= ratio < share + sum(shape) / (shape[0] * shape[1])
-        assert 8 * formats.nbytes("lowrank", params, shape) / (shape[0] * shape[1]) == pytest.approx(16 * share)
+        assert 8 * formats.nbytes(Stored("lowrank", params), shape) / (shape[0] * shape[1]) == pytest.approx(16 * share)
     assert lord.plan_params(lord.Config(0.001), SHAPE).rank == 1
 
 

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from compress import api, formats, recipe
 from compress.formats import transforms as ops
 from compress.run import verify
+from compress.run.report import from_dict
 from compress.runtime import activation_quant
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
-from compress.types import Ops, PackedWeight
+from compress.types import PackedWeight, WeightTransforms
 from pico import ODD, PICO, build, save_pico
 from runs import Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
 
@@ -70,21 +71,20 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 def stored_weight(tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> PackedWeight:
     """A reported layer as the files have it."""
-    params = formats.params_from_dict(row["format"], row["params"])
-    around, shape = ops.from_dict(row["ops"], row["name"]), (row["shape"][0], row["shape"][1])
-    inputs = activation_quant.from_dict(row["activations"], row["name"])
-    own = {key: tensors[f"{row['name']}.{key}"] for key in formats.specs(row["format"], params, shape, around, inputs)}
-    return PackedWeight(row["format"], params, own, shape, around, inputs)
+    layer = from_dict(row)
+    own = {key: tensors[f"{layer.name}.{key}"] for key in formats.specs(layer.stored, layer.shape)}
+    return PackedWeight(layer.stored, own, layer.shape)
 
 
 def quantize_inputs(linear: nn.Linear, weight: PackedWeight) -> None:
     """Make a plain linear round its inputs as the packed one does: behind the operations, which are turned back."""
-    assert weight.activations is not None
-    turn = ops.rotate(torch.eye(linear.in_features), Ops(weight.ops.input), weight.tensors)
+    activations, around = weight.stored.activations, weight.stored.ops
+    assert activations is not None
+    turn = ops.rotate(torch.eye(linear.in_features), WeightTransforms(around.input), weight.tensors)
 
     def rounded(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        x = ops.apply_input(inputs[0], weight.ops, weight.tensors)
-        return activation_quant.fake_quantize(x, weight.activations, weight.tensors.get("in_scale")) @ turn.T
+        x = ops.apply_input(inputs[0], around, weight.tensors)
+        return activation_quant.fake_quantize(x, activations, weight.tensors.get("in_scale")) @ turn.T
 
     linear.register_forward_pre_hook(rounded)
 
@@ -105,13 +105,14 @@ def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> di
                 parameter.copy_(model.get_parameter(name))
         for name, linear in decoded.items():
             linear.weight.copy_(formats.decode(packed[name], torch.float32))
-            if packed[name].activations is not None:
+            if packed[name].stored.activations is not None:
                 quantize_inputs(linear, packed[name])
         expected = original(IDS).logits
         found = model(IDS).logits
     assert not any(info.values()), info
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == len(packed)
-    rounding = 0.02 if any(weight.activations for weight in packed.values()) else 1e-4  # inputs between two integers
+    is_rounded = any(weight.stored.activations for weight in packed.values())
+    rounding = 0.02 if is_rounded else 1e-4  # inputs between two integers
     assert (found - expected).abs().max() < rounding * float(expected.abs().max())
     assert all(0 < row["weight_error"] < 0.5 and (row["output_error"] or 0) < 0.1 for row in report["layers"])
     return report

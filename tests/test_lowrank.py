@@ -14,11 +14,12 @@ import problems
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import lowrank, transforms
+from compress.formats.stored import from_dict
 from compress.kernels import dispatch
 from compress.quant.incoherence import OPS
 from compress.runtime.hf import CompressConfig, build_config, scheme
 from compress.runtime.linear import PackedLinear
-from compress.types import NO_OPS, Activations, LowRank, Ops, PackedWeight
+from compress.types import NO_TRANSFORMS, Activations, LowRank, PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest
 
 SHAPE = (48, 96)
@@ -37,14 +38,15 @@ def factors(shape: tuple[int, int] = SHAPE, rank: int = 5) -> tuple[Tensor, Tens
     return problems.random(rank, shape[1], seed=1), problems.random(rank, shape[0], seed=2) * 0.1
 
 
-def with_part(kind: LowRank, around: Ops = NO_OPS, activations: Activations | None = None) -> PackedWeight:
+def with_part(
+    kind: LowRank, around: WeightTransforms = NO_TRANSFORMS, activations: Activations | None = None
+) -> PackedWeight:
     """A 4-bit weight with a low-rank part beside it."""
     weight = round_to_nearest(problems.random(*SHAPE), 4, 32)
     part = {lowrank.PREFIX + name: tensor for name, tensor in lowrank.pack(*factors(), kind).items()}
     signs = {key: torch.full(size, 0x5A, dtype=kind) for key, (size, kind) in transforms.specs(around, SHAPE).items()}
-    return dataclasses.replace(
-        weight, tensors={**weight.tensors, **part, **signs}, ops=around, activations=activations, lowrank=kind
-    )
+    stored = Stored("int", weight.params, around, activations, kind)
+    return PackedWeight(stored, {**weight.tensors, **part, **signs}, weight.shape)
 
 
 def read(name: str, tensors: dict[str, Tensor], kind: LowRank, size: int) -> Tensor:
@@ -98,11 +100,11 @@ def test_no_scale_is_worse_than_that_of_the_largest_entry() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("around", [NO_OPS, OPS], ids=["plain", "rotated"])
-def test_the_part_is_counted_and_decoded(kind: LowRank, around: Ops) -> None:
+@pytest.mark.parametrize("around", [NO_TRANSFORMS, OPS], ids=["plain", "rotated"])
+def test_the_part_is_counted_and_decoded(kind: LowRank, around: WeightTransforms) -> None:
     weight = with_part(kind, around)
-    assert weight.nbytes == formats.nbytes("int", weight.params, SHAPE, around, lowrank=kind)
-    plain = formats.nbytes("int", weight.params, SHAPE, around)
+    assert weight.nbytes == formats.nbytes(weight.stored, SHAPE)
+    plain = formats.nbytes(Stored("int", weight.params, around), SHAPE)
     assert weight.nbytes - plain == sum(t.nbytes for k, t in weight.tensors.items() if k.startswith("lowrank_"))
     if kind.bits == 16:
         assert weight.nbytes - plain == 2 * kind.rank * sum(SHAPE)
@@ -114,10 +116,10 @@ def test_the_part_is_counted_and_decoded(kind: LowRank, around: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(), (1,), (2, 3), (200,)], ids=str)
-@pytest.mark.parametrize("around", [NO_OPS, OPS], ids=["plain", "rotated"])
+@pytest.mark.parametrize("around", [NO_TRANSFORMS, OPS], ids=["plain", "rotated"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_multiplies_by_the_whole_weight(
-    dtype: torch.dtype, rows: tuple[int, ...], around: Ops, bias: bool
+    dtype: torch.dtype, rows: tuple[int, ...], around: WeightTransforms, bias: bool
 ) -> None:
     weight = with_part(LowRank(5, 8), around)
     constant = problems.random(SHAPE[0], seed=4).to(dtype) if bias else None
@@ -132,7 +134,7 @@ def test_a_layer_multiplies_by_the_whole_weight(
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     assert (y.double() - expected).abs().max() < tolerance * expected.abs().max()
     back = layer.packed()
-    assert back.lowrank == weight.lowrank and back.tensors.keys() == weight.tensors.keys()
+    assert back.stored == weight.stored and back.tensors.keys() == weight.tensors.keys()
     plain = layer.to_linear(torch.float32)
     torch.testing.assert_close(plain.weight.detach(), formats.decode(weight, torch.float32))
 
@@ -177,17 +179,17 @@ def test_a_compiled_layer_is_the_same() -> None:
 
 def test_the_configuration_names_the_part() -> None:
     weights = {"a": with_part(LowRank(5)), "b": with_part(LowRank(5)), "c": round_to_nearest(torch.ones(48, 96), 4, 32)}
-    config = build_config(weights)
+    config = build_config({name: weight.stored for name, weight in weights.items()})
     again = CompressConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert [scheme(again, name).lowrank for name in "abc"] == [LowRank(5), LowRank(5), None]
-    assert "lowrank" not in build_config({"c": weights["c"]}).default
+    assert "lowrank" not in build_config({"c": weights["c"].stored}).default
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"rank": 5}, "lowrank needs"),
-        ([5], "lowrank needs"),
+        ({"rank": 5}, "lowrank has no bits, group_size, dtype"),
+        ([5], "lowrank is not a table"),
         ({"rank": 5, "bits": 3, "group_size": 64, "dtype": "float16"}, "bits 3 of a low-rank factor"),
         ({"rank": 0, "bits": 4, "group_size": 64, "dtype": "float16"}, "rank 0 is not positive"),
         ({"rank": 5, "bits": 4, "group_size": 64, "dtype": "float32"}, "dtype 'float32'"),
@@ -195,18 +197,18 @@ def test_the_configuration_names_the_part() -> None:
 )
 def test_a_part_that_cannot_be(values: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        lowrank.part_from_dict(values, "somewhere")
+        from_dict({"format": "dense", "params": {}, "lowrank": values}, "somewhere")
 
 
 def test_a_rank_above_the_dimension_is_one_clear_line() -> None:
     with pytest.raises(ValueError, match="rank 49 is above 48, the smaller side of the weight"):
-        formats.specs("int", with_part(LowRank(5)).params, SHAPE, lowrank=LowRank(49))
+        formats.specs(dataclasses.replace(with_part(LowRank(5)).stored, lowrank=LowRank(49)), SHAPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_format_is_multiplied_as_two_thin_matrices(dtype: torch.dtype) -> None:
     params = lowrank.Params(5)
-    weight = PackedWeight("lowrank", params, lowrank.pack(*factors(), params), SHAPE)
+    weight = PackedWeight(Stored("lowrank", params), lowrank.pack(*factors(), params), SHAPE)
     layer, x = PackedLinear.from_packed(weight), problems.random(2, 3, SHAPE[1], seed=3).to(dtype)
     assert dispatch.taken("lowrank", params, SHAPE, x)
     expected = x.double() @ formats.decode(weight, torch.float64).T

@@ -12,7 +12,7 @@ from compress.kernels import llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu import lowrank as kernel
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
@@ -77,7 +77,7 @@ def test_which_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_multiply", lambda *args: calls.append(args) or real(*args))  # type: ignore[func-returns-value]
     shape = (48, 96)
     params, tensors = stored(shape, 5)
-    layer = PackedLinear.from_packed(PackedWeight("lowrank", params, tensors, shape))
+    layer = PackedLinear.from_packed(PackedWeight(Stored("lowrank", params), tensors, shape))
     with torch.no_grad():
         for size, count in (((96,), 2), ((1, 1, 96), 4), ((2, 96), 4)):
             x = problems.random(*size, seed=2).bfloat16()

@@ -16,7 +16,7 @@ from compress.formats import lowrank
 from compress.kernels import dispatch, llvm
 from compress.runtime import integer
 from compress.runtime.linear import PackedLinear
-from compress.types import Activations, PackedWeight
+from compress.types import Activations, PackedWeight, Stored
 
 BF16 = torch.bfloat16
 
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 def lowrank_weight() -> PackedWeight:
     params = lowrank.Params(4, dtype="bfloat16")
     a, b = problems.random(4, 96), problems.random(4, 48, seed=1)
-    return PackedWeight("lowrank", params, lowrank.pack(a, b, params), (48, 96))
+    return PackedWeight(Stored("lowrank", params), lowrank.pack(a, b, params), (48, 96))
 
 
 WEIGHTS = {
@@ -41,7 +41,7 @@ def test_moving_a_layer_frees_the_tensors_that_a_kernel_was_given(name: str) -> 
     layer = PackedLinear.from_packed(WEIGHTS[name]())
     x = problems.random(1, layer.in_features).to(BF16)
     layer(x)
-    old = [StorageWeakRef(tensor.untyped_storage()) for tensor in layer.stored.values()]
+    old = [StorageWeakRef(tensor.untyped_storage()) for tensor in layer.tensors.values()]
     model = nn.Sequential(layer).to("meta")
     gc.collect()
     assert [ref.expired() for ref in old] == [True] * len(old)

@@ -19,7 +19,7 @@ from compress.quant import nf
 from compress.recipe import load
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 from pico import save_pico
 from runs import RTN, job, report_of
 
@@ -79,7 +79,7 @@ def test_sizes_are_what_is_stored() -> None:
 def test_bits_of_a_weight() -> None:
     packed = quantize(problems.random(256, 1024), bits=3, scale_bits=8, block_size=64, scale_block=256)
     assert packed.bpw == 3 + 8 / 64 + 32 / (64 * 256) + 32 / (256 * 1024)
-    assert formats.nbytes("nf", packed.params, (256, 1024)) == packed.nbytes
+    assert formats.nbytes(Stored("nf", packed.params), (256, 1024)) == packed.nbytes
 
 
 def test_errors_on_normal_weights() -> None:
@@ -115,5 +115,5 @@ def test_a_run(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_lq_lora_has_two_bits_where_attention_looks(name: str, few: set[str], pico_dir: Callable[..., Path]) -> None:
     made = plan.make(load("lq-lora2.75"), Skeleton(open_checkpoint(pico_dir(name))))
-    bits = {layer.spec.name.rpartition(".")[2]: layer.params.bits for layer in made.layers}
+    bits = {layer.spec.name.rpartition(".")[2]: layer.stored.params.bits for layer in made.layers}
     assert {end for end, count in bits.items() if count == 2} == few and set(bits.values()) == {2, 3}

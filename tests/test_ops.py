@@ -14,16 +14,23 @@ from compress.formats import dense, transforms
 from compress.kernels import dispatch, llvm
 from compress.runtime.hf import build_config, scheme
 from compress.runtime.linear import PackedLinear
-from compress.types import NO_OPS, Ops, PackedWeight
+from compress.types import NO_TRANSFORMS, PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest
 from problems import inputs, random
 
-BOTH = Ops(("signs", "hadamard"), ("hadamard", "signs"))
-VARIANTS = [BOTH, Ops(("signs",), ()), Ops((), ("signs",)), Ops(("hadamard",), ()), Ops((), ("hadamard",)), NO_OPS]
+BOTH = WeightTransforms(("signs", "hadamard"), ("hadamard", "signs"))
+VARIANTS = [
+    BOTH,
+    WeightTransforms(("signs",), ()),
+    WeightTransforms((), ("signs",)),
+    WeightTransforms(("hadamard",), ()),
+    WeightTransforms((), ("hadamard",)),
+    NO_TRANSFORMS,
+]
 SHAPES = [(64, 96), (24, 50), (33, 40), (1, 8), (172, 12)]
 
 
-def signs(ops_: Ops, shape: tuple[int, int]) -> dict[str, Tensor]:
+def signs(ops_: WeightTransforms, shape: tuple[int, int]) -> dict[str, Tensor]:
     sizes = {name: size for name, size in (("out_signs", shape[0]), ("in_signs", shape[1]))}
     wanted = transforms.specs(ops_, shape)
     return {name: transforms.pack_signs(random(size, seed=size) < 0) for name, size in sizes.items() if name in wanted}
@@ -33,7 +40,7 @@ def matrix(names: tuple[str, ...], size: int, bitmap: Tensor | None) -> Tensor:
     """The product of operations as a matrix [size, size], float64, from unit vectors."""
     result = torch.eye(size, dtype=torch.float64)
     for name in names:
-        result = transforms.OPS[name].forward(result.T, bitmap).T  # columns are the images of the unit vectors
+        result = transforms.TRANSFORMS[name].forward(result.T, bitmap).T  # columns are the images of the unit vectors
     return result
 
 
@@ -49,7 +56,7 @@ def test_signs_are_a_bitmap_with_the_lowest_bit_first(size: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("around", VARIANTS)
-def test_effective_is_out_m_in_and_rotate_undoes_it(around: Ops, shape: tuple[int, int]) -> None:
+def test_effective_is_out_m_in_and_rotate_undoes_it(around: WeightTransforms, shape: tuple[int, int]) -> None:
     stored, tensors = random(*shape), signs(around, shape)
     before = matrix(around.input, shape[1], tensors.get("in_signs"))
     after = matrix(around.output, shape[0], tensors.get("out_signs"))
@@ -60,7 +67,7 @@ def test_effective_is_out_m_in_and_rotate_undoes_it(around: Ops, shape: tuple[in
 
 
 @pytest.mark.parametrize("around", VARIANTS)
-def test_the_loss_is_the_same_in_either_basis(around: Ops) -> None:
+def test_the_loss_is_the_same_in_either_basis(around: WeightTransforms) -> None:
     x = inputs(300, 50)
     weight, other, tensors = random(24, 50), random(24, 50, seed=9), signs(around, (24, 50))
     hessian = (x.double().T @ x.double()).float()
@@ -89,24 +96,25 @@ def test_matrices_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- layers
 
 
-def packed(weight: Tensor, around: Ops, bits: int = 4, group: int = 32) -> PackedWeight:
+def packed(weight: Tensor, around: WeightTransforms, bits: int = 4, group: int = 32) -> PackedWeight:
     shape = (weight.shape[0], weight.shape[1])
-    stored = round_to_nearest(weight, bits, group)
-    return dataclasses.replace(stored, tensors={**stored.tensors, **signs(around, shape)}, ops=around)
+    rounded = round_to_nearest(weight, bits, group)
+    stored = dataclasses.replace(rounded.stored, ops=around)
+    return PackedWeight(stored, {**rounded.tensors, **signs(around, shape)}, shape)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (24, 50)])
 @pytest.mark.parametrize("around", VARIANTS)
-def test_a_layer_equals_its_decoded_weight(around: Ops, shape: tuple[int, int]) -> None:
+def test_a_layer_equals_its_decoded_weight(around: WeightTransforms, shape: tuple[int, int]) -> None:
     weight, bias, x = packed(random(*shape), around), random(shape[0], seed=3), random(2, 5, shape[1], seed=4)
     layer = PackedLinear.from_packed(weight, bias)
     plain = layer.to_linear(torch.float32)
     assert torch.equal(plain.weight, formats.decode(weight, torch.float32))
     y = layer(x)
     assert y.shape == (2, 5, shape[0]) and (y - plain(x)).abs().max() < 1e-5 * float(y.abs().max())
-    assert weight.nbytes == formats.nbytes("int", weight.params, shape, around)
+    assert weight.nbytes == formats.nbytes(Stored("int", weight.params, around), shape)
     again = layer.packed()
-    assert again.ops == around and again.tensors.keys() == weight.tensors.keys()
+    assert again.stored.ops == around and again.tensors.keys() == weight.tensors.keys()
     assert (around.input == () or "hadamard" not in around.input) or "hadamard" in repr(layer)
 
 
@@ -145,7 +153,9 @@ def test_gradients_pass_to_the_inputs() -> None:
 def test_decoding_leaves_a_dense_matrix_as_it_is() -> None:
     values = random(8, 12)
     params = dense.Params("float32")
-    weight = PackedWeight("dense", params, {**dense.pack(values, params), **signs(BOTH, (8, 12))}, (8, 12), BOTH)
+    weight = PackedWeight(
+        Stored("dense", params, BOTH), {**dense.pack(values, params), **signs(BOTH, (8, 12))}, (8, 12)
+    )
     first = formats.decode(weight, torch.float32)
     assert torch.equal(first, formats.decode(weight, torch.float32))
     assert torch.equal(formats.decode_stored(weight, torch.float32), values)
@@ -155,26 +165,26 @@ def test_decoding_leaves_a_dense_matrix_as_it_is() -> None:
 
 
 def test_the_configuration_names_the_operations() -> None:
-    plain, turned = packed(random(24, 50), NO_OPS), packed(random(24, 50), BOTH)
-    config = build_config({"a": turned, "b": turned, "c": plain})
+    plain, turned = packed(random(24, 50), NO_TRANSFORMS), packed(random(24, 50), BOTH)
+    config = build_config({"a": turned.stored, "b": turned.stored, "c": plain.stored})
     assert config.default["ops"] == {"input": ["signs", "hadamard"], "output": ["hadamard", "signs"]}
     assert config.modules == {"a": {}, "b": {}, "c": {"ops": {"input": [], "output": []}}}
-    assert [scheme(config, name).ops for name in "abc"] == [BOTH, BOTH, NO_OPS]
-    config = build_config({"a": plain, "b": plain, "c": turned})
+    assert [scheme(config, name).ops for name in "abc"] == [BOTH, BOTH, NO_TRANSFORMS]
+    config = build_config({"a": plain.stored, "b": plain.stored, "c": turned.stored})
     assert config.default.keys() == {"format", "params"} and config.modules["c"].keys() == {"ops"}
-    assert [scheme(config, name).ops for name in "abc"] == [NO_OPS, NO_OPS, BOTH]
+    assert [scheme(config, name).ops for name in "abc"] == [NO_TRANSFORMS, NO_TRANSFORMS, BOTH]
 
 
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({"input": ["signs", "spin"]}, "x: operation 'spin' is unknown to this version; upgrade compress"),
-        ({"input": [4]}, "x: operation 4 is unknown"),
+        ({"input": ["signs", "spin"]}, "x: transform 'spin' is unknown to this version; upgrade compress"),
+        ({"input": [4]}, "x: transform 4 is unknown"),
         ({"input": "signs"}, "x: ops needs the lists 'input' and 'output'"),
         ({"inputs": []}, "x: ops needs the lists"),
         ([], "x: ops needs the lists"),
         (None, "x: ops needs the lists"),
-        ({"output": ["signs", "signs"]}, "an operation twice"),
+        ({"output": ["signs", "signs"]}, "a transform twice"),
     ],
 )
 def test_operations_that_cannot_be(values: object, error: str) -> None:
@@ -184,9 +194,9 @@ def test_operations_that_cannot_be(values: object, error: str) -> None:
 
 
 def test_operations_from_a_configuration() -> None:
-    assert transforms.from_dict({}, "x") == NO_OPS
+    assert transforms.from_dict({}, "x") == NO_TRANSFORMS
     assert transforms.from_dict(dataclasses.asdict(BOTH), "x") == BOTH
     assert (
         transforms.describe(BOTH) == "hadamard"
-        and transforms.describe(Ops(("signs",))) == transforms.describe(NO_OPS) == ""
+        and transforms.describe(WeightTransforms(("signs",))) == transforms.describe(NO_TRANSFORMS) == ""
     )

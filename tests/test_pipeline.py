@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, formats, process_memory, recipe
 from compress.calib import data
+from compress.formats.stored import params_from_dict
 from compress.quant import gptq
 from compress.run import calibration_text, prepare, report
+from compress.run.report import from_dict, to_dict
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 from pico import PICO
 from runs import GPTQ, RTN, TEXT, Setup, contents, job, report_of, stored_tensors
 
@@ -70,7 +72,7 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 def own(tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> dict[str, Tensor]:
     """The stored tensors of a reported layer's weight."""
-    params = formats.params_from_dict(row["format"], row["params"])
+    params = params_from_dict(row["format"], row["params"])
     return {key: tensors[f"{row['name']}.{key}"] for key in formats.get(row["format"]).specs(params, row["shape"])}
 
 
@@ -79,10 +81,19 @@ def in_memory(name: str, tensors: Mapping[str, Tensor], layers: list[dict[str, A
     model = PICO[name]()
     found = linears(model)
     for row in layers:
-        params = formats.params_from_dict(row["format"], row["params"])
-        packed = PackedWeight(row["format"], params, own(tensors, row), tuple(row["shape"]))
+        params = params_from_dict(row["format"], row["params"])
+        packed = PackedWeight(Stored(row["format"], params), own(tensors, row), tuple(row["shape"]))
         model.set_submodule(row["name"], PackedLinear.from_packed(packed, found[row["name"]].bias))
     return model
+
+
+def test_the_rows_of_a_report_keep_their_keys(run: Callable[[str, Setup], Run]) -> None:
+    _, found = run("llama", GPTQ)
+    keys = ["name", "shape", "method", "format", "params", "bpw", "nbytes", "weight_error", "output_error", "tokens"]
+    keys += ["seconds", "notes", "ops", "activations", "lowrank"]
+    for row in found["layers"]:
+        assert list(row) == keys and row["ops"] == {"input": [], "output": []}
+        assert json.loads(json.dumps(to_dict(from_dict(row)))) == row
 
 
 # ---------------------------------------------------------------- every architecture

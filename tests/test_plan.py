@@ -15,7 +15,7 @@ from compress.formats import int as int_format
 from compress.model.skeleton import Skeleton
 from compress.run import plan
 from compress.storage.checkpoint import StoredTensor, open_checkpoint
-from compress.types import Plan
+from compress.types import Plan, Stored
 from pico import PICO
 from runs import GPTQ, RTN, Setup
 
@@ -49,11 +49,15 @@ def test_every_linear_has_its_bytes_and_every_tensor_its_place(
         assert len({layer.spec.name for layer in made.layers}) == len(made.layers) and not made.kept
         for layer in made.layers:
             rows, columns = layer.spec.shape
-            padded = int_format.padded_shape(layer.params, layer.spec.shape)
+            padded = int_format.padded_shape(layer.stored.params, layer.spec.shape)
             groups = 1 if bits == 8 else -(-padded[1] // 32)
             assert layer.nbytes == padded[0] * padded[1] * bits // 8 + 2 * padded[0] * groups
             assert padded[0] - 16 < rows <= padded[0] and columns <= padded[1]
-            assert (layer.format, layer.params.bits, layer.bpw) == ("int", bits, 8 * layer.nbytes / (rows * columns))
+            assert (layer.stored.format, layer.stored.params.bits, layer.bpw) == (
+                "int",
+                bits,
+                8 * layer.nbytes / (rows * columns),
+            )
         assert made.quantized_nbytes == sum(layer.nbytes for layer in made.layers)
         assert made.nbytes == made.quantized_nbytes + sum(made.kept_nbytes.values())
         weights = sum(layer.spec.numel for layer in made.layers)
@@ -64,7 +68,7 @@ def test_every_linear_has_its_bytes_and_every_tensor_its_place(
 
 def schemes(made: Plan) -> dict[str, tuple[str, str, int]]:
     """Name -> method, format, bits (0: dense)."""
-    return {x.spec.name: (x.scheme.method, x.format, getattr(x.params, "bits", 0)) for x in made.layers}
+    return {x.spec.name: (x.scheme.method, x.stored.format, getattr(x.stored.params, "bits", 0)) for x in made.layers}
 
 
 def test_the_first_matching_rule_decides(make: Callable[[str, Setup], Plan]) -> None:
@@ -89,8 +93,8 @@ def test_a_kept_expert_is_dense_where_others_of_its_module_are_packed(make: Call
     kept = "model.layers.0.mlp.experts.1.up_proj"
     made, whole = make("mixtral", RTN.set(f"ignore=['{kept}']")), make("mixtral", RTN)
     assert schemes(made)[kept] == ("keep", "dense", 0)
-    (layer,) = (layer for layer in made.layers if layer.format == "dense")
-    assert layer.params == dense.Params("float32") and layer.nbytes == 4 * 96 * 64 and layer.bpw == 32
+    (layer,) = (layer for layer in made.layers if layer.stored.format == "dense")
+    assert layer.stored.params == dense.Params("float32") and layer.nbytes == 4 * 96 * 64 and layer.bpw == 32
     assert made.kept == {} and made.kept_nbytes == whole.kept_nbytes
     assert {n: s for n, s in schemes(made).items() if n != kept} == {
         n: s for n, s in schemes(whole).items() if n != kept
@@ -169,5 +173,5 @@ def test_groups_gather_what_differs_only_in_numbers(make: Callable[[str, Setup],
 def test_the_description_of_a_layer(make: Callable[[str, Setup], Plan]) -> None:
     layer = make("llama", GPTQ).layers[0]
     assert plan.describe(layer) == "int bits=4 group_size=32 symmetric=True"
-    other = dataclasses.replace(layer, format="dense", params=dense.Params("bfloat16"))
+    other = dataclasses.replace(layer, stored=Stored("dense", dense.Params("bfloat16")))
     assert plan.describe(other) == "dense dtype=bfloat16"

@@ -14,7 +14,7 @@ from compress import formats
 from compress.formats import pvq as pvq_format
 from compress.numerics.linalg import upper_factor
 from compress.quant import pvq
-from compress.types import PackedWeight, Stats
+from compress.types import PackedWeight, Stats, Stored
 
 # The shapes of the reference's table of distortions: vector_dim -> pulses at 2, 3 and 4 bits.
 PULSES = {8: (4, 10, 24), 16: (9, 21, 46), 32: (19, 43, 92), 64: (39, 89, 186), 128: (80, 179, 371)}
@@ -171,11 +171,11 @@ def test_any_size(shape: tuple[int, int], bpw: float) -> None:
     result = pvq.quantize(weight, stats, config)
     packed = result.weight
     assert torch.equal(weight, before)
-    assert packed.nbytes == formats.nbytes("pvq", params, shape)
+    assert packed.nbytes == formats.nbytes(Stored("pvq", params), shape)
     assert {k: (tuple(t.shape), t.dtype) for k, t in packed.tensors.items()} == pvq_format.specs(packed.params, shape)
     assert torch.isfinite(problems.decoded(packed)).all()
     more = pvq_format.Params(params.vector_dim, params.pulses + 1, params.gain_bits)
-    assert 8 * formats.nbytes("pvq", more, shape) > bpw * weight.numel()
+    assert 8 * formats.nbytes(Stored("pvq", more), shape) > bpw * weight.numel()
     over = packed.bpw > bpw
     assert (params.pulses == 1) if over else (relative_loss(weight, packed, stats) < 0.6)
     assert any("too small" in note for note in result.notes) == over

@@ -14,7 +14,7 @@ import problems
 from compress import formats
 from compress.formats import pvq as pvq_format
 from compress.quant import pvq
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 
 # vector_dim -> pulses of about 2, 3 and 4 bits
 PULSES = {8: (4, 10, 24), 16: (9, 21, 46), 32: (19, 43, 92), 64: (39, 89, 186), 128: (80, 179, 371)}
@@ -174,7 +174,7 @@ def test_decoded_values() -> None:
     tensors = pvq_format.pack(points, gains, scales, levels, params)
     unit = points.double() / points.double().norm(dim=-1, keepdim=True)
     expected = (unit * (levels[gains] * scales[:, None]).double().unsqueeze(-1)).flatten(1)[:, :90]
-    packed = PackedWeight("pvq", params, tensors, (4, 90))
+    packed = PackedWeight(Stored("pvq", params), tensors, (4, 90))
     assert torch.allclose(problems.decoded(packed), expected, rtol=1e-6, atol=0)
     assert formats.decode(packed, torch.bfloat16).dtype == torch.bfloat16
     for rows in (1, 3):

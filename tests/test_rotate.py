@@ -20,7 +20,7 @@ from compress.errors import UnsupportedModelError
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
-from compress.types import Ops
+from compress.types import WeightTransforms
 from pico import ODD, PICO, VOCAB_SIZE, save_pico
 from runs import RTN, contents, job, report_of, stored_tensors
 
@@ -289,7 +289,7 @@ def test_nothing_is_read_before_the_plan(pico_dir: Callable[..., Path]) -> None:
     rotation = rotate.apply(skeleton, rotate.Config(), 0)
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
     assert rotation.online == {
-        f"model.layers.{i}.{name}": Ops(input=(op,))
+        f"model.layers.{i}.{name}": WeightTransforms(input=(op,))
         for i in range(2)
         for name, op in (("self_attn.o_proj", "head_mix/16"), ("mlp.down_proj", "hadamard"))
     }

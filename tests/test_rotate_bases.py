@@ -16,7 +16,7 @@ from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.quant import gptq
 from compress.transform.rotate import Basis
-from compress.types import Ops, Quantized, Stats
+from compress.types import Quantized, Stats, WeightTransforms
 from problems import random
 from runs import GPTQ, Setup, job, stored_tensors
 
@@ -155,7 +155,7 @@ def test_mixing_heads_is_a_kronecker_product(heads: int, head_dim: int) -> None:
     assert torch.allclose(op.transpose(op.forward(x, None), None), x, atol=1e-12)
     half = op.forward(x.bfloat16(), None)
     assert half.dtype == torch.bfloat16 and torch.allclose(half.double(), x @ dense.T, atol=0.1)
-    around = Ops(input=(f"head_mix/{head_dim}",))
+    around = WeightTransforms(input=(f"head_mix/{head_dim}",))
     weight = random(6, size)
     assert torch.allclose(transforms.effective(weight, around, {}).double(), weight.double() @ dense, atol=1e-5)
     assert torch.allclose(transforms.rotate(weight, around, {}).double(), weight.double() @ dense.T, atol=1e-5)
@@ -171,9 +171,9 @@ def test_no_such_operation(name: str) -> None:
 
 def test_channels_that_are_no_heads() -> None:
     with pytest.raises(ValueError, match="^head_mix/7: 64 channels are no heads of 7$"):
-        transforms.specs(Ops(input=("head_mix/7",)), (8, 64))
+        transforms.specs(WeightTransforms(input=("head_mix/7",)), (8, 64))
     with pytest.raises(ValueError, match="no Hadamard transform of size 2049"):
-        transforms.specs(Ops(input=("head_mix/2",)), (8, 2 * 2049))
+        transforms.specs(WeightTransforms(input=("head_mix/2",)), (8, 2 * 2049))
 
 
 # ---------------------------------------------------------------- statistics in the new basis

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ from compress.formats import dense, lowrank
 from compress.formats import int as int_format
 from compress.runtime import linear
 from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
-from compress.types import Activations, LowRank, PackedWeight
+from compress.types import Activations, LowRank, PackedWeight, Stored
 from pico import round_to_nearest
 
 BF16 = torch.bfloat16
@@ -77,7 +76,7 @@ def test_forward_is_linear_with_the_decoded_weight(dtype: torch.dtype, leading: 
 def test_the_dense_format_runs_too() -> None:
     values = random(40, 24, dtype=BF16)
     params = dense.Params("bfloat16")
-    layer = PackedLinear.from_packed(PackedWeight("dense", params, dense.pack(values, params), (40, 24)))
+    layer = PackedLinear.from_packed(PackedWeight(Stored("dense", params), dense.pack(values, params), (40, 24)))
     x = random(3, 24, dtype=BF16, seed=1)
     assert torch.equal(layer(x), F.linear(x, values))
 
@@ -85,11 +84,11 @@ def test_the_dense_format_runs_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32, torch.float64])
 def test_casting_the_model_casts_the_bias_only(dtype: torch.dtype) -> None:
     layer = packed_linear(bias=True, symmetric=False)
-    before = {name: tensor.clone() for name, tensor in layer.stored.items()}
+    before = {name: tensor.clone() for name, tensor in layer.tensors.items()}
     layer = nn.Sequential(layer).to(dtype)[0]
     assert layer.bias.dtype == dtype
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.stored.items())
-    assert all(tensor.dtype == before[name].dtype for name, tensor in layer.stored.items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors.items())
+    assert all(tensor.dtype == before[name].dtype for name, tensor in layer.tensors.items())
 
 
 def test_moving_to_a_device_moves_everything_and_keeps_types() -> None:
@@ -230,11 +229,12 @@ def test_the_type_of_the_outputs_is_that_of_the_inputs(
     monkeypatch.setattr(linear, "_traced", lambda: kind == "traced")
     weight = round_to_nearest(random(64, 128) * 0.1, 4, 64)
     if kind == "quantized":
-        weight = dataclasses.replace(weight, activations=Activations())
+        weight = PackedWeight(Stored("int", weight.params, activations=Activations()), weight.tensors, weight.shape)
     if kind == "lowrank":
         a, b = (random(5, columns, seed=3) * 0.1 for columns in (128, 64))
         part = {lowrank.PREFIX + name: t for name, t in lowrank.pack(a, b, LowRank(5)).items()}
-        weight = dataclasses.replace(weight, tensors={**weight.tensors, **part}, lowrank=LowRank(5))
+        stored = Stored("int", weight.params, lowrank=LowRank(5))
+        weight = PackedWeight(stored, {**weight.tensors, **part}, weight.shape)
     for bias_dtype in (torch.float32, torch.float64, torch.float16):
         bias = random(64, seed=1)
         layer = PackedLinear.from_packed(weight, bias, bias_dtype)

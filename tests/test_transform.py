@@ -21,7 +21,7 @@ from compress.run import calibration_text, memory_plan, prepare, verify
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, scheme
 from compress.storage import checkpoint
-from compress.types import NO_OPS, Ops
+from compress.types import NO_TRANSFORMS, WeightTransforms
 from pico import PICO
 from runs import (
     GPTQ,
@@ -43,7 +43,7 @@ SMALL = ("calibration.num_samples=4", "calibration.seq_len=32")
 BOTH = RTN.set("transform=[{method: rotate}, {method: smooth}]", *SMALL)
 PAIRED = GPTQ.set("bits=8", "calibration.target_correction=0.5", "transform=[{method: smooth}]", *SMALL)
 STATIC = BOTH.set("activations={bits: 8, scale: tensor}")
-MIX, HADAMARD = Ops(input=("head_mix/16",)), Ops(input=("hadamard",))
+MIX, HADAMARD = WeightTransforms(input=("head_mix/16",)), WeightTransforms(input=("hadamard",))
 IN_BLOCK_1 = interrupt("compress.transform.smooth", "apply", 2)
 
 
@@ -79,7 +79,7 @@ def transformed(model: Path, setup: Setup, out: Path) -> dict[str, Any]:
     return api.quantize(dataclasses.replace(job(model, setup, out), pack=False))
 
 
-def ops_of(directory: Path) -> dict[str, Ops]:
+def ops_of(directory: Path) -> dict[str, WeightTransforms]:
     """Packed linear -> its operations, as config.json has them."""
     config = CompressConfig(**json.loads((directory / "config.json").read_text())["quantization_config"])
     return {name: scheme(config, name).ops for name in config.modules}
@@ -193,7 +193,7 @@ def test_a_rotated_model_is_quantized(name: str, quantized: Callable[..., Path],
 
 def test_without_online_operations(quantized: Callable[..., Path], pico_dir: Callable[..., Path]) -> None:
     out = quantized("llama", RTN.set("transform=[{method: rotate, online: false}]"))
-    assert set(ops_of(out).values()) == {NO_OPS}
+    assert set(ops_of(out).values()) == {NO_TRANSFORMS}
     assert 0 < typical(pico_dir("llama"), out) < 0.03
     out = quantized("llama", RTN.set("transform=[{method: rotate, values: false}]"))  # o may take all channels then
     assert ops_of(out)["model.layers.0.self_attn.o_proj"] == HADAMARD
@@ -283,7 +283,7 @@ def test_static_scales_are_those_of_what_is_rounded(
     calibration = calibration_text.calibration(asked, prepare.prepare(asked), lambda *args: None)
     assert calibration is not None
     stored, model = stored_tensors(quantized("llama", STATIC)), load(tmp_path / "plain")
-    for name, around in (("q_proj", NO_OPS), ("o_proj", MIX), ("down_proj", HADAMARD)):
+    for name, around in (("q_proj", NO_TRANSFORMS), ("o_proj", MIX), ("down_proj", HADAMARD)):
         path = next(n for n, _ in model.named_modules() if n.startswith("model.layers.0.") and n.endswith(name))
         given: list[Tensor] = []
         hook = model.get_submodule(path).register_forward_pre_hook(lambda _, x, given=given: given.append(x[0]))

@@ -14,7 +14,7 @@ from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.quant import gptq, trellis, viterbi, viterbi_compiled
 from compress.quant.viterbi import Search
-from compress.types import PackedWeight, Stats
+from compress.types import PackedWeight, Stats, Stored
 
 GAUSSIAN = {  # (code, bits) -> distortion of N(0, 1) with a window of 16 bits, the project's reference table
     ("mul1", 1): 0.2800,
@@ -250,7 +250,7 @@ def test_any_shape(shape: tuple[int, int], bits: int, code: str) -> None:
     config = trellis.Config(bits=bits, state_bits=8, code=code, sweeps=1)
     packed = trellis.quantize(weight, stats, config).weight
     assert packed.params == trellis.plan_params(config, shape)
-    assert packed.nbytes == formats.nbytes("trellis", packed.params, shape)
+    assert packed.nbytes == formats.nbytes(Stored("trellis", packed.params), shape)
     decoded = formats.decode(packed, torch.float32)
     assert decoded.shape == shape and torch.isfinite(decoded).all()
 

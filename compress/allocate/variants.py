@@ -12,7 +12,6 @@ An option is given by its number, or is "fixed": what a rule of the recipe decid
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError, OutputError
-from compress.formats import transforms
+from compress.formats import stored
 from compress.storage.checkpoint import StoredTensor, read_header, read_json, write_shard, write_text
 from compress.storage.workdir import WorkDirectory, writing
-from compress.types import Activations, LowRank, PackedWeight
+from compress.types import PackedWeight
 
 FIXED = "fixed"
 TABLE = "sensitivity.json"
@@ -73,8 +72,11 @@ class Database(WorkDirectory):
         """Store a block's options, "<linear>@<option>" -> weight, and what was measured."""
         tensors = {f"{key}.{part}": tensor for key, weight in packed.items() for part, tensor in weight.tensors.items()}
         write_shard(self.records / f"{block:05d}.safetensors", tensors)
-        stored = {key: _plain(weight) for key, weight in packed.items()}
-        self.finish_block(block, {"stored": stored, "measured": measured})
+        forms = {
+            key: {**stored.to_dict(weight.stored), "shape": weight.shape, "tensors": list(weight.tensors)}
+            for key, weight in packed.items()
+        }
+        self.finish_block(block, {"stored": forms, "measured": measured})
 
     def add_state(self, block: int, state: Mapping[str, Tensor]) -> None:
         write_shard(self.records / f"{block:05d}.state.safetensors", state)
@@ -84,8 +86,8 @@ class Database(WorkDirectory):
         path = self.records / f"{block:05d}.state.safetensors"
         if path.is_file():
             parameters = dict(module.named_parameters())
-            for name, stored in read_header(path).items():
-                parameters[name].data.copy_(stored.read())
+            for name, tensor in read_header(path).items():
+                parameters[name].data.copy_(tensor.read())
 
     def measured(self, block: int) -> dict[str, Any]:
         """Return what was measured of a finished block."""
@@ -95,17 +97,14 @@ class Database(WorkDirectory):
         """Return the weight [out, in] of a linear at option `level`, of the dtype and on the device of `original`."""
         key = f"{name}@{level}"
         try:
-            form = self._record(block)["stored"][key]
+            form = dict(self._record(block)["stored"][key])
             if block not in self._tensors:
                 self._tensors[block] = read_header(self.records / f"{block:05d}.safetensors")
-            tensors = {part: self._tensors[block][f"{key}.{part}"].read() for part in form["tensors"]}
+            tensors = {part: self._tensors[block][f"{key}.{part}"].read() for part in form.pop("tensors")}
         except KeyError as error:
             raise CheckpointError(f"{self.folder} has no level {level!r} of {name}; measure again") from error
-        params = formats.params_from_dict(form["format"], form["params"])
-        activations = Activations(**form["activations"]) if form["activations"] else None
-        around = transforms.from_dict(form["ops"], name)
-        lowrank = LowRank(**form["lowrank"]) if form["lowrank"] else None
-        packed = PackedWeight(form["format"], params, tensors, tuple(form["shape"]), around, activations, lowrank)
+        shape = tuple(form.pop("shape"))
+        packed = PackedWeight(stored.from_dict(form, name), tensors, shape)
         return formats.decode(packed, original.dtype).to(original.device)
 
     @property
@@ -117,15 +116,3 @@ class Database(WorkDirectory):
         if block not in self._contents:
             self._contents[block] = read_json(self._block(block))
         return self._contents[block]
-
-
-def _plain(weight: PackedWeight) -> dict[str, Any]:
-    return {
-        "format": weight.format,
-        "params": dataclasses.asdict(weight.params),
-        "ops": dataclasses.asdict(weight.ops),
-        "activations": dataclasses.asdict(weight.activations) if weight.activations else None,
-        "lowrank": dataclasses.asdict(weight.lowrank) if weight.lowrank else None,
-        "shape": list(weight.shape),
-        "tensors": list(weight.tensors),
-    }

@@ -57,7 +57,7 @@ from compress.storage.checkpoint import (
     write_shard,
     write_text,
 )
-from compress.types import Ops, PackedWeight
+from compress.types import PackedWeight, WeightTransforms
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FINGERPRINT = "compress_base"  # key in the header of the weights
@@ -124,12 +124,13 @@ def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
 
 def factors(weight: PackedWeight) -> Factors:
     """Return the low-rank part of a weight as float32 factors of an adapter, turned out of the operations' basis."""
-    assert weight.lowrank is not None
-    a, b = lowrank.part_factors(weight.tensors, weight.lowrank, weight.shape, torch.float32)
+    ops, part = weight.stored.ops, weight.stored.lowrank
+    assert part is not None
+    a, b = lowrank.part_factors(weight.tensors, part, weight.shape, torch.float32)
     b = b.T
-    if weight.ops:
-        a = transforms.effective(a, Ops(input=weight.ops.input), weight.tensors)
-        b = transforms.effective(b, Ops(output=weight.ops.output), weight.tensors)
+    if ops:
+        a = transforms.effective(a, WeightTransforms(input=ops.input), weight.tensors)
+        b = transforms.effective(b, WeightTransforms(output=ops.output), weight.tensors)
     return a.contiguous(), b.contiguous()
 
 
@@ -199,13 +200,13 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
     write_checkpoint.copy_files(source.directory, out)
     for name in (MANIFEST, "report.json"):  # of the whole
         (out / name).unlink(missing_ok=True)
-    bare = hf.build_config({name: form._replace(lowrank=None) for name, form in stored.items()})
+    bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
     write_text(out / CONFIG, json.dumps({**source.config, "quantization_config": bare.to_dict()}, indent=2) + "\n")
 
     pairs, seen = {}, []
     for name, weight in _stored_weights(checkpoint):
         seen.append((name, _without_part(weight)))
-        if weight.lowrank is not None:
+        if weight.stored.lowrank is not None:
             pairs[name] = factors(weight)
     _write(adapter, pairs, str(out), _digest(seen))
     return len(pairs)
@@ -231,14 +232,14 @@ def _packed(model: nn.Module) -> dict[str, PackedLinear]:
 
 def _without_part(weight: PackedWeight) -> PackedWeight:
     kept = {name: tensor for name, tensor in weight.tensors.items() if not name.startswith(lowrank.PREFIX)}
-    return dataclasses.replace(weight, tensors=kept, lowrank=None)
+    return PackedWeight(dataclasses.replace(weight.stored, lowrank=None), kept, weight.shape)
 
 
 def _digest(weights: Iterable[tuple[str, PackedWeight]]) -> str:
     """Return a sha256 of all these weights, in the order of their names; low-rank parts do not count."""
     digests = {}
     for name, weight in weights:
-        digest = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.ops}".encode())
+        digest = hashlib.sha256(f"{weight.format} {weight.params} {weight.shape} {weight.stored.ops}".encode())
         for key, tensor in sorted(_without_part(weight).tensors.items()):
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())

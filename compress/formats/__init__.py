@@ -1,4 +1,4 @@
-"""How codes are stored and decoded; one file a format, looked up by its file name.
+"""Store and decode codes: one file a format, looked up by its file name.
 
 A format file has
 - `Params`: a frozen dataclass, the static integers and names that config.json stores;
@@ -6,13 +6,12 @@ A format file has
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder.
 
-Operations around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
-are no business of a format: the functions here add them.
+Transforms around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
+are no business of a format: the functions here add them to what `Stored` (compress/types.py) says.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 from collections.abc import Mapping
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from compress import plugins
 from compress.errors import CheckpointError
-from compress.formats import lowrank as lowrank_format
-from compress.formats import transforms as operations
-from compress.types import IN_SCALE, NO_OPS, Activations, LowRank, Ops, PackedWeight
+from compress.formats import lowrank, transforms
+from compress.types import IN_SCALE, PackedWeight, Stored
 
 Shape = tuple[int, int]
+Spec = tuple[tuple[int, ...], torch.dtype]  # of a stored tensor
 
 
 class Format(Protocol):
@@ -35,13 +34,13 @@ class Format(Protocol):
 
     Params: type
 
-    def specs(self, params: Any, shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
+    def specs(self, params: Any, shape: Shape) -> dict[str, Spec]: ...
 
     def decode(self, tensors: Mapping[str, Tensor], params: Any, shape: Shape, dtype: torch.dtype) -> Tensor: ...
 
 
 def get(name: str) -> Format:
-    """The format's module; an unknown name is one clear line (a newer checkpoint, usually)."""
+    """Return the format's module; CheckpointError for an unknown name, usually of a newer checkpoint."""
     name = plugins.current("formats", name)
     if not name.isidentifier():
         raise CheckpointError(f"format {name!r} is not a valid name")
@@ -53,63 +52,36 @@ def get(name: str) -> Format:
         raise CheckpointError(f"format {name!r} is unknown to this version of compress; upgrade compress") from error
 
 
-def params_from_dict(name: str, values: Mapping[str, Any]) -> Any:
-    """`Params` of a format from what config.json stores; unknown or missing keys are errors."""
-    cls = get(name).Params
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    if unknown := set(values) - set(known):
-        raise CheckpointError(f"format {name!r}: unknown parameters {sorted(unknown)}; known: {sorted(known)}")
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"format {name!r}: {error}") from error
+def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
+    """Return all tensors stored for a weight [out, in]: of the format, transforms, activations, low rank.
 
-
-def specs(
-    name: str,
-    params: Any,
-    shape: Shape,
-    ops: Ops = NO_OPS,
-    activations: Activations | None = None,
-    lowrank: LowRank | None = None,
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """All tensors stored for a weight of this shape: the format's, the operations' around it, the activations' scale,
-    those of the low-rank part.
-
-    Raises ValueError for a shape that an operation or the low-rank part cannot have.
+    Raises ValueError for a shape that a transform or the low-rank part cannot have.
     """
-    static = activations is not None and activations.scale == "tensor"
-    scale: dict[str, tuple[tuple[int, ...], torch.dtype]] = {IN_SCALE: ((1,), torch.float32)} if static else {}
-    beside = lowrank_format.part_specs(lowrank, shape) if lowrank is not None else {}
-    return {**get(name).specs(params, shape), **operations.specs(ops, shape), **scale, **beside}
+    return {
+        **get(stored.format).specs(stored.params, shape),
+        **transforms.specs(stored.ops, shape),
+        **({IN_SCALE: ((1,), torch.float32)} if stored.has_in_scale else {}),
+        **(lowrank.part_specs(stored.lowrank, shape) if stored.lowrank is not None else {}),
+    }
 
 
-def nbytes(
-    name: str,
-    params: Any,
-    shape: Shape,
-    ops: Ops = NO_OPS,
-    activations: Activations | None = None,
-    lowrank: LowRank | None = None,
-) -> int:
-    """Stored bytes of a weight of this shape, exact; ValueError as `specs`."""
-    stored = specs(name, params, shape, ops, activations, lowrank)
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in stored.values())
+def nbytes(stored: Stored, shape: Shape) -> int:
+    """Return the stored bytes of a weight [out, in], exact; ValueError as `specs`."""
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in specs(stored, shape).values())
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out_features, in_features], the operations around the stored matrix multiplied in, and
-    the low-rank part beside it.
-    """
-    if not weight.ops and weight.lowrank is None:
+    """Return the dequantized weight [out, in], with its low-rank part and the transforms around both multiplied in."""
+    stored = weight.stored
+    if not stored.ops and stored.lowrank is None:
         return decode_stored(weight, dtype)
     matrix = decode_stored(weight, torch.float32)
-    if weight.lowrank is not None:
-        a, b = lowrank_format.part_factors(weight.tensors, weight.lowrank, weight.shape, torch.float32)
+    if stored.lowrank is not None:
+        a, b = lowrank.part_factors(weight.tensors, stored.lowrank, weight.shape, torch.float32)
         matrix = torch.addmm(matrix, b.T, a)
-    return operations.effective(matrix, weight.ops, weight.tensors).to(dtype) if weight.ops else matrix.to(dtype)
+    return (transforms.effective(matrix, stored.ops, weight.tensors) if stored.ops else matrix).to(dtype)
 
 
 def decode_stored(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The matrix in the weight's format itself [out_features, in_features], with nothing around or beside it."""
+    """Return the matrix in the format itself [out, in], with nothing around or beside it."""
     return get(weight.format).decode(weight.tensors, weight.params, weight.shape, dtype)

@@ -1,4 +1,4 @@
-"""Unquantized weight, stored as it is.
+"""Store a weight as it is, unquantized.
 
 Used where a linear must travel through the packed path without being quantized, for example one expert that a rule
 keeps in a block whose other experts are packed.

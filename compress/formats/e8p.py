@@ -1,4 +1,4 @@
-"""Vectors of eight columns as points of the E8 lattice: a 16-bit code each, plus a residual code at 3 and 4 bits.
+"""Store vectors of eight columns as points of the E8 lattice: a 16-bit code each, plus a residual code at 3 and 4 bits.
 
     w[i, 8k : 8k+8] = scale * row_scale[i] * (point[code[i, k]] + residual_point[residual[i, k]] / rho)
 
@@ -130,7 +130,7 @@ def pack(
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
+    """Return the dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
     out_features, in_features = shape
     device = tensors["codes"].device
     weight = torch.empty(out_features, in_features, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Uniform integers with a scale, and optionally a zero point, for each group of columns of each row.
+"""Store uniform integers with a scale, and optionally a zero point, for each group of columns of each row.
 
     w[i, j] = scale[g(j), i] * (code[i, j] - zero[g(j), i])
 
@@ -25,9 +25,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.numerics.packing import FIELDS, pack_planar, pack_stream, planar_shape, unpack_planar, unpack_stream
+from compress.numerics.packing import (
+    pack_planes,
+    pack_stream,
+    plane_fields,
+    plane_widths,
+    planes_shape,
+    unpack_planar,
+    unpack_stream,
+)
 
-PLANES = {2: (2,), 3: (3,), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}  # widths, high bits first
+PLANES = {bits: plane_widths(bits) for bits in range(2, 9)}  # widths, high bits first
 ROW_MULTIPLE = 16
 TILE_WORDS = (128, 64, 32, 16)
 TILE_COLUMNS = 512
@@ -60,10 +68,10 @@ class Params:
 
 
 def tile_words(bits: int, group_size: int, in_features: int) -> int:
-    """The tile that pads least; of those one within a group, so that a field meets one scale; of those one of at most
-    TILE_COLUMNS, whose fields a GPU kernel keeps in registers; of those the widest.
+    """Return the tile that pads least; of those one within a group, so that a field meets one scale; of those one of
+    at most TILE_COLUMNS, whose fields a GPU kernel keeps in registers; of those the widest.
     """
-    fields = max(FIELDS[w] for w in PLANES[bits])
+    fields = plane_fields(bits)
 
     def cost(words: int) -> tuple[int, bool, bool, int]:
         padded = _round_up(in_features, words * fields)
@@ -74,7 +82,7 @@ def tile_words(bits: int, group_size: int, in_features: int) -> int:
 
 
 def scale_dtype(amax: Tensor, bits: int) -> str:
-    """Storage type for the scales of groups with these absolute maxima: float16 unless they leave its normal range."""
+    """Return the storage type for scales of groups with these maxima: float16 unless they leave its normal range."""
     step = amax[amax > 0].float() / 2 ** (bits - 1)  # an asymmetric or searched scale is up to 4/3 of it
     if step.numel() and (step.max() > FP16_MAX / 2 or step.median() < 4 * FP16_TINY):
         return "bfloat16"
@@ -82,20 +90,21 @@ def scale_dtype(amax: Tensor, bits: int) -> str:
 
 
 def groups(params: Params, shape: tuple[int, int]) -> int:
-    """Number of scale groups of a row, those of padded columns included."""
+    """Return the number of scale groups of a row, those of padded columns included."""
     _, columns = padded_shape(params, shape)
     return 1 if params.group_size == -1 else -(-columns // params.group_size)
 
 
 def padded_shape(params: Params, shape: tuple[int, int]) -> tuple[int, int]:
-    fields = max(FIELDS[w] for w in PLANES[params.bits])
-    return _round_up(shape[0], ROW_MULTIPLE), _round_up(shape[1], params.tile_words * fields)
+    """Return the rows and columns that are stored."""
+    columns = params.tile_words * plane_fields(params.bits)
+    return _round_up(shape[0], ROW_MULTIPLE), _round_up(shape[1], columns)
 
 
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     rows, columns = padded_shape(params, shape)
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        f"words{w}": (planar_shape(rows, columns, w), torch.int16) for w in PLANES[params.bits]
+        name: (size, torch.int16) for name, size in planes_shape(rows, columns, params.bits).items()
     }
     count = groups(params, shape)
     stored["scales"] = ((count, rows), getattr(torch, params.scale_dtype))
@@ -113,11 +122,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, params: Params) ->
     rows, columns = padded_shape(params, shape)
     count = groups(params, shape)
     padded = torch.nn.functional.pad(codes, (0, columns - shape[1], 0, rows - shape[0]))
-    tensors: dict[str, Tensor] = {}
-    low = params.bits
-    for width in PLANES[params.bits]:
-        low -= width
-        tensors[f"words{width}"] = pack_planar((padded >> low) & ((1 << width) - 1), width, params.tile_words)
+    tensors = pack_planes(padded, params.bits, params.tile_words)
     stored_scales = scales.to(getattr(torch, params.scale_dtype))
     assert torch.equal(stored_scales.to(scales.dtype), scales), "scales were not rounded to their storage type"
     tensors["scales"] = _pad_groups(stored_scales, rows, count)
@@ -141,7 +146,7 @@ def unpack(
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
+    """Return the dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
     out_features, in_features = shape
     rows, columns = padded_shape(params, shape)
     group = params.group(columns)
@@ -167,7 +172,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 
 
 def _codes(tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Tensor:
-    """Codes [rows, padded columns] uint8, the planes put together."""
+    """Return the codes [rows, padded columns], uint8, of all planes."""
     first, *rest = PLANES[params.bits]
     codes = unpack_planar(tensors[f"words{first}"][rows], first, params.tile_words)
     for width in rest:

@@ -1,4 +1,4 @@
-"""Groups of columns with a lattice of their own: d columns of a row are a d x d matrix times small integers.
+"""Store groups of columns with a lattice of their own: d columns of a row are a d x d matrix times small integers.
 
     w[i, block] = scale * row_scale[i] * expand(G[g] @ z[i, block]),    z = code - (2**bits[g] - 1) / 2
 
@@ -105,7 +105,7 @@ def unpack(tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Iterat
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
+    """Return the dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
     out_features, in_features = shape
     weight = torch.empty(out_features, in_features, dtype=dtype, device=tensors["words"].device)
     size, all_bits = params.group_size, tensors["group_bits"].tolist()

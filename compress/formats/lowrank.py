@@ -1,4 +1,4 @@
-"""A product of two thin matrices: as a weight of its own, and as a part beside a weight of any other format.
+"""Store a product of two thin matrices: as a weight of its own, and as a part beside a weight of any other format.
 
     W = B^T A        A [rank, in_features], B [rank, out_features]
 
@@ -16,15 +16,12 @@ Beside another weight their names begin with `lowrank_`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
 from compress.types import LowRank
 
 PREFIX = "lowrank_"
@@ -116,19 +113,6 @@ def part_factors(
     """As `factors`, from the tensors of a weight that it lies beside."""
     own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     return factors(own, params, shape, dtype)
-
-
-def part_from_dict(values: Any, where: str) -> LowRank | None:
-    """The low-rank part from what config.json stores, None from null; CheckpointError if it cannot be."""
-    if values is None:
-        return None
-    known = {field.name for field in dataclasses.fields(LowRank)}
-    if not isinstance(values, Mapping) or set(values) != known:
-        raise CheckpointError(f"{where}: lowrank needs {sorted(known)} and nothing else; upgrade compress")
-    try:
-        return LowRank(**values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: lowrank: {error}") from error
 
 
 def describe(params: LowRank) -> str:

@@ -1,11 +1,11 @@
-"""Operations on the inputs and outputs of a stored matrix, by name; each stands for an orthogonal matrix.
+"""Apply orthogonal transforms to the inputs and outputs of a stored matrix, by their names.
 
     signs       a diagonal of +-1, stored as the uint8 bitmap [ceil(n / 8)], lowest bit first, 1 for -1
     hadamard    the transform of compress/numerics/hadamard.py; nothing is stored
     head_mix/D  that transform over the heads of D channels each, channel by channel; nothing is stored
 
-The tensor of an operation is named after its side, `in_signs` or `out_signs`. A new operation is one entry of `OPS`;
-one with a number in its name is found by `find`.
+The tensor of a transform is named after its side, `in_signs` or `out_signs`. A new transform is one entry of
+`TRANSFORMS`; one with a number in its name is found by `find`. config.json lists them under the key "ops".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from compress.errors import CheckpointError
 from compress.numerics import hadamard
 from compress.numerics.hadamard import CHUNK
-from compress.types import Ops
+from compress.types import WeightTransforms
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Op:
+class Transform:
     """An orthogonal matrix T [n, n]; `forward` and `transpose` take vectors [..., n] and keep their type."""
 
     spec: Callable[[int], Spec | None]  # what is stored for size n; ValueError if the size cannot be
@@ -36,19 +36,19 @@ class Op:
 
 
 def pack_signs(negative: Tensor) -> Tensor:
-    """[n] bool, true for -1 -> the bitmap, uint8 [ceil(n / 8)]."""
+    """Return the bitmap, uint8 [ceil(n / 8)], of `negative`, [n] bool, true for -1."""
     bits = torch.nn.functional.pad(negative.to(torch.uint8), (0, -negative.shape[0] % 8)).view(-1, 8)
     return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_signs(bitmap: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """The bitmap -> [n] of +-1."""
+    """Return the signs of a bitmap, [n] of +-1."""
     return _byte_signs(dtype, bitmap.device).index_select(0, bitmap.int()).flatten()[:n]
 
 
 @lru_cache(maxsize=64)
 def _byte_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The eight signs of each byte, [256, 8]; looked up, because a layer unpacks its signs in every forward pass."""
+    """Return the eight signs of each byte, [256, 8]: a table, because every forward pass unpacks signs."""
     with torch.inference_mode(False), torch.no_grad():  # kept: tensors of inference mode cannot be trained through
         bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
         return (1 - 2 * bits).to(dtype)
@@ -63,22 +63,22 @@ def _hadamard_spec(n: int) -> None:
     hadamard.order(n)
 
 
-OPS: dict[str, Op] = {
-    "signs": Op(lambda n: ((-(-n // 8),), torch.uint8), _flip, _flip),
-    "hadamard": Op(_hadamard_spec, lambda x, _: hadamard.transform(x), lambda x, _: hadamard.transpose(x)),
+TRANSFORMS: dict[str, Transform] = {
+    "signs": Transform(lambda n: ((-(-n // 8),), torch.uint8), _flip, _flip),
+    "hadamard": Transform(_hadamard_spec, lambda x, _: hadamard.transform(x), lambda x, _: hadamard.transpose(x)),
 }
 
 
-def find(name: str) -> Op | None:
-    """The operation of this name, None if there is none."""
-    kind, _, argument = name.partition("/")
-    if kind != "head_mix":
-        return OPS.get(name)
+def find(name: str) -> Transform | None:
+    """Return the transform of this name, None if there is none."""
+    base, _, argument = name.partition("/")
+    if base != "head_mix":
+        return TRANSFORMS.get(name)
     return _head_mix(int(argument)) if argument.isdecimal() and int(argument) > 0 else None
 
 
 @lru_cache(maxsize=16)
-def _head_mix(head_dim: int) -> Op:
+def _head_mix(head_dim: int) -> Transform:
     def spec(n: int) -> None:
         if n % head_dim:
             raise ValueError(f"head_mix/{head_dim}: {n} channels are no heads of {head_dim}")
@@ -87,78 +87,78 @@ def _head_mix(head_dim: int) -> Op:
     def mixed(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         return change(x.unflatten(-1, (-1, head_dim)).transpose(-1, -2)).transpose(-1, -2).flatten(-2)
 
-    return Op(spec, lambda x, _: mixed(x, hadamard.transform), lambda x, _: mixed(x, hadamard.transpose))
+    return Transform(spec, lambda x, _: mixed(x, hadamard.transform), lambda x, _: mixed(x, hadamard.transpose))
 
 
-def _get(name: str) -> Op:
-    op = find(name)
-    assert op is not None, f"no operation {name}"
-    return op
+def _get(name: str) -> Transform:
+    transform = find(name)
+    assert transform is not None, f"no transform {name}"
+    return transform
 
 
-def specs(ops: Ops, shape: tuple[int, int]) -> dict[str, Spec]:
-    """Stored tensors of the operations around a matrix [out, in]; ValueError if one cannot have that size."""
-    found = {}
-    for side, names, size in (("out", ops.output, shape[0]), ("in", ops.input, shape[1])):
+def specs(transforms: WeightTransforms, shape: tuple[int, int]) -> dict[str, Spec]:
+    """Return the stored tensors of the transforms around a matrix [out, in]; ValueError if a size cannot be."""
+    stored = {}
+    for side, names, size in (("out", transforms.output, shape[0]), ("in", transforms.input, shape[1])):
         for name in names:
             spec = _get(name).spec(size)
             if spec is not None:
-                found[f"{side}_{name}"] = spec
-    return found
+                stored[f"{side}_{name}"] = spec
+    return stored
 
 
-def from_dict(values: Any, where: str) -> Ops:
-    """`Ops` from what config.json stores, {"input": [...], "output": [...]}; CheckpointError if it cannot be."""
+def from_dict(values: Any, where: str) -> WeightTransforms:
+    """Return the transforms of {"input": [...], "output": [...]}; CheckpointError at `where` if they cannot be."""
     sides = dict(values) if isinstance(values, Mapping) else {}
     lists = [sides.pop(side, []) for side in ("input", "output")]
     if not isinstance(values, Mapping) or sides or not all(isinstance(names, list | tuple) for names in lists):
         raise CheckpointError(f"{where}: ops needs the lists 'input' and 'output', and nothing else")
     for names in lists:
         if unknown := [name for name in names if not isinstance(name, str) or find(name) is None]:
-            raise CheckpointError(f"{where}: operation {unknown[0]!r} is unknown to this version; upgrade compress")
+            raise CheckpointError(f"{where}: transform {unknown[0]!r} is unknown to this version; upgrade compress")
         if len(set(names)) != len(names):
-            raise CheckpointError(f"{where}: ops lists {names}, an operation twice; write the checkpoint again")
-    return Ops(tuple(lists[0]), tuple(lists[1]))
+            raise CheckpointError(f"{where}: ops lists {names}, a transform twice; write the checkpoint again")
+    return WeightTransforms(tuple(lists[0]), tuple(lists[1]))
 
 
-def describe(ops: Ops) -> str:
-    """The operations in a word or two; signs alone say little and go without saying."""
-    return " ".join(dict.fromkeys(name for name in (*ops.input, *ops.output) if name != "signs"))
+def describe(transforms: WeightTransforms) -> str:
+    """Return the transforms in a word or two, without signs, which alone say little."""
+    return " ".join(dict.fromkeys(name for name in (*transforms.input, *transforms.output) if name != "signs"))
 
 
-def apply_input(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
-    """x [..., in] of any floating type -> what the stored matrix is multiplied by, of the same type."""
-    return _forward(x, "in", ops.input, tensors)
+def apply_input(x: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return what the stored matrix is multiplied by for inputs x [..., in], of the same floating type."""
+    return _forward(x, "in", transforms.input, tensors)
 
 
-def apply_output(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Products with the stored matrix [..., out] -> outputs of the layer, before its bias."""
-    return _forward(y, "out", ops.output, tensors)
+def apply_output(y: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the outputs of the layer before its bias, from products y [..., out] with the stored matrix."""
+    return _forward(y, "out", transforms.output, tensors)
 
 
-def effective(matrix: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The stored matrix [out, in] -> the weight Out M In, float32 (float64 stays), a new tensor."""
+def effective(matrix: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight Out M In of a stored matrix M [out, in], float32 (float64 stays), a new tensor."""
     return _around(
         matrix,
-        lambda row: _transpose(row, "in", ops.input, tensors),  # a row r of M becomes r In
-        lambda column: _forward(column, "out", ops.output, tensors),
+        lambda row: _transpose(row, "in", transforms.input, tensors),  # a row r of M becomes r In
+        lambda column: _forward(column, "out", transforms.output, tensors),
     )
 
 
-def rotate(weight: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The inverse of `effective`: a weight [out, in] -> Out^T W In^T, float32 (float64 stays), a new tensor."""
+def rotate(weight: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return Out^T W In^T of a weight W [out, in], the inverse of `effective`: float32 or float64, a new tensor."""
     return _around(
         weight,
-        lambda row: _forward(row, "in", ops.input, tensors),
-        lambda column: _transpose(column, "out", ops.output, tensors),
+        lambda row: _forward(row, "in", transforms.input, tensors),
+        lambda column: _transpose(column, "out", transforms.output, tensors),
     )
 
 
-def rotate_hessian(hessian: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
-    """sum x x^T [in, in] of the inputs -> that of the rotated inputs, In H In^T; symmetric to the bit, a new tensor."""
+def rotate_hessian(hessian: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return In H In^T, the Hessian [in, in] of the rotated inputs; symmetric to the bit, a new tensor."""
 
     def forward(x: Tensor) -> Tensor:
-        return _forward(x, "in", ops.input, tensors)
+        return _forward(x, "in", transforms.input, tensors)
 
     rotated = _around(hessian, forward, forward)
     step = max(1, CHUNK // rotated.shape[0])
@@ -173,7 +173,7 @@ def rotate_hessian(hessian: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> 
 def _around(
     matrix: Tensor, change_rows: Callable[[Tensor], Tensor], change_columns: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """A float32 (float64 stays) copy with every row changed, and then every column; some at a time."""
+    """Return a float32 (float64 stays) copy with every row changed, and then every column; some at a time."""
     wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
     out = torch.empty(matrix.shape, dtype=wide, device=matrix.device)
     step = max(1, CHUNK // matrix.shape[1])
@@ -203,9 +203,11 @@ def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str,
 
 @torch.library.custom_op("compress::multiply", mutates_args=())
 def multiply(x: Tensor, stored: Tensor | None, name: str, transposed: bool) -> Tensor:
-    """x [..., n] -> T x of the operation of that name, T^T x if transposed."""
-    op = _get(name)
-    return (op.transpose if transposed else op.forward)(x, stored).clone(memory_format=torch.contiguous_format)
+    """Return T x, or T^T x if transposed, of x [..., n] and the transform of that name."""
+    transform = _get(name)
+    return (transform.transpose if transposed else transform.forward)(x, stored).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 @multiply.register_fake

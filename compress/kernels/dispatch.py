@@ -23,9 +23,10 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import transforms as operations
+from compress.formats.stored import params_from_dict
 from compress.kernels import llvm
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
-from compress.types import Ops, PackedWeight
+from compress.types import WeightTransforms
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
@@ -93,7 +94,7 @@ def _supported(on: Processor, format: str, params: Any, shape: Shape) -> Prepare
     module = _module(on, format)
     if module is None:
         return None
-    specs = formats.specs(format, params, shape).items()
+    specs = formats.get(format).specs(params, shape).items()
     tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in specs}
     return module.prepare(tensors, params, shape)
 
@@ -137,7 +138,7 @@ def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, 
     """Return x [..., in] times the stored weight [out, in]: [..., out] of the type of x, by kernel or by decoding."""
     kernel = prepare(x, tensors, format, params, shape)
     if kernel is None or x.dtype not in kernel.types:
-        return F.linear(x, formats.decode_stored(PackedWeight(format, params, dict(tensors), shape), x.dtype))
+        return F.linear(x, formats.get(format).decode(tensors, params, shape, x.dtype))
     with _on(x.device):
         return kernel(x.contiguous()) if suits(kernel, x) else _decoded_product(kernel, x)
 
@@ -167,7 +168,7 @@ class Weight:
 
     def __init__(self, format: str, params: Any, shape: Shape) -> None:
         self.format, self.params, self.shape = format, params, shape
-        self._names = list(formats.specs(format, params, shape))
+        self._names = list(formats.get(format).specs(params, shape))
         self.forget()
 
     def __reduce__(self) -> Any:
@@ -233,7 +234,7 @@ def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total.view(y.shape)
 
 
-def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
+def before(x: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on the inputs of a stored matrix: x [..., in] -> [..., in] of the same type."""
     if _one_launch(x, ops.input, ("signs", "hadamard")):
         with _on(x.device):
@@ -241,7 +242,7 @@ def before(x: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
     return operations.apply_input(x, ops, tensors)
 
 
-def after(y: Tensor, ops: Ops, tensors: Mapping[str, Tensor]) -> Tensor:
+def after(y: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """The operations on its outputs [..., out]."""
     if _one_launch(y, ops.output, ("hadamard", "signs")):
         with _on(y.device):
@@ -267,8 +268,8 @@ def described(format: str, params: Any, shape: Shape) -> str:
 def _read(description: str) -> tuple[str, Any, Shape, list[str]]:
     known = json.loads(description)
     format, shape = known["format"], (known["shape"][0], known["shape"][1])
-    params = formats.params_from_dict(format, known["params"])
-    return format, params, shape, list(formats.specs(format, params, shape))
+    params = params_from_dict(format, known["params"])
+    return format, params, shape, list(formats.get(format).specs(params, shape))
 
 
 @torch.library.custom_op("compress::linear", mutates_args=())
@@ -287,8 +288,8 @@ def _(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
 def linear_backward(gradient: Tensor, tensors: list[Tensor], description: str) -> Tensor:
     """gradient [..., out] of `linear` -> that of its x [..., in]."""
     format, params, shape, names = _read(description)
-    weight = PackedWeight(format, params, dict(zip(names, tensors, strict=True)), shape)
-    return gradient @ formats.decode_stored(weight, gradient.dtype)
+    stored = dict(zip(names, tensors, strict=True))
+    return gradient @ formats.get(format).decode(stored, params, shape, gradient.dtype)
 
 
 @linear_backward.register_fake

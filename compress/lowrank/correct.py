@@ -34,7 +34,7 @@ from compress import formats
 from compress.formats import lowrank
 from compress.lowrank.factors import Part, metric, split
 from compress.numerics.linalg import truncation_workspace
-from compress.types import Correction, Fisher, Quantized, Stats
+from compress.types import Correction, Fisher, PackedWeight, Quantized, Stats
 
 
 def needs_statistics(settings: Correction | None) -> bool:
@@ -77,5 +77,7 @@ def corrected(
 
 
 def _beside(result: Quantized, part: Part) -> Quantized:
-    tensors = {**result.weight.tensors, **{lowrank.PREFIX + name: tensor for name, tensor in part.tensors.items()}}
-    return Quantized(dataclasses.replace(result.weight, tensors=tensors, lowrank=part.stored), result.notes)
+    weight = result.weight
+    tensors = {**weight.tensors, **{lowrank.PREFIX + name: tensor for name, tensor in part.tensors.items()}}
+    stored = dataclasses.replace(weight.stored, lowrank=part.stored)
+    return Quantized(PackedWeight(stored, tensors, weight.shape), result.notes)

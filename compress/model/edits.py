@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from compress.types import Ops, Plan
+from compress.types import Plan, WeightTransforms
 
 
 class Edits(Protocol):
     """Changes to parameters as they are loaded, in place, and the operations that they leave to run time."""
 
-    online: dict[str, Ops]  # linear -> operations on what it reads, if it is packed
+    online: dict[str, WeightTransforms]  # linear -> transforms of what it reads, if it is packed
     samples: int  # of the calibration text that `choose` looks at; 0: none
 
     def choose(self, bench: EditContext) -> list[str]:

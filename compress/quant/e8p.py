@@ -36,7 +36,7 @@ from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "e8p"
 NEEDS = frozenset({"hessian"})
@@ -98,7 +98,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
             sweeps.improve(layer, values, rounder, 1)
     codes = layer.natural(rounder.codes).transpose(0, 1)  # row, block, stage
     tensors = e8p_format.pack(codes, rounder.scale, rounder.row_scales, params, shape)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))
 
 
 def _search_scale(layer: Layer, rounder: E8PRounder, config: Config) -> None:

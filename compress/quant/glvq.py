@@ -40,7 +40,7 @@ from compress.quant import feedback, lattices, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.lattices import Effort, Lattice
 from compress.quant.settings import check, check_damp
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "lattice"
 NEEDS = frozenset({"hessian"})
@@ -106,7 +106,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
             values = sweeps.improve(layer, values, rounder, 1)
     codes = layer.natural(rounder.codes).permute(1, 0, 2).flatten(1)  # row, column
     tensors = lattice_format.pack(codes, rounder.side(layer), params, shape)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))
 
 
 def group_bits(layer: Layer, config: Config, size: int) -> Tensor:

@@ -38,7 +38,7 @@ from compress.quant import codebooks, feedback
 from compress.quant.feedback import Layer, Objective
 from compress.quant.refit import Layout, alternate, refit, refit_factors, settle
 from compress.quant.settings import check
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
@@ -308,4 +308,4 @@ def _packed(
         parts = replace(parts, codebooks=[books.stored], codebook_scales=[] if books.scale is None else [books.scale])
     if rounder.scales is not None:
         parts = replace(parts, scales=rounder.scales.codes.T, scale_grid=rounder.scales.grid)
-    return PackedWeight(FORMAT, params, codebook.pack(parts, params, shape), shape)
+    return PackedWeight(Stored(FORMAT, params), codebook.pack(parts, params, shape), shape)

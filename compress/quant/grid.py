@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 
 CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
 SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))  # of the min-max scale; > 1 uses the mirrored levels only
@@ -105,7 +105,7 @@ def pack(codes: Tensor, grid: Grid, format_params: int_format.Params, shape: tup
     """Pack codes [columns, rows] uint8 and grids [groups, rows]."""
     zeros = None if format_params.symmetric else grid.zero.T.to(torch.uint8)
     tensors = int_format.pack(codes.T.contiguous(), grid.scale.T, zeros, format_params)
-    return PackedWeight("int", format_params, tensors, shape)
+    return PackedWeight(Stored("int", format_params), tensors, shape)
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.numerics.hadamard import CHUNK
-from compress.types import LayerPlan, LinearSpec, Ops, PackedWeight, Stats
+from compress.types import LayerPlan, LinearSpec, PackedWeight, Stats, WeightTransforms
 
-OPS = Ops(input=("signs", "hadamard"), output=("hadamard", "signs"))
+OPS = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "signs"))
 BUFFERS = 8  # float32 temporaries of CHUNK numbers that a rotation has at a time, an upper bound
 
 
@@ -29,7 +29,7 @@ def derived_seed(seed: int, purpose: str, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
+def draw(spec: LinearSpec, seed: int, around: WeightTransforms = OPS) -> dict[str, Tensor]:
     """Draw the stored tensors of the operations around this linear, on the CPU."""
     sides = {
         "out_signs": ("output", spec.name, spec.shape[0], around.output),
@@ -44,23 +44,26 @@ def draw(spec: LinearSpec, seed: int, around: Ops = OPS) -> dict[str, Tensor]:
 
 def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
     """Return the statistics of the layer's shared input in its rotated basis: the same for all its readers."""
-    return Stats(transforms.rotate_hessian(stats.hessian, layer.ops, drawn(layer, seed, stats.hessian)), stats.count)
+    return Stats(
+        transforms.rotate_hessian(stats.hessian, layer.stored.ops, drawn(layer, seed, stats.hessian)), stats.count
+    )
 
 
 def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
     """Return weight [out, in] in the rotated basis, float32, as the layer's method is given it."""
-    return transforms.rotate(weight, layer.ops, drawn(layer, seed, weight))
+    return transforms.rotate(weight, layer.stored.ops, drawn(layer, seed, weight))
 
 
 def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
     """Return the packed rotated weight with the operations that turn it back."""
     added = drawn(layer, seed, next(iter(packed.tensors.values())))
-    return dataclasses.replace(packed, tensors={**packed.tensors, **added}, ops=layer.ops)
+    stored = dataclasses.replace(packed.stored, ops=layer.stored.ops)
+    return PackedWeight(stored, {**packed.tensors, **added}, packed.shape)
 
 
 def notes(layer: LayerPlan) -> tuple[str, ...]:
     """Return what the report should say of the operations."""
-    sides = zip(layer.spec.shape, (layer.ops.output, layer.ops.input), strict=True)
+    sides = zip(layer.spec.shape, (layer.stored.ops.output, layer.stored.ops.input), strict=True)
     sizes = dict.fromkeys(size for size, names in sides if "hadamard" in names)
     odd = {size: hadamard.order(size).K for size in sizes if hadamard.order(size).kind == "hartley"}
     return tuple(
@@ -70,7 +73,7 @@ def notes(layer: LayerPlan) -> tuple[str, ...]:
 
 def workspace(layer: LayerPlan, has_statistics: bool) -> int:
     """Return the bytes needed beside those of the method: rotated weight, rotated Hessian, temporaries."""
-    if not layer.ops:
+    if not layer.stored.ops:
         return 0
     rows, columns = layer.spec.shape
     hessian = columns * columns if has_statistics else 0
@@ -79,7 +82,7 @@ def workspace(layer: LayerPlan, has_statistics: bool) -> int:
 
 def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
     """Draw the stored tensors of the layer's operations, on the device of `like`."""
-    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.ops).items()}
+    return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.stored.ops).items()}
 
 
 def _signs(size: int, seed: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from compress.formats import lowrank
 from compress.lowrank.factors import metric, split
 from compress.numerics.linalg import truncation_workspace
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "lowrank"
 NEEDS = frozenset({"hessian"})
@@ -71,4 +71,4 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     factors = split(weight.float(), weighting, plan_params(config, shape), seed)
     unseen = config.metric != "none" and weighting.hessian is None
     notes = ("no calibration token gave this input a size: plain SVD",) if unseen else ()
-    return Quantized(PackedWeight(FORMAT, factors.stored, factors.tensors, shape), notes)
+    return Quantized(PackedWeight(Stored(FORMAT, factors.stored), factors.tensors, shape), notes)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import nf
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "nf"
 NEEDS: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     stored = nf.pack_sizes(fitted, params)
     scales = nf.sizes(stored, params, shape)
     codes = [_nearest(*pair, params) for pair in zip(target.split(step), scales.split(step), strict=True)]
-    return Quantized(PackedWeight(FORMAT, params, nf.pack(torch.cat(codes), stored, params), shape))
+    return Quantized(PackedWeight(Stored(FORMAT, params), nf.pack(torch.cat(codes), stored, params), shape))
 
 
 def _fitted(rows: Tensor, params: nf.Params, search: bool) -> Tensor:

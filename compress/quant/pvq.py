@@ -29,7 +29,7 @@ from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "pvq"
 NEEDS = frozenset({"hessian"})
@@ -78,7 +78,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> pvq_format.Params:
     while high - low > 1:
         middle = min((low + high) // 2, 2 * low)  # sizes of many pulses take time to count: never look far beyond
         params = pvq_format.Params(dim, middle, config.gain_bits)
-        if 8 * formats.nbytes(FORMAT, params, shape) <= config.bpw * shape[0] * shape[1]:
+        if 8 * formats.nbytes(Stored(FORMAT, params), shape) <= config.bpw * shape[0] * shape[1]:
             low = middle
         else:
             high = middle
@@ -111,14 +111,14 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     scales = _refitted(layer, values, scales, getattr(torch, dtype))
     points, gains = rounder.codes[..., :-1].transpose(0, 1), rounder.codes[..., -1].T  # row, vector, (coordinate)
     packed = pvq_format.pack(points, gains, scales, levels, params)
-    return Quantized(PackedWeight(FORMAT, params, packed, shape), tuple(layer.notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), packed, shape), tuple(layer.notes))
 
 
 def _plan_notes(config: Config, params: pvq_format.Params, shape: tuple[int, int]) -> list[str]:
     notes = []
     if params.vector_dim != config.vector_dim:
         notes.append(f"vectors of {params.vector_dim} columns, not {config.vector_dim}, to pad {shape[1]} columns less")
-    bpw = 8 * formats.nbytes(FORMAT, params, shape) / (shape[0] * shape[1])
+    bpw = 8 * formats.nbytes(Stored(FORMAT, params), shape) / (shape[0] * shape[1])
     if config.pulses is None and bpw > config.bpw:
         notes.append(f"{bpw:.3g} bits per weight, not {config.bpw:.3g}: the layer is too small for less")
     return notes

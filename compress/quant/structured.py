@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import structured
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "structured"
 NEEDS: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     rows, columns = _largest(squares.sum(1), params.rows), _largest(squares.sum(0), params.columns)
     lost = 1 - squares[rows][:, columns].sum(dtype=torch.float64) / squares.sum(dtype=torch.float64).clamp(min=1e-300)
     notes = (f"{100 * lost:.2f}% of the squared norm is left out",) if lost > 1e-6 else ()
-    return Quantized(PackedWeight(FORMAT, params, structured.pack(weight, rows, columns, params), shape), notes)
+    return Quantized(PackedWeight(Stored(FORMAT, params), structured.pack(weight, rows, columns, params), shape), notes)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:

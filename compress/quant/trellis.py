@@ -35,7 +35,7 @@ from compress.quant import feedback, sweeps, viterbi_compiled
 from compress.quant.feedback import Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "trellis"
 NEEDS = frozenset({"hessian"})
@@ -116,7 +116,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     scale = rounder.scale * _correction(layer, values, row_scales)
     states = layer.natural(rounder.codes.transpose(1, 2).reshape(shape[1], -1))
     tensors = trellis_format.pack(states.T, scale, params, row_scales, table)
-    return Quantized(PackedWeight(FORMAT, params, tensors, shape), tuple(layer.notes))
+    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))
 
 
 class _TrellisRounder(feedback.Rounder):

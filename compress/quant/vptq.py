@@ -34,7 +34,7 @@ from compress.quant import codebooks, feedback
 from compress.quant.feedback import Objective
 from compress.quant.refit import Layout, alternate, refit
 from compress.quant.settings import check
-from compress.types import PackedWeight, Quantized, Stats
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
@@ -252,4 +252,4 @@ def _packed(rounder: _RowVectorRounder, order: Tensor, params: codebook.Params, 
             outlier_scale=rounder.outlier_scale[:, 0].half(),
             outlier_index=order[:count],
         )
-    return PackedWeight(FORMAT, params, codebook.pack(parts, params, shape), shape)
+    return PackedWeight(Stored(FORMAT, params), codebook.pack(parts, params, shape), shape)

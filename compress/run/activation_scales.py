@@ -27,7 +27,7 @@ def calibrate(
 
     def add(name: str, inputs: Tensor) -> None:
         layer = static[name]
-        largest[name].add(transforms.apply_input(inputs, layer.ops, incoherence.drawn(layer, seed, inputs)))
+        largest[name].add(transforms.apply_input(inputs, layer.stored.ops, incoherence.drawn(layer, seed, inputs)))
 
     hooks = [(stream.skeleton.linear(block, name), partial(add, name)) for name in static]
     stream.forward(index, block, "calibrating", BlockPass(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))
@@ -37,5 +37,5 @@ def calibrate(
             for top in [largest[other].top for other in siblings if static[other].spec.is_expert]:
                 if top is not None:
                     largest[name].add(top.reshape(1))
-    settings = {name: layer.activations for name, layer in static.items()}
+    settings = {name: layer.stored.activations for name, layer in static.items()}
     return {name: largest[name].in_scale(given, name) for name, given in settings.items() if given is not None}

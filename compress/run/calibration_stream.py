@@ -169,7 +169,7 @@ class CalibrationStream:
         if self.graph is None:
             self.graph = graph.trace(self.skeleton)
         sites = graph.sites(self.graph.blocks[index], block, batches, name)
-        rotated = {layer.spec.name for layer in self.prepared.plan.layers if layer.ops}
+        rotated = {layer.spec.name for layer in self.prepared.plan.layers if layer.stored.ops}
         schemes = {
             key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in rotated else scheme
             for key, scheme in self.prepared.plan.schemes.items()

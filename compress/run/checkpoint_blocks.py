@@ -66,7 +66,7 @@ class CheckpointBlocks:
         written = shards.write_block(self.output, self.run.prepared, index, block, self.packed, edited)
         rows = [self.rows[x.spec.name] for x in self.run.prepared.plan.layers if x.spec.block == index]
         packed, self.packed = self.packed, {}
-        record = {**written, "layers": list(map(dataclasses.asdict, rows)), "notes": notes, "experts": self.routing}
+        record = {**written, "layers": list(map(report.to_dict, rows)), "notes": notes, "experts": self.routing}
         record["probe"] = self._pass_on(index, block, packed)
         self.output.finish_block(index, record)
         self._keep(index, record, rows)

@@ -154,7 +154,7 @@ def needs_gradients(layer: LayerPlan) -> bool:
 
 def needs_in_scale(layer: LayerPlan) -> bool:
     """Return whether a layer's inputs are quantized with one calibrated scale."""
-    return layer.activations is not None and layer.activations.scale == "tensor"
+    return layer.stored.activations is not None and layer.stored.activations.scale == "tensor"
 
 
 def needs_text(layer: LayerPlan) -> bool:
@@ -279,7 +279,9 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
 def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
     """Return the parameters of low-rank parts for which the recipe asks for such steps of training."""
     trained = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
-    return sum(layer.lowrank.rank * sum(layer.spec.shape) for layer in trained if layer.lowrank is not None)
+    return sum(
+        layer.stored.lowrank.rank * sum(layer.spec.shape) for layer in trained if layer.stored.lowrank is not None
+    )
 
 
 def _gradients(layers: Sequence[LayerPlan], item: int) -> int:

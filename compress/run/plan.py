@@ -18,7 +18,7 @@ from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import StoredTensor
-from compress.types import NO_OPS, LayerPlan, LinearSpec, Ops, Plan, Scheme
+from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     for spec in specs:
         scheme = schemes[spec.name]
         if scheme is not None:
-            around = skeleton.edits.online.get(spec.name, NO_OPS) if skeleton.edits is not None else NO_OPS
-            layers.append(_layer(spec, scheme, methods[scheme.method], around))
+            online = skeleton.edits.online if skeleton.edits is not None else {}
+            layers.append(_layer(spec, scheme, methods[scheme.method], online.get(spec.name, NO_TRANSFORMS)))
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
             kept[spec.name] = "kept by the recipe"
-    if all(layer.format == "dense" for layer in layers):
+    if all(layer.stored.format == "dense" for layer in layers):
         raise RecipeError(f"recipe {recipe.name!r} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
@@ -80,14 +80,15 @@ def groups(plan: Plan) -> list[LinearGroup]:
 
 def describe(layer: LayerPlan) -> str:
     """Return the format and its main numbers in a few words, from the parameters that config.json stores."""
+    stored = layer.stored
     shown = [
         f"{key}={value}"
-        for key, value in vars(layer.params).items()
+        for key, value in vars(stored.params).items()
         if key not in ("tile_words", "scale_dtype") and value is not None
     ]
-    inputs = activation_quant.describe(layer.activations) if layer.activations is not None else ""
-    beside = lowrank_format.describe(layer.lowrank) if layer.lowrank is not None else ""
-    return " ".join(filter(None, [layer.format, *shown, transforms.describe(layer.ops), inputs, beside]))
+    inputs = activation_quant.describe(stored.activations) if stored.activations is not None else ""
+    beside = lowrank_format.describe(stored.lowrank) if stored.lowrank is not None else ""
+    return " ".join(filter(None, [stored.format, *shown, transforms.describe(stored.ops), inputs, beside]))
 
 
 def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
@@ -95,7 +96,7 @@ def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
     return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
 
 
-def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) -> LayerPlan:
+def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightTransforms) -> LayerPlan:
     """Plan one linear. online: operations that a transform leaves to run time; a random rotated basis replaces them."""
     around = incoherence.OPS if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
@@ -103,19 +104,20 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: Ops) ->
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
         params = method.plan_params(scheme.config, spec.shape)
-        nbytes = formats.nbytes(method.FORMAT, params, spec.shape, around, scheme.activations, lowrank)
+        stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
+        nbytes = formats.nbytes(stored, spec.shape)
     except ValueError as error:  # a setting that cannot be for this shape
         shape = f"{spec.shape[0]} x {spec.shape[1]}"
         raise RecipeError(
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
-    return LayerPlan(spec, scheme, method.FORMAT, params, nbytes, around, scheme.activations, lowrank)
+    return LayerPlan(spec, scheme, stored, nbytes)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:
     """Plan a linear that stays as it is."""
-    params = dense.Params(str(spec.dtype).removeprefix("torch."))
-    return LayerPlan(spec, Scheme(KEEP, None), "dense", params, formats.nbytes("dense", params, spec.shape))
+    stored = Stored("dense", dense.Params(str(spec.dtype).removeprefix("torch.")))
+    return LayerPlan(spec, Scheme(KEEP, None), stored, formats.nbytes(stored, spec.shape))
 
 
 def _owner(spec: LinearSpec) -> str:

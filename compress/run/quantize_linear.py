@@ -30,11 +30,11 @@ class InputStatistics:
 
     def for_layer(self, layer: LayerPlan) -> Stats | None:
         """Return the statistics in the basis that the layer is quantized in; each basis is made once."""
-        if self.stats is None or not layer.ops:
+        if self.stats is None or not layer.stored.ops:
             return self.stats
-        if layer.ops.input not in self.rotated:
-            self.rotated[layer.ops.input] = incoherence.rotated_stats(self.stats, layer, self.seed)
-        return self.rotated[layer.ops.input]
+        if layer.stored.ops.input not in self.rotated:
+            self.rotated[layer.stored.ops.input] = incoherence.rotated_stats(self.stats, layer, self.seed)
+        return self.rotated[layer.stored.ops.input]
 
     def target(self, weight: Tensor) -> Tensor:
         """Return what a method approximates in place of a weight [out, in]."""
@@ -79,10 +79,10 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
     given = task.statistics if memory_plan.needs_statistics(layer) else NO_STATISTICS
     target, stats = given.target(task.weight), given.for_layer(layer)
     if layer.scheme.config is None:
-        packed = PackedWeight(layer.format, layer.params, dense.pack(task.weight, layer.params), layer.spec.shape)
+        packed = PackedWeight(layer.stored, dense.pack(task.weight, layer.stored.params), layer.spec.shape)
         notes = given.notes
     else:
-        target = incoherence.rotated_weight(target, layer, seed) if layer.ops else target
+        target = incoherence.rotated_weight(target, layer, seed) if layer.stored.ops else target
         method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
         method_seed = incoherence.derived_seed(seed, "method", name)
         try:
@@ -98,11 +98,12 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
                 )
         except NumericalError as error:
             raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
-        packed = incoherence.wrapped(result.weight, layer, seed) if layer.ops else result.weight
-        around = incoherence.notes(layer) if layer.ops else ()
+        packed = incoherence.wrapped(result.weight, layer, seed) if layer.stored.ops else result.weight
+        around = incoherence.notes(layer) if layer.stored.ops else ()
         notes = (*given.notes, *around, *result.notes)
-    if layer.activations is not None:
+    if layer.stored.activations is not None:
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
-        packed = dataclasses.replace(packed, tensors={**packed.tensors, **scale}, activations=layer.activations)
+        stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
+        packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
     assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
     return Quantized(packed, notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +13,19 @@ from torch import Tensor
 
 from compress import formats, process_memory
 from compress.errors import CheckpointError
-from compress.formats import transforms
+from compress.formats import stored
 from compress.run import expert_pruning, identity, plan
 from compress.run.job import RunState
 from compress.runtime import integer
 from compress.storage.checkpoint import open_checkpoint, read_json
-from compress.types import Activations, LayerPlan, LayerReport, LowRank, PackedWeight, Stats, Stored
+from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
+ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
+    *("name", "shape", "method", "format", "params", "bpw", "nbytes", "weight_error", "output_error", "tokens"),
+    *("seconds", "notes", "ops", "activations", "lowrank"),
+)
 
 
 class WeightErrors(NamedTuple):
@@ -60,8 +65,7 @@ def measure(
         name=layer.spec.name,
         shape=layer.spec.shape,
         method=layer.scheme.method,
-        format=packed.format,
-        params=dataclasses.asdict(packed.params),
+        stored=packed.stored,
         bpw=packed.bpw,
         nbytes=packed.nbytes,
         weight_error=measured.relative,
@@ -69,30 +73,26 @@ def measure(
         tokens=stats.count if stats is not None else 0,
         seconds=0.0,
         notes=notes,
-        ops=packed.ops,
-        activations=packed.activations,
-        lowrank=packed.lowrank,
     )
 
 
-def row(values: dict[str, Any]) -> LayerReport:
-    """Return a layer's report from the values that were stored of it."""
-    around = transforms.from_dict(values["ops"], values["name"])
-    activations = Activations(**values["activations"]) if values.get("activations") else None
-    lowrank = LowRank(**values["lowrank"]) if values.get("lowrank") else None
-    changed = {
-        "shape": tuple(values["shape"]),
-        "notes": tuple(values["notes"]),
-        "ops": around,
-        "activations": activations,
-        "lowrank": lowrank,
-    }
-    return LayerReport(**{**values, **changed})
+ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
+    *("name", "shape", "method", "format", "params", "bpw", "nbytes", "weight_error", "output_error", "tokens"),
+    *("seconds", "notes", "ops", "activations", "lowrank"),
+)
 
 
-def stored(row: LayerReport) -> Stored:
-    """Return how a reported layer is stored."""
-    return Stored(row.format, formats.params_from_dict(row.format, row.params), row.ops, row.activations, row.lowrank)
+def to_dict(layer: LayerReport) -> dict[str, Any]:
+    """Return a layer's row of report.json."""
+    values = {**vars(layer), **stored.to_dict(layer.stored)}
+    return {key: values[key] for key in ROW}
+
+
+def from_dict(values: Mapping[str, Any]) -> LayerReport:
+    """Return the report of a layer from its row."""
+    facts = {key: value for key, value in values.items() if key not in stored.KEYS}
+    form = stored.from_dict({key: values[key] for key in stored.KEYS if key in values}, values["name"])
+    return LayerReport(**{**facts, "stored": form, "shape": tuple(facts["shape"]), "notes": tuple(facts["notes"])})
 
 
 def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "products": products(run.layers, job.device),
         **({"experts": expert_pruning.rows(run.experts, run.prunings, run.layers)} if run.experts else {}),
         "kept": prepared.plan.kept,
-        "layers": [dataclasses.asdict(row) for row in run.layers],
+        "layers": [to_dict(row) for row in run.layers],
         "self_check": self_check,
     }
 
@@ -140,9 +140,9 @@ def products(layers: list[LayerReport], device: str) -> dict[str, int]:
     """Return how the layers with quantized inputs are multiplied on this kind of device -> how many of them."""
     counts: Counter[str] = Counter()
     for row in layers:
-        if row.activations is not None:
-            params = formats.params_from_dict(row.format, row.params)
-            counts[integer.describe(row.format, params, row.shape, row.activations, torch.device(device))] += 1
+        form = row.stored
+        if form.activations is not None:
+            counts[integer.describe(form.format, form.params, row.shape, form.activations, torch.device(device))] += 1
     return dict(counts)
 
 
@@ -165,9 +165,9 @@ def load(directory: Path) -> dict[str, Any]:
     path = directory / "report.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")
-    report, stored = read_json(path), open_checkpoint(directory).nbytes
-    if stored != (said := report.get("nbytes", {}).get("total")):
+    report, nbytes = read_json(path), open_checkpoint(directory).nbytes
+    if nbytes != (said := report.get("nbytes", {}).get("total")):
         raise CheckpointError(
-            f"{path} speaks of {said} bytes of tensors, {directory} has {stored}; it is of another model"
+            f"{path} speaks of {said} bytes of tensors, {directory} has {nbytes}; it is of another model"
         )
     return report

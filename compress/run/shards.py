@@ -55,15 +55,11 @@ def restore_block(
 ) -> tuple[nn.Module, dict[str, PackedWeight], list[LayerReport]]:
     """Load a finished block anew, from its shard where that holds it; return also its packed weights and reports."""
     on_disk = read_header(output.model / record["file"])
-    reports = [report.row(values) for values in record["layers"]]
+    reports = [report.from_dict(values) for values in record["layers"]]
     packed = {}
     for row in reports:
-        form = report.stored(row)
-        names = formats.specs(form.format, form.params, row.shape, form.ops, form.activations, form.lowrank)
-        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in names}
-        packed[row.name] = PackedWeight(
-            form.format, form.params, tensors, row.shape, form.ops, form.activations, form.lowrank
-        )
+        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in formats.specs(row.stored, row.shape)}
+        packed[row.name] = PackedWeight(row.stored, tensors, row.shape)
     edits, sources = skeleton.edits, skeleton.sources
     skeleton.free()
     try:

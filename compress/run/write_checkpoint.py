@@ -58,7 +58,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
     config = skeleton.checkpoint.config
     config = {**(_untied(config) if skeleton.is_untied else config), "dtype": dtype}
-    quantization = hf.build_config({row.name: report.stored(row) for row in run.layers}, run.prunings).to_dict()
+    quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:
         config["quantization_config"] = quantization
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")

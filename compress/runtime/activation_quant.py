@@ -1,4 +1,4 @@
-"""Quantized inputs of a linear, as `Activations` (compress/types.py) says.
+"""Quantize the inputs of a linear, as `Activations` (compress/types.py) says.
 
     q = round(clamp(x / s, -Q, Q))        x ~ s q
 
@@ -9,10 +9,7 @@ calibration data. A token that holds a NaN or an infinity has the scale NaN: so 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -27,12 +24,12 @@ TINY = torch.finfo(torch.float32).tiny  # the scale of a token of zeros
 
 
 def largest(activations: Activations) -> float:
-    """Q, the largest magnitude of a quantized input."""
+    """Return Q, the largest magnitude of a quantized input."""
     return FP8_LARGEST if activations.dtype == "fp8" else 2.0 ** (activations.bits - 1) - 1
 
 
 def quantize(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [..., n] of any floating type -> (q, s): q float32 [..., n], always finite, and s float32 [..., 1].
+    """Quantize x [..., n] of any floating type: q float32 [..., n], always finite, and s float32 [..., 1].
 
     `in_scale` is needed where the scale is static.
     """
@@ -41,7 +38,7 @@ def quantize(x: Tensor, activations: Activations, in_scale: Tensor | None = None
 
 
 def split(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `quantize`, but q is scaled down to less than 2 and of the type of x, and s scaled up in return.
+    """Quantize as `quantize`, but q is scaled down to less than 2 and of the type of x, and s scaled up in return.
 
     Exact in any type: an integer of 8 bits, and a number of fp8, is one of bfloat16 and of float16. Gradients pass
     straight through the rounding, not through what is clipped; scales have none.
@@ -57,13 +54,13 @@ def split(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -
 
 
 def fake_quantize(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> Tensor:
-    """x [..., n] -> s q, rounded to the type of x once; gradients as `split`."""
+    """Return s q for x [..., n], rounded to the type of x once; gradients as `split`."""
     q, scale = split(x, activations, in_scale)
     return (q * scale).to(x.dtype)
 
 
 def _unit(x: Tensor, activations: Activations, in_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x / s in float32 [..., n], and s [..., 1]; both NaN in tokens that are not finite, s a constant to gradients."""
+    """Return x / s in float32 [..., n], and s [..., 1]; NaN in tokens that are not finite; s has no gradient."""
     wide = x.float()
     top = wide.detach().abs().amax(-1, keepdim=True)  # ten times as fast as vector_norm
     if activations.scale == "tensor":
@@ -76,7 +73,7 @@ def _unit(x: Tensor, activations: Activations, in_scale: Tensor | None) -> tuple
 
 
 def _rounded(unit: Tensor, activations: Activations) -> Tensor:
-    """The nearest quantized numbers, 0 for NaN."""
+    """Return the nearest quantized numbers, 0 for NaN."""
     top = largest(activations)
     clamped = unit.clamp(-top, top).nan_to_num_(0.0)
     return clamped.to(FP8).float() if activations.dtype == "fp8" else clamped.round_()
@@ -89,13 +86,16 @@ class LargestInput:
         self.top: Tensor | None = None  # float32, on the device of the inputs: nothing waits for it
 
     def add(self, x: Tensor) -> None:
-        """x [..., n] of any floating type; no tokens are no harm."""
+        """Add x [..., n] of any floating type; no tokens are no harm."""
         if x.numel():
             top = x.detach().abs().amax().float()
             self.top = top if self.top is None else torch.maximum(self.top, top.to(self.top.device))
 
     def in_scale(self, activations: Activations, where: str) -> Tensor:
-        """`in_scale` float32 [1] on the CPU; 1 if all inputs were zeros. NumericalError if there is none to be had."""
+        """Return `in_scale`, float32 [1] on the CPU, 1 if all inputs were zeros.
+
+        Raises NumericalError without inputs, or for inputs that are not finite.
+        """
         if self.top is None:
             raise NumericalError(f"{where}: no calibration token reached it, so it has no scale; use scale: token")
         top = float(self.top)
@@ -106,37 +106,12 @@ class LargestInput:
 
 
 def check_scale(in_scale: Tensor, where: str) -> None:
-    """CheckpointError unless a stored scale is a finite number above 0."""
+    """Raise CheckpointError unless a stored scale is a finite number above 0."""
     if not (torch.isfinite(in_scale) & (in_scale > 0)).all():
         raise CheckpointError(f"{where}.{IN_SCALE} is {in_scale.tolist()}, not above 0; write the checkpoint again")
 
 
-def to_dict(activations: Activations) -> dict[str, Any]:
-    """What config.json stores."""
-    return dataclasses.asdict(activations)
-
-
-def from_dict(values: Any, where: str) -> Activations | None:
-    """`Activations` from what config.json stores, None from null; CheckpointError if it cannot be."""
-    if values is None:
-        return None
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"{where}: activations is not a table")
-    hints = get_type_hints(Activations)
-    if unknown := sorted(map(str, set(values) - set(hints))):
-        raise CheckpointError(f"{where}: activations has unknown keys {unknown}; upgrade compress")
-    for key, value in values.items():
-        choices = get_args(hints[key])  # of a Literal
-        fits = value in choices if choices else type(value) in ((int, float) if hints[key] is float else (int,))
-        if not fits:
-            raise CheckpointError(f"{where}: activations has {key} {value!r}, which this version does not know")
-    try:
-        return Activations(**values)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: activations: {error}") from error
-
-
 def describe(activations: Activations) -> str:
-    """In a word or two, such as "int8 inputs" or "static fp8 inputs"."""
-    kind = "fp8" if activations.dtype == "fp8" else f"int{activations.bits}"
-    return f"{'static ' if activations.scale == 'tensor' else ''}{kind} inputs"
+    """Return the settings in a word or two, such as "int8 inputs" or "static fp8 inputs"."""
+    dtype = "fp8" if activations.dtype == "fp8" else f"int{activations.bits}"
+    return f"{'static ' if activations.scale == 'tensor' else ''}{dtype} inputs"

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts block as separate linears, so that each can be packed.
+"""Run the experts of a mixture-of-experts block as separate linears, so that each can be packed.
 
 transformers holds the experts of a block in two fused parameters, gate_up_proj [experts, 2 * intermediate, hidden] and
 down_proj [experts, hidden, intermediate]. `Experts` takes the place of such a module with children `<i>.gate_proj`,
@@ -14,15 +14,13 @@ Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/expert_routing.py c
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError
 from compress.runtime.linear import PackedLinear
 from compress.types import Pruning
 
@@ -33,13 +31,13 @@ _PLAIN_LAYOUT = {"is_concatenated": True, "is_transposed": False, "has_bias": Fa
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether the module holds the experts of a block in fused three-dimensional parameters, in any layout."""
+    """Return whether the module holds the experts of a block in fused three-dimensional parameters, in any layout."""
     own = dict(module.named_parameters(recurse=False))
     return "down_proj" in own and own["down_proj"].dim() == 3 and ("gate_up_proj" in own or "up_proj" in own)
 
 
 def is_supported(module: nn.Module) -> bool:
-    """Whether a fused-experts module has the plain layout that `Experts` computes."""
+    """Return whether a fused-experts module has the plain layout that `Experts` computes."""
     if not is_fused_experts(module) or {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return False
     if any(getattr(module, name, None) is not value for name, value in _PLAIN_LAYOUT.items()):
@@ -55,7 +53,7 @@ def is_supported(module: nn.Module) -> bool:
 def prune(
     hidden_states: Tensor, index: Tensor, weights: Tensor, pruning: Pruning, experts: int
 ) -> tuple[Tensor, Tensor]:
-    """The routing [tokens, top_k] without the pairs that are dropped: index `experts` and weight 0 there.
+    """Return the routing [tokens, top_k] without the pairs that are dropped: index `experts` and weight 0 there.
 
     A token loses the expert of its smallest weight where that is below `threshold` times its largest, and the others
     take over the share `taken` of that weight, in proportion: with 1, as published, the weights' sum stays what it was.
@@ -75,38 +73,20 @@ def prune(
     return index.masked_fill(gone, experts), torch.where(dropped, raised, weights)
 
 
-def pruning_from_dict(values: Any, where: str) -> Pruning:
-    """`Pruning` from what config.json stores; CheckpointError if it cannot be."""
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"{where} is not a table")
-    known = {field.name for field in dataclasses.fields(Pruning)}
-    if unknown := sorted(map(str, set(values) - known)):
-        raise CheckpointError(f"{where} has unknown keys {unknown}; upgrade compress")
-    for key, value in values.items():
-        if type(value) not in (int, float) and not (key == "protected" and value is None):
-            raise CheckpointError(f"{where} has {key} {value!r}, which is not a number")
-    if "threshold" not in values:
-        raise CheckpointError(f"{where} has no threshold; download it again")
-    try:
-        return Pruning(**values)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-
-
 def magnitude(hidden_states: Tensor) -> Tensor:
-    """||h||_1 of each token, float32 [tokens]."""
+    """Return ||h||_1 of each token, float32 [tokens]."""
     return hidden_states.float().abs().sum(-1)
 
 
 class Pairs:
-    """How many (token, expert) pairs the router has chosen, and how many of them were dropped."""
+    """Counts of the (token, expert) pairs that the router has chosen, and of those dropped."""
 
     def __init__(self) -> None:
         self.routed = 0
         self._dropped: Tensor | int = 0  # to be read at the end only: on a GPU, reading waits
 
     def add(self, index: Tensor, kept: Tensor, experts: int) -> None:
-        """The routing [tokens, top_k] of one pass before and after pruning."""
+        """Count the routing [tokens, top_k] of one pass, before and after pruning."""
         self.routed += index.numel()
         self._dropped = self._dropped + ((index < experts) & (kept >= experts)).sum()
 
@@ -116,13 +96,13 @@ class Pairs:
 
     @property
     def share(self) -> float:
-        """Of the pairs, those dropped; 0 where there were none."""
+        """The share of the pairs that were dropped; 0 where there were none."""
         return self.dropped / self.routed if self.routed else 0.0
 
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[dict[str, Pairs]]:
-    """While active, the model's `Experts` modules count what they drop: name -> pairs."""
+    """Let the model's `Experts` modules count what they drop while active: name -> pairs."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     pairs = {name: Pairs() for name in modules}
     try:
@@ -144,7 +124,7 @@ class Experts(nn.ModuleDict):
 
     @classmethod
     def from_fused(cls, fused: nn.Module) -> Experts:
-        """Linears that are views of the parameters of `fused`: nothing is copied, and meta parameters will do."""
+        """Return experts whose linears are views of the parameters of `fused`, which may be on meta."""
         assert is_supported(fused), "the caller asks is_supported first"
         gate_up, down = fused.get_parameter("gate_up_proj"), fused.get_parameter("down_proj")
         width = gate_up.shape[1] // 2
@@ -158,10 +138,11 @@ class Experts(nn.ModuleDict):
         return experts.train(fused.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top_k] -> [tokens, hidden].
+        """Return the weighted sums over the experts, [tokens, hidden].
 
-        The operations of the fused module's own loop, but gate and up are two products: equal to the bit where the
-        matrix library sums a column alike for both widths, within 1e-6 of the largest value otherwise.
+        hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top_k]. The operations
+        of the fused module's own loop, but gate and up are two products: equal to the bit where the matrix library sums
+        a column alike for both widths, within 1e-6 of the largest value otherwise.
         """
         if self.pruning is not None:
             kept = prune(hidden_states, top_k_index, top_k_weights, self.pruning, len(self))
@@ -182,7 +163,7 @@ class Experts(nn.ModuleDict):
         return out
 
     def fuse(self, dtype: torch.dtype) -> nn.Module:
-        """The module that `from_fused` took, with the present weights, dequantized to `dtype`. It cannot prune."""
+        """Return the module that `from_fused` took, with the present weights in `dtype`; it cannot prune."""
         experts = [cast(nn.ModuleDict, expert) for expert in self.values()]
         weights = {name: [_weight(expert[name], dtype) for expert in experts] for name in PROJECTIONS}
         gate_up = map(torch.cat, zip(weights["gate_proj"], weights["up_proj"], strict=True))
@@ -205,7 +186,7 @@ def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def _without_data(fused: nn.Module) -> nn.Module:
-    """A copy with its parameters on meta; the model's configuration stays shared."""
+    """Return a copy with its parameters on meta; the model's configuration stays shared."""
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta")) for p in fused.parameters()}
     memo[id(fused.config)] = fused.config
     return copy.deepcopy(fused, memo)

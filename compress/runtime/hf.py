@@ -1,4 +1,4 @@
-"""Loading and saving packed models through transformers: the quantization method "compress".
+"""Load and save packed models through transformers, as its quantization method "compress".
 
 config.json holds
 
@@ -28,7 +28,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -36,39 +36,18 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import lowrank as lowrank_format
-from compress.formats import transforms as operations
+from compress.formats import stored
 from compress.runtime import activation_quant as inputs
-from compress.runtime.experts import Experts, is_fused_experts, is_supported, pruning_from_dict
+from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.types import Activations, LowRank, Ops, Pruning, Stored
+from compress.types import Pruning, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
 
 METHOD = "compress"
 VERSION = 1  # of the layout described above
-
-
-class Packed(Protocol):
-    """Anything that says how a weight is stored: PackedWeight, PackedLinear, LayerPlan."""
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def params(self) -> Any: ...
-
-    @property
-    def ops(self) -> Ops: ...
-
-    @property
-    def activations(self) -> Activations | None: ...
-
-    @property
-    def lowrank(self) -> LowRank | None: ...
 
 
 class CompressConfig(QuantizationConfigMixin):
@@ -104,15 +83,15 @@ class CompressConfig(QuantizationConfigMixin):
         return {k: value for k, value in super().to_dict().items() if value or k not in ("experts", "kv_cache")}
 
 
-def build_config(modules: Mapping[str, Packed], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
-    """The configuration that lists these linears, with the most common scheme as default, and what prunes experts."""
-    schemes = {name: _entry(module) for name, module in modules.items()}
-    if not schemes:
+def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
+    """Return the configuration that lists these linears, the most common storage as default, and pruned experts."""
+    tables = {name: stored.to_dict(module) for name, module in modules.items()}
+    if not tables:
         return CompressConfig()
-    counts = Counter(repr(scheme) for scheme in schemes.values())
-    default = max(schemes.values(), key=lambda scheme: counts[repr(scheme)])  # the first of the most common
+    counts = Counter(map(repr, tables.values()))
+    default = max(tables.values(), key=lambda table: counts[repr(table)])  # the first of the most common
     entries: dict[str, dict[str, Any]] = {}
-    for name, entry in schemes.items():
+    for name, entry in tables.items():
         entries[name] = {key: value for key, value in entry.items() if value != default[key]}
         if "format" in entries[name]:
             entries[name]["params"] = entry["params"]  # equal ones of another format are other ones
@@ -126,22 +105,12 @@ def build_config(modules: Mapping[str, Packed], experts: Mapping[str, Pruning] |
 
 
 def scheme(config: CompressConfig, name: str) -> Stored:
-    """How a listed linear is stored."""
+    """Return how a listed linear is stored."""
     try:
         entry = {**config.default, **config.modules[name]}
     except TypeError as error:
         raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    if set(entry) - {"ops", "activations", "lowrank"} != {"format", "params"} or not isinstance(entry["format"], str):
-        raise CheckpointError(
-            f"quantization_config: {name} has {sorted(entry)}, needs just 'format' and 'params' "
-            "('ops', 'activations' and 'lowrank' if it has any)"
-        )
-    where = f"quantization_config: {name}"
-    ops = operations.from_dict(entry.get("ops", {}), where)
-    activations = inputs.from_dict(entry.get("activations"), where)
-    params = formats.params_from_dict(entry["format"], entry["params"])
-    lowrank = lowrank_format.part_from_dict(entry.get("lowrank"), where)
-    return Stored(entry["format"], params, ops, activations, lowrank)
+    return stored.from_dict(entry, f"quantization_config: {name}")
 
 
 def swap(model: nn.Module, config: CompressConfig) -> None:
@@ -157,12 +126,11 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         linear = _linear(model, name)
         if f"{name}.weight" in tied:
             raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
-        stored = scheme(config, listed_name)
         bias, weight = linear.bias, linear.weight
         dtype = weight.dtype if bias is None else bias.dtype
         shape = (linear.out_features, linear.in_features)
         try:
-            packed = PackedLinear(stored, shape, bias is not None, dtype, weight.device)
+            packed = PackedLinear(scheme(config, listed_name), shape, bias is not None, dtype, weight.device)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {error}") from error
         model.set_submodule(name, packed)
@@ -173,17 +141,8 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
     _set_pruning(model, config)
 
 
-def _entry(module: Packed) -> dict[str, Any]:
-    """What the configuration says of one linear, in full."""
-    sides = {side: list(names) for side, names in dataclasses.asdict(module.ops).items()}
-    activations = None if module.activations is None else inputs.to_dict(module.activations)
-    params = dataclasses.asdict(module.params)
-    lowrank = None if module.lowrank is None else dataclasses.asdict(module.lowrank)
-    return {"format": module.format, "params": params, "ops": sides, "activations": activations, "lowrank": lowrank}
-
-
 class CompressQuantizer(HfQuantizer):
-    """What from_pretrained and save_pretrained call."""
+    """The quantizer that from_pretrained and save_pretrained call."""
 
     quantization_config: CompressConfig
 
@@ -199,9 +158,9 @@ class CompressQuantizer(HfQuantizer):
             if isinstance(module, PackedLinear):
                 _check_loaded(name, module)
         if self.quantization_config.kv_cache is not None:
-            from compress.runtime import kv_config as stored
+            from compress.runtime import kv_config
 
-            stored.use(model, self.quantization_config.kv_cache, self._directory)
+            kv_config.use(model, self.quantization_config.kv_cache, self._directory)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
@@ -228,10 +187,10 @@ def register() -> None:
 
 
 def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
-    """Tell the experts modules what the configuration says of them."""
+    """Set on the experts modules how the configuration prunes them."""
     for name, listed_name in _names_in(model, config.experts).items():
         where = f"quantization_config: experts: {listed_name}"
-        pruning = pruning_from_dict(config.experts[listed_name], where)
+        pruning = stored.from_table(Pruning, config.experts[listed_name], where)
         try:
             module = model.get_submodule(name)
         except AttributeError as error:
@@ -242,7 +201,7 @@ def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
 
 
 def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
-    """Listed modules as this model names them -> as the list does.
+    """Return the listed modules: name in this model -> name in the list.
 
     The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix.
     """
@@ -253,15 +212,15 @@ def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
 
 
-def _open_experts(model: nn.Module, wanted: set[str]) -> list[str]:
-    """Names of the fused-experts modules among `wanted`, each replaced by `Experts`."""
-    found = [name for name, module in model.named_modules() if name in wanted and is_fused_experts(module)]
-    for name in found:
+def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
+    """Replace the fused-experts modules among `names` by `Experts`, and return the names of those."""
+    fused_names = [name for name, module in model.named_modules() if name in names and is_fused_experts(module)]
+    for name in fused_names:
         fused = model.get_submodule(name)
         if not is_supported(fused):
             raise CheckpointError(f"{name} ({type(fused).__name__}) has a layout of experts that compress cannot load")
         model.set_submodule(name, Experts.from_fused(fused))
-    return found
+    return fused_names
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
@@ -275,7 +234,10 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _check_loaded(name: str, module: PackedLinear) -> None:
-    """Every tensor came from the checkpoint in its stored type; loading marks floating tensors as trainable."""
+    """Check that every tensor came from the checkpoint in its stored type, and freeze it again.
+
+    Loading marks floating tensors as trainable. Raises CheckpointError.
+    """
     for key, tensor in module.named_parameters(recurse=False):
         if tensor.is_meta:  # offloaded, read when it is needed
             continue

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import int as int_format
+from compress.formats.stored import params_from_dict
 from compress.kernels import dispatch
 from compress.kernels.dispatch import Processor
 from compress.runtime import activation_quant as inputs
@@ -221,9 +222,9 @@ def rescaled(y: Tensor, scale: Tensor) -> Tensor:
 def _read(weight: str, activations: str) -> tuple[Product, list[str]]:
     known = json.loads(weight)
     format, shape = known["format"], (known["shape"][0], known["shape"][1])
-    params = formats.params_from_dict(format, known["params"])
+    params = params_from_dict(format, known["params"])
     product = Product(format, params, shape, Activations(**json.loads(activations)))
-    return product, list(formats.specs(format, params, shape))
+    return product, list(formats.get(format).specs(params, shape))
 
 
 @torch.library.custom_op("compress::quantized_linear", mutates_args=())

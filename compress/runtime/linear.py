@@ -14,6 +14,7 @@ from these operations, never quantized.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections import deque
@@ -154,14 +155,16 @@ class PackedLinear(nn.Module):
         Raises ValueError if the operations cannot have this shape.
         """
         super().__init__()
-        format, params, ops, activations, lowrank = stored
-        self.format, self.params, self.ops, self.activations = format, params, ops, activations
-        self.lowrank = lowrank
+        format, params = stored.format, stored.params
+        self.stored, self.format, self.params = stored, format, params
+        self.ops, self.activations, self.lowrank = stored.ops, stored.activations, stored.lowrank
         self.shape = self.out_features, self.in_features = shape
-        self.specs = formats.specs(format, params, shape, ops, activations, lowrank)
-        self._matrix = list(formats.specs(format, params, shape))  # names of the tensors of M alone
+        self.specs = formats.specs(stored, shape)
+        self._matrix = list(formats.get(format).specs(params, shape))  # names of the tensors of M alone
         self._described = dispatch.described(format, params, shape)
-        self._described_inputs = "" if activations is None else json.dumps(inputs.to_dict(activations))
+        self._described_inputs = (
+            "" if stored.activations is None else json.dumps(dataclasses.asdict(stored.activations))
+        )
         self._weight = dispatch.Weight(format, params, shape)
         for name, (size, kind) in self.specs.items():
             tensor = torch.empty(size, dtype=kind, device=device)
@@ -174,8 +177,7 @@ class PackedLinear(nn.Module):
         cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> PackedLinear:
         """A layer that shares the tensors of `weight`; `dtype` (default: as it is) is that of the bias."""
-        stored = Stored(weight.format, weight.params, weight.ops, weight.activations, weight.lowrank)
-        layer = cls(stored, weight.shape, device="meta")
+        layer = cls(weight.stored, weight.shape, device="meta")
         for name, tensor in weight.tensors.items():
             specified = layer.specs[name]
             assert (tuple(tensor.shape), tensor.dtype) == specified, f"{weight.format}: {name} is not as specified"
@@ -186,12 +188,12 @@ class PackedLinear(nn.Module):
         return layer
 
     @property
-    def stored(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The tensors that go to disk, by name."""
         return {name: getattr(self, name).detach() for name in self.specs}
 
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.format, self.params, self.stored, self.shape, self.ops, self.activations, self.lowrank)
+        return PackedWeight(self.stored, self.tensors, self.shape)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features], decoded anew."""
@@ -209,7 +211,7 @@ class PackedLinear(nn.Module):
         """x [..., in_features] of any floating type -> [..., out_features] of the same type."""
         if not self.ops:
             return self._product(x, self._parameters["bias"])  # an attribute costs as much as a small product
-        tensors = self.stored
+        tensors = self.tensors
         y = self._product(dispatch.before(x, self.ops, tensors), None)
         y = dispatch.after(y, self.ops, tensors)
         return y if self.bias is None else (y + self.bias).to(x.dtype)

@@ -44,7 +44,7 @@ from compress.quant.incoherence import derived_seed
 from compress.storage.checkpoint import read_header, write_shard
 from compress.transform import rotation_search, spin
 from compress.transform.bases import Basis, Orthogonal, value_rows
-from compress.types import Ops
+from compress.types import WeightTransforms
 
 SCOPE = "model"
 PROBE_TOKENS = 16
@@ -150,16 +150,16 @@ class Rotation:
             self.use(Orthogonal(stored["residual"]) if self.basis is not None else None, values)
         return notes
 
-    def _online(self) -> Iterator[tuple[str, Ops]]:
+    def _online(self) -> Iterator[tuple[str, WeightTransforms]]:
         for index, block in enumerate(self.graph.blocks):
             prefix = self.skeleton.block_prefix(index)
             attention = block.attention
             for name in block.writers:
                 if attention is not None and name == attention.output:
                     mix = (f"head_mix/{attention.head_dim}",) if attention.heads > 1 else ()
-                    yield prefix + name, Ops(input=mix if self.config.values else ("hadamard",))
+                    yield prefix + name, WeightTransforms(input=mix if self.config.values else ("hadamard",))
                 else:
-                    yield prefix + name, Ops(input=("hadamard",))
+                    yield prefix + name, WeightTransforms(input=("hadamard",))
 
     @torch.no_grad()
     def begin(self, device: torch.device) -> None:

@@ -31,7 +31,7 @@ from compress.quant import grid, incoherence
 from compress.runtime import activation_quant
 from compress.transform.bases import SearchedRotation
 from compress.transform.search import fake_weight
-from compress.types import NO_OPS, Activations, Ops, Plan, Scheme
+from compress.types import NO_TRANSFORMS, Activations, Plan, Scheme, WeightTransforms
 
 
 class Rounding(NamedTuple):
@@ -39,7 +39,7 @@ class Rounding(NamedTuple):
 
     config: grid.GridConfig | None  # None: the weight stays
     activations: Activations | None
-    ops: Ops
+    ops: WeightTransforms
     tensors: dict[str, Tensor]  # of the operations
 
 
@@ -52,10 +52,10 @@ def roundings(
     for name, scheme in plan.schemes.items():
         config = scheme.config if isinstance(scheme.config, grid.GridConfig) and has_grid(scheme) else None
         layer = layers.get(name)  # None: only transformed, not packed; nothing is left to run time
-        tensors = incoherence.draw(layer.spec, seed, layer.ops) if layer is not None else {}
+        tensors = incoherence.draw(layer.spec, seed, layer.stored.ops) if layer is not None else {}
         tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
         if config is not None or scheme.activations is not None:
-            around = layer.ops if layer is not None else NO_OPS
+            around = layer.stored.ops if layer is not None else NO_TRANSFORMS
             rounded_layers[name] = Rounding(config, scheme.activations, around, tensors)
     return rounded_layers
 
@@ -97,7 +97,7 @@ def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
     stored = transforms.rotate(weight, layer.ops, layer.tensors)
     if layer.config is not None:
         stored = fake_weight(stored, layer.config)
-    return transforms.effective(stored, Ops(output=layer.ops.output), layer.tensors)
+    return transforms.effective(stored, WeightTransforms(output=layer.ops.output), layer.tensors)
 
 
 def choose(rotation: SearchedRotation, bench: EditContext) -> tuple[int, list[str]]:

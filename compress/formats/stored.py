@@ -1,0 +1,85 @@
+"""Write how a weight is stored as a table of JSON, and read it back.
+
+config.json, report.json, the records of finished blocks and those of packed options all hold a `Stored` as
+
+    {"format": "int", "params": {...}, "ops": {"input": [...], "output": [...]}, "activations": {...}, "lowrank": {...}}
+
+"params" has the fields of the format's `Params`, "ops" the names of compress/formats/transforms.py, "activations" and
+"lowrank" the fields of `Activations` and `LowRank`, or null. The last three may be absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from compress import formats, plugins
+from compress.errors import CheckpointError
+from compress.formats import transforms
+from compress.types import Activations, LowRank, Stored
+
+KEYS = tuple(field.name for field in dataclasses.fields(Stored))
+
+T = TypeVar("T")
+
+
+def to_dict(stored: Stored) -> dict[str, Any]:
+    """Return the table, with every key."""
+    ops = {"input": list(stored.ops.input), "output": list(stored.ops.output)}
+    return {**dataclasses.asdict(stored), "ops": ops}
+
+
+def from_dict(values: Mapping[str, Any], where: str) -> Stored:
+    """Return what a table says, a renamed format by its present name; CheckpointError at `where` if it cannot be."""
+    if not {"format", "params"} <= set(values) <= set(KEYS) or not isinstance(values["format"], str):
+        raise CheckpointError(
+            f"{where} has {sorted(values)}, needs just 'format' and 'params' "
+            "('ops', 'activations' and 'lowrank' if it has any)"
+        )
+    activations, lowrank = values.get("activations"), values.get("lowrank")
+    return Stored(
+        plugins.current("formats", values["format"]),
+        params_from_dict(values["format"], values["params"]),
+        transforms.from_dict(values.get("ops", {}), where),
+        None if activations is None else from_table(Activations, activations, f"{where}: activations"),
+        None if lowrank is None else from_table(LowRank, lowrank, f"{where}: lowrank", complete=True),
+    )
+
+
+def params_from_dict(format: str, values: Any) -> Any:
+    """Return the `Params` of a format; CheckpointError for unknown, missing or impossible ones."""
+    return from_table(formats.get(format).Params, values, f"format {format!r}")
+
+
+def from_table(cls: type[T], values: Any, where: str, complete: bool = False) -> T:
+    """Return the dataclass whose fields a table of JSON holds; `complete`: all of them, even those with a default.
+
+    Raises CheckpointError, which begins with `where`.
+    """
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{where} is not a table; download or write the checkpoint again")
+    hints = get_type_hints(cls)
+    if unknown := sorted(map(str, set(values) - set(hints))):
+        raise CheckpointError(f"{where} has unknown keys {unknown}; upgrade compress (known: {sorted(hints)})")
+    required = [f.name for f in dataclasses.fields(cls) if complete or f.default is dataclasses.MISSING]  # type: ignore[arg-type]
+    if missing := [key for key in required if key not in values]:
+        raise CheckpointError(f"{where} has no {', '.join(missing)}; download or write the checkpoint again")
+    for key, value in values.items():
+        if not _fits(value, hints[key]):
+            raise CheckpointError(f"{where} has {key} {value!r}, which this version does not know; upgrade compress")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON is of the type of a field; what a list holds is left to the dataclass."""
+    choices = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in choices
+    if isinstance(hint, UnionType):
+        return any(_fits(value, choice) for choice in choices)
+    return isinstance(value, list | tuple) if choices else type(value) in ((int, float) if hint is float else (hint,))
