@@ -17,7 +17,7 @@ from compress.allocate.kv_budget import Measured
 from compress.errors import BudgetError, CalibrationError
 from compress.evaluate import cache_error, cache_scores
 from compress.evaluate.cache_scores import Candidate
-from compress.kernels.cpu import kv_affine
+from compress.kernels import kv_contract
 from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.recipe import blocks
@@ -151,8 +151,8 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     recipe = {"method": "pca", "residual_length": 16, "flush": 16, "sink": 2}
     (candidate,) = kv_options.offered(model, cache_settings(recipe), OFFERED[:1], tokens[:, :120])
     (size,) = kv_options.sized(model, tokens[:1, :100], [candidate], 198)
-    monkeypatch.setattr(kv_affine, "SMALL", 0)
-    cache = replace(candidate, path="fused").cache(model.config)
+    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    cache = replace(candidate, path="scores").cache(model.config)
     for start in range(0, 198, 16):
         model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)
     held = cache.nbytes()

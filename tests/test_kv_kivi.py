@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
-from compress.kernels import llvm
+from compress.kernels import kv_contract, llvm
 from compress.kernels.cpu import kv_affine
 from compress.kv.codec import Codec, Spec
 from compress.kv.codecs import fp8, kivi
@@ -102,13 +102,14 @@ def test_reading_without_decoding(
 ) -> None:
     if compiled and not llvm.available():
         pytest.skip("no compiled functions here")
-    monkeypatch.setattr(kv_affine, "SMALL", 0 if compiled else 1 << 40)
+    monkeypatch.setattr(kv_contract, "SMALL", 0 if compiled else 1 << 40)
     x, tokens = normal(2, 2, 96, width), 96
     q, p = normal(2, 2, rows, width, seed=1), normal(2, 2, rows, 101, seed=2).softmax(-1)
     for kind, axis in (("keys", "channel"), ("values", "token")):
         made = codec(kind, width, bits=bits, group_size=16, axis=axis)
         assert isinstance(made, kivi.ByChannel | kivi.ByToken)
-        assert (made.is_compiled and made.is_written) or not compiled
+        at_once = made.at_once(q), made.write_at_once(torch.empty(2, 2, 96, width))
+        assert at_once == (kivi.ALL, kivi.ALL) or not compiled
         block = made.encode(x, {})
         dense = made.decode(block).double()
         for dtype in (torch.float32, torch.bfloat16):
@@ -133,7 +134,7 @@ def close(found: Tensor, expected: Tensor, relative: float) -> None:
 def test_kernels_read_other_strides_and_extremes() -> None:
     if not llvm.available():
         pytest.skip("no compiled functions here")
-    sizes = kv_affine.Sizes(4, 64, 32)
+    sizes = kv_contract.PlanarCodes(4, 64, 32)
     made = codec("values", 64, bits=4, group_size=32)
     x = normal(1, 2, 128, 64)
     block = made.encode(x, {})

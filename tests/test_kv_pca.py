@@ -77,7 +77,7 @@ def test_bits_go_where_they_lower_the_error_most() -> None:
                 moved = found.flatten().int()
                 moved[start] -= 1
                 moved[stop] += 1
-                if moved.min() >= 0 and moved.max() <= pca.MOST:
+                if moved.min() >= 0 and moved.max() <= pca.MOST_MIXED_BITS:
                     assert error(moved.view(2, 4)) >= error(found) - 1e-6
     assert pca.allocate(torch.ones(2, 12), 23, 8).sum() in (20, 16)  # runs of 8 and of 4
     assert pca.allocate(torch.zeros(1, 8), 100, 8).tolist() == [[7] * 8]
@@ -123,7 +123,7 @@ def test_against_a_plain_coder(kind: str, heads: int, bits: float) -> None:
     made = pca.build(config, spec(kind, heads), static)
     x = rows(uneven(40, heads, seed=9))
     block = made.encode(x, {})
-    norms = 2.0 ** ((block["norms"].double() - 128) / pca.STEPS)
+    norms = 2.0 ** ((block["norms"].double() - 128) / pca.NORM_STEPS)
     back = static["back"].double()
     expected = torch.empty_like(x, dtype=torch.float64)
     for head in range(heads):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import kv_affine, kv_basis, kv_mixed, kv_prerope
+from compress.kernels import kv_contract, llvm
+from compress.kernels.cpu import kv_basis, kv_mixed, kv_prerope
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import pca
 from compress.kv.codecs.mixed_packed import Pieces
@@ -60,17 +61,17 @@ def test_bits_lie_where_they_are_said_to() -> None:
 @pytest.fixture(params=["tiles", "plain"])
 def compiled(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With AMX where there is such, and without."""
-    if not kv_mixed.supports():
+    if not kv_mixed.supports(64):
         pytest.skip("no compiled functions with AVX-512 here")
     if request.param == "tiles" and not kv_basis.has_tiles():
         pytest.skip("no AMX here")
-    monkeypatch.setattr(kv_affine, "SMALL", 0)
+    monkeypatch.setattr(kv_contract, "SMALL", 0)
     if request.param == "plain":
         for module in (kv_basis, kv_prerope):
             monkeypatch.setattr(module, "has_tiles", lambda: False)
-    kv_prerope._compiled.cache_clear()
+    llvm.function.cache_clear()
     yield
-    kv_prerope._compiled.cache_clear()
+    llvm.function.cache_clear()
 
 
 def codec(kind: Any, width: int, dtype: torch.dtype, most: int = 8) -> Codec:
@@ -182,9 +183,9 @@ def test_the_same_however_blocks_and_rows_are_cut() -> None:
 @pytest.mark.parametrize("count", [1, 4, 7])
 @pytest.mark.parametrize("width", [64, 72])
 def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not kv_mixed.supports():
+    if not kv_mixed.supports(64):
         pytest.skip("no compiled functions with AVX-512 here")
-    monkeypatch.setattr(kv_affine, "SMALL", 0)
+    monkeypatch.setattr(kv_contract, "SMALL", 0)
     made = codec("values", width, torch.bfloat16)
     block = stored(made, 2, 75)
     assert isinstance(made, pca.Principal)
@@ -196,7 +197,7 @@ def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_values_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_affine, "SMALL", 0)
+    monkeypatch.setattr(kv_contract, "SMALL", 0)
     made = codec("values", 64, torch.float32)
     block = stored(made, 2, 75)
     out = torch.empty(2, HEADS, 75, 64)
@@ -221,4 +222,5 @@ def test_what_compiled_code_leaves_alone() -> None:
         torch.testing.assert_close(out.double(), q.double() @ keys.mT, atol=1e-3, rtol=1e-5)
     assert made.at_once(normal(1, HEADS, 17, 64)) == made.block
     assert made.at_once(normal(1, HEADS, 2, 64).double()) == made.block
-    assert not codec("keys", 72, torch.float32).is_compiled  # type: ignore[attr-defined]
+    wide = codec("keys", 72, torch.float32)
+    assert wide.at_once(normal(1, HEADS, 2, 72)) == wide.block

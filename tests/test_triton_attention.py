@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 
 import interpreter  # noqa: F401
 import offline
-from compress.kernels.triton import attention as kernel
+from compress.kernels.kv_contract import Attended, HeadLayout
+from compress.kernels.triton import kv_attention as kernel
 from compress.kernels.triton import split_k
-from compress.kernels.triton.attention import Attended, Layout
 from compress.kv import fused
 from compress.kv.cache import CodedLayer, KVCache, make_cache
 
@@ -25,7 +25,7 @@ SCALING = 0.1
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU and float32 too, and fresh memory is not a number."""
-    monkeypatch.setattr(fused, "runs_on", lambda device, dtype: True)
+    monkeypatch.setattr(fused, "kernel_for", lambda device, dtype: kernel)
     empty = kernel._empty
     monkeypatch.setattr(kernel, "_empty", lambda q, values: poisoned(empty(q, values)))
     split_k.forget()
@@ -152,10 +152,10 @@ def test_what_is_left_to_the_other_way() -> None:
     _, layer = filled(KIVI, 70, (2, 1), (64, 64))
     assert fused.attend(layer, normal(1, 2, 2, 64), None, None, SCALING) is None
     assert fused.attend(layer, normal(1, 2, 1, 64), None, torch.zeros(1, 1, 1, 70), SCALING) is None
-    keys, values = Layout(4, 128, "channel", 32), Layout(4, 128, "token", 32)
+    keys, values = HeadLayout(4, 128, "channel", 32), HeadLayout(4, 128, "token", 32)
     assert kernel.supports(keys, values, 16)
     assert not kernel.supports(keys, values, 17)
-    assert not kernel.supports(keys, Layout(4, 96, "token", 32), 4)
+    assert not kernel.supports(keys, HeadLayout(4, 96, "token", 32), 4)
     assert not kernel.has_room(1 << 14, keys, values, 4)
 
 
@@ -170,17 +170,17 @@ SIGNATURE |= dict.fromkeys(HALVES.split(), "*fp16") | dict.fromkeys(OWN.split(),
 SIGNATURE |= {"mask": "*u8", "bias": "*fp32", "mass": "*fp32", "partials": "*fp32", "counters": "*i32", "scale": "fp32"}
 
 
-def case(keys: Layout, values: Layout, groups: int, masked: bool = False, arch: int = 90) -> offline.Case:
+def case(keys: HeadLayout, values: HeadLayout, groups: int, masked: bool = False, arch: int = 90) -> offline.Case:
     settings = {"MASKED": masked, "BIASED": False, "PRECISION": "tf32", "USE_ASM": True}
     plan = kernel._plan(keys, values, groups)
     assert plan is not None
     constants = kernel.constants(keys, values, groups) | settings
-    module = "compress.kernels.triton._attention"
+    module = "compress.kernels.triton._kv_attention"
     return offline.Case(module, "attend", SIGNATURE, constants, arch, plan.warps, plan.stages, STRIDES)
 
 
-def kivi(bits: int, width: int, group: int = 32) -> tuple[Layout, Layout]:
-    return Layout(bits, width, "channel", group), Layout(bits, width, "token", group)
+def kivi(bits: int, width: int, group: int = 32) -> tuple[HeadLayout, HeadLayout]:
+    return HeadLayout(bits, width, "channel", group), HeadLayout(bits, width, "token", group)
 
 
 def assert_lean(cases: list[offline.Case]) -> None:
@@ -197,5 +197,5 @@ def test_machine_code() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "width"), [(3, 64)])
 def test_machine_code_of_an_odd_width(bits: int, width: int) -> None:
-    norms = Layout(bits, width, "norm")
+    norms = HeadLayout(bits, width, "norm")
     assert_lean([case(*kivi(bits, width), 4), case(*kivi(bits, width), 1, masked=True), case(norms, norms, 4)])

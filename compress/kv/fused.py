@@ -1,4 +1,4 @@
-"""Decode attention on a GPU in one kernel, for the layouts that compress/kernels/triton/attention.py reads.
+"""Decode attention on a GPU in one kernel, for the layouts that compress/kernels/triton/kv_attention.py reads.
 
     found = attend(layer, query, new, mask, scaling)        None: the other way, see compress/kv/attention.py
 
@@ -10,22 +10,21 @@ decoded and join the exact tail.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.kernels.triton import attention as kernel
-from compress.kernels.triton.attention import Attended, Coded, Layout, Query
+from compress.kernels import dispatch
+from compress.kernels.kv_contract import Attended, CodedHeads, HeadLayout, Query
 from compress.kv.cache import CodedLayer
 from compress.kv.codec import Codec
 from compress.kv.codecs import kivi, lloyd
 from compress.kv.token_store import Store
 
 TYPES = (torch.bfloat16, torch.float16)  # keys and values are rounded to float16
-LEAST_CAPABILITY = (8, 0)
 
 
 def attend(
@@ -38,7 +37,10 @@ def attend(
     """query [B, H, 1, width], new (keys, values) [B, h, n, width], mask bool [B or 1, 1, 1, tokens] in storage order
     -> [B, 1, H, value width], or None where the kernel cannot do it.
     """
-    if layer is None or not layer.stores or query.shape[2] != 1 or not runs_on(query.device, query.dtype):
+    if layer is None or not layer.stores or query.shape[2] != 1:
+        return None
+    kernel = kernel_for(query.device, query.dtype)
+    if kernel is None:
         return None
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
         return None
@@ -50,33 +52,31 @@ def attend(
     groups = query.shape[1] // heads
     if not (kernel.supports(keys, values, groups) and kernel.has_room(batch * heads, keys, values, groups)):
         return None
-    return _attend((keys, values), stores, query[:, :, 0], new, mask, scaling)
+    return _attend(kernel, (keys, values), stores, query[:, :, 0], new, mask, scaling)
 
 
-@cache
-def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype not in TYPES or torch.version.hip is not None:
-        return False
-    has_triton = importlib.util.find_spec("triton") is not None
-    return has_triton and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the kernel of decode attention for queries of a device and type, None if there is none."""
+    return dispatch.kv(device, "attention") if dtype in TYPES else None
 
 
-def layout(codec: Codec) -> Layout | None:
+def layout(codec: Codec) -> HeadLayout | None:
     """How the kernel is told about what this codec stores; None if it cannot read that."""
     if isinstance(codec, kivi.Packed):
         base = kivi.ByToken if codec.by_token else kivi.ByChannel
         if type(codec).decode is not base.decode or codec.codes.padded != codec.spec.width:
             return None
-        return Layout(codec.bits, codec.spec.width, "token" if codec.by_token else "channel", codec.group)
+        return HeadLayout(codec.bits, codec.spec.width, "token" if codec.by_token else "channel", codec.group)
     if type(codec) is not lloyd.Lloyd or codec.rope == "pre" or codec.levels.norms.bits != 16:
         return None
     if codec.codes.padded != codec.spec.width:
         return None
-    return Layout(codec.codes.bits, codec.spec.width, "norm")
+    return HeadLayout(codec.codes.bits, codec.spec.width, "norm")
 
 
 def _attend(
-    layouts: tuple[Layout, Layout],
+    kernel: Any,
+    layouts: tuple[HeadLayout, HeadLayout],
     stores: tuple[Store, Store],
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
@@ -97,15 +97,15 @@ def _attend(
     return _output(stores[1], found, q.dtype)[:, None]
 
 
-def _coded(layout: Layout, store: Store, count: int) -> Coded:
+def _coded(layout: HeadLayout, store: Store, count: int) -> CodedHeads:
     """The first `count` coded tokens."""
     codec = store.codec
     assert isinstance(codec, kivi.Packed | lloyd.Lloyd)
     rows = {name: store.fields[name].view(0, count // field.tokens) for name, field in codec.fields.items()}
     planes = [rows[name] for name in codec.codes.fields]
     if isinstance(codec, lloyd.Lloyd):
-        return Coded(layout, planes, rows["norms"], None, _levels(codec.codes.bits, planes[0].device))
-    return Coded(layout, planes, rows["scales"], rows["minima"])
+        return CodedHeads(layout, planes, rows["norms"], None, _levels(codec.codes.bits, planes[0].device))
+    return CodedHeads(layout, planes, rows["scales"], rows["minima"])
 
 
 @cache

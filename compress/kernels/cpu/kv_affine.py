@@ -12,9 +12,9 @@ The factors in brackets are rounded to int16 with a scale of their own for each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,94 +22,100 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.emitter import LANES, LARGEST
+from compress.kernels.cpu.unpack import field_codes
+from compress.kernels.kv_contract import BLOCK, PlanarCodes
 from compress.numerics.packing import FIELDS
 
 SHORTS = 2 * LANES  # int16 of a register
-BLOCK = 32  # tokens of values that share the scale of their int16 factors
 ROWS = (4, 2, 1)  # queries taken at once
-MOST_ROWS = 16  # queries up to which this beats unpacking once and a product of matrices
-SMALL = 1 << 16  # codes, up to which nothing is gained
+THREAD = 1 << 19  # codes that are worth waking a thread
 UNIT = 4  # fields whose sums are in registers together
 
 
-class Sizes(NamedTuple):
-    """Of packed codes: `bits` of one, `width` channels of a head, `group` tokens or channels of a scale."""
+def supports(codes: PlanarCodes, by_token: bool) -> bool:
+    """Return whether whole registers of channels can be read here, in groups that they fit.
 
-    bits: int
-    width: int
-    group: int
-
-    @property
-    def words(self) -> int:
-        """Of a token, in each plane."""
-        return self.width // FIELDS[self.bits]
-
-    @property
-    def planes(self) -> int:
-        return 3 if self.bits == 3 else 1
-
-
-def supports_keys(sizes: Sizes) -> bool:
-    """Whether `scores` can read such keys here: whole registers of channels, groups of whole registers of tokens."""
-    return _fits(sizes) and sizes.group % LANES == 0
-
-
-def supports_values(sizes: Sizes) -> bool:
-    """The same for `mix`: groups of whole registers of channels, a power of two of them."""
-    if not _fits(sizes) or sizes.width % sizes.group or LANES % (sizes.width // sizes.group):
-        return False
-    return sizes.group % min(LANES, sizes.words) == 0
-
-
-def _fits(sizes: Sizes) -> bool:
-    if sizes.bits not in FIELDS or sizes.width % (FIELDS[sizes.bits] * 4) or sizes.width % LANES:
-        return False
-    return sizes.words & (sizes.words - 1) == 0 and llvm.available()
-
-
-def scores(q: Tensor, planes: Sequence[Tensor], scales: Tensor, minima: Tensor, sizes: Sizes, out: Tensor) -> None:
-    """q [B, h, m, width] float32; planes [B, h, n, words] int16; scales, minima [B, h, n / group, width] float16; out
-    [B, h, m, n] float32, its last axis contiguous. Rows of planes, scales and minima must be contiguous.
+    Keys (`scores`): groups of whole registers of tokens. Values, `by_token` (`mix`): groups of whole registers of
+    channels, a power of two of them.
     """
-    q = q.contiguous()
-    pieces, groups, stride = _pieces(q.shape[2]), scales.shape[2], out.stride(2)
-    kernels = [(row, _keys(sizes, tokens)) for row, tokens in pieces]
-    stored, queries, outs = addresses((*planes, scales, minima)), addresses((q,)), addresses((out,))
+    if codes.bits not in FIELDS or codes.width % (FIELDS[codes.bits] * 4) or codes.width % LANES:
+        return False
+    if codes.words & (codes.words - 1) or not llvm.available():
+        return False
+    if not by_token:
+        return codes.group % LANES == 0
+    whole = codes.width % codes.group == 0 and LANES % (codes.width // codes.group) == 0
+    return whole and codes.group % min(LANES, codes.words) == 0
+
+
+def scores(
+    q: Tensor, planes: Sequence[Tensor], scales: Tensor, minima: Tensor, codes: PlanarCodes, out: Tensor
+) -> None:
+    """Write the products of q [B, h, m, width] float32 with keys to out [B, h, m, n] float32.
+
+    planes [B, h, n, words] int16; scales, minima [B, h, n / group, width] float16. Rows of planes, scales and minima
+    and the last axis of out must be contiguous.
+    """
+    multiply_keys(partial(llvm.function, _Scores, codes), q, (*planes, scales, minima), (), out, scales.shape[2])
+
+
+def multiply_keys(
+    kernel: Callable[[int], Callable[..., None]],
+    q: Tensor,
+    stored: Sequence[Tensor],
+    fixed: Sequence[int],
+    out: Tensor,
+    count: int,
+) -> None:
+    """Run kernel(rows)(*stored, *fixed, q, out, space, count, stride of out) for all heads and rows of q."""
+    q, width, stride = q.contiguous(), q.shape[3], out.stride(2)
+    kernels = [(row, kernel(rows)) for row, rows in _row_blocks(q.shape[2])]
+    places, ends = addresses(stored), addresses((q, out))
 
     def work(first: int, last: int) -> None:
-        space = torch.empty(sizes.width * 4 * 8, dtype=torch.float32, device="cpu")
-        place = space.data_ptr()
+        space = torch.empty(width * 4 * 8, dtype=torch.float32, device="cpu")
         for index in range(first, last):
-            for row, kernel in kernels:
-                given = queries[index][0] + 4 * row * sizes.width, outs[index][0] + 4 * row * stride
-                kernel(*stored[index], *given, place, groups, stride)
+            at_q, at_out = ends[index]
+            for row, function in kernels:
+                rows_at = at_q + 4 * row * width, at_out + 4 * row * stride
+                function(*places[index], *fixed, *rows_at, space.data_ptr(), count, stride)
 
-    llvm.parallel(work, len(stored), -(-(1 << 19) // (groups * sizes.group * sizes.width)))
+    llvm.parallel(work, len(places), -(-THREAD // (max(out.shape[3], 1) * width)))
 
 
-def mix(p: Tensor, planes: Sequence[Tensor], scales: Tensor, minima: Tensor, sizes: Sizes) -> Tensor:
-    """p [B, h, m, n] float32, n a multiple of BLOCK; planes [B, h, n, words]; scales, minima [B, h, n, width / group]
-    -> [B, h, m, width] float32.
+def mix(p: Tensor, planes: Sequence[Tensor], scales: Tensor, minima: Tensor, codes: PlanarCodes) -> Tensor:
+    """Return the sums [B, h, m, width] float32 of values with weights p [B, h, m, n] float32, n a multiple of BLOCK.
+
+    planes [B, h, n, words]; scales, minima [B, h, n, width / group].
     """
+    groups = codes.width // codes.group
+    kernel = partial(llvm.function, _Mix, codes)
+    out, sums = sum_values(kernel, p, (*planes, scales, minima), codes.width, groups)
+    offset = sums.unflatten(-1, (-1, groups)).sum(-2)  # B, h, m, group
+    return out.unflatten(-1, (groups, -1)).add_(offset[..., None]).flatten(-2)
+
+
+def sum_values(
+    kernel: Callable[[int], Callable[..., None]], p: Tensor, stored: Sequence[Tensor], width: int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Run kernel(rows)(*stored, p, out, sums, space, blocks, stride of p) for all heads and rows of p; out and sums."""
     p = p if p.stride(3) == 1 else p.contiguous()
-    tokens, stride, groups = p.shape[3], p.stride(2), sizes.width // sizes.group
-    out = torch.zeros(*p.shape[:3], sizes.width, dtype=torch.float32, device="cpu")
+    tokens, stride = p.shape[3], p.stride(2)
+    out = torch.zeros(*p.shape[:3], width, dtype=torch.float32, device="cpu")
     sums = torch.zeros(*p.shape[:3], LANES, dtype=torch.float32, device="cpu")
-    kernels = [(4 * row, _values(sizes, some)) for row, some in _pieces(p.shape[2])]
-    stored, given = addresses((*planes, scales, minima)), addresses((p, out, sums))
+    kernels = [(4 * row, kernel(rows)) for row, rows in _row_blocks(p.shape[2])]
+    places, ends = addresses(stored), addresses((p, out, sums))
 
     def work(first: int, last: int) -> None:
         space = torch.empty(BLOCK * groups * 4, dtype=torch.int32, device="cpu")
-        place = space.data_ptr()
         for index in range(first, last):
-            at_p, at_out, at_sums = given[index]
-            for row, kernel in kernels:
-                rows_at = at_p + row * stride, at_out + row * sizes.width, at_sums + row * LANES
-                kernel(*stored[index], *rows_at, place, tokens // BLOCK, stride)
+            at_p, at_out, at_sums = ends[index]
+            for row, function in kernels:
+                rows_at = at_p + row * stride, at_out + row * width, at_sums + row * LANES
+                function(*places[index], *rows_at, space.data_ptr(), tokens // BLOCK, stride)
 
-    llvm.parallel(work, len(stored), -(-(1 << 19) // (tokens * sizes.width)))
-    offset = sums.unflatten(-1, (-1, groups)).sum(-2)  # B, h, m, group
-    return out.unflatten(-1, (groups, -1)).add_(offset[..., None]).flatten(-2)
+    llvm.parallel(work, len(places), -(-THREAD // (max(tokens, 1) * width)))
+    return out, sums
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -119,50 +125,24 @@ def addresses(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(at + b * row + h * head for at, row, head in steps) for b in range(batch) for h in range(heads)]
 
 
-def _pieces(count: int) -> list[tuple[int, int]]:
-    """(first row, rows) that cover range(count)."""
-    found, row = [], 0
+def _row_blocks(count: int) -> list[tuple[int, int]]:
+    """Return (first row, rows) that cover range(count)."""
+    blocks, row = [], 0
     while row < count:
-        tokens = next(t for t in ROWS if t <= count - row)
-        found.append((row, tokens))
-        row += tokens
-    return found
-
-
-@cache
-def _keys(sizes: Sizes, tokens: int) -> Any:
-    return llvm.compiled(_Scores(sizes, tokens))
-
-
-@cache
-def _values(sizes: Sizes, tokens: int) -> Any:
-    return llvm.compiled(_Mix(sizes, tokens))
+        blocks.append((row, next(rows for rows in ROWS if rows <= count - row)))
+        row += blocks[-1][1]
+    return blocks
 
 
 class Packed(emitter.Emitter):
-    """What both kernels need."""
+    """Reads planar codes of a head, and rounds what they are multiplied with to int16."""
 
-    sizes: Sizes
+    sizes: PlanarCodes
     planes: Sequence[Any]
 
     def field(self, words: Sequence[Any], field: int) -> Any:
-        """Codes of a field, from vectors of words of each plane."""
-        bits = self.sizes.bits
-        if bits != 3:
-            return self._bits(words[0], field * bits, bits, 16)
-        if field < 15:
-            return self._bits(words[field // 5], field % 5 * 3, 3, 16)
-        spare = [self._bits(word, 15, 1, 16) for word in words]
-        for i in (1, 2):
-            spare[i] = self.b.shl(spare[i], self.constant(self.short, spare[i].type.count, i))
-        return self.b.or_(self.b.or_(spare[0], spare[1]), spare[2])
-
-    def _bits(self, words: Any, shift: int, width: int, size: int) -> Any:
-        lanes = words.type.count
-        moved = self.b.lshr(words, self.constant(self.short, lanes, shift)) if shift else words
-        if shift + width == size:
-            return moved
-        return self.b.and_(moved, self.constant(self.short, lanes, (1 << width) - 1))
+        """Return the codes of a field, from vectors of words of each plane."""
+        return field_codes(self, self.sizes.bits, field, words.__getitem__)
 
     def largest(self, vectors: Sequence[Any]) -> Any:
         """The largest element of float vectors, a scalar."""
@@ -194,20 +174,12 @@ class Packed(emitter.Emitter):
         rounded = self.intrinsic(name, values.type, b.fmul(values, self.splat(factor, lanes)))
         return b.fptosi(rounded, self.vector(self.word, lanes))
 
-    def halves(self, pointer: Any, offset: Any) -> Any:
-        """Sixteen float16 as floats."""
-        return self.b.fpext(self.load(pointer, offset, self.half, LANES), self.vector(self.float, LANES))
-
-    def product(self, codes: Any, factors: Any, total: Any) -> Any:
-        """total plus the sums of products of neighbours."""
-        return self.b.add(total, self.pair_sums(codes, factors))
-
 
 class _Scores(Packed):
     """void scores(words..., scales, minima, q, out, space, groups, stride): q [M, width], rows of out
     `stride` apart."""
 
-    def __init__(self, sizes: Sizes, tokens: int) -> None:
+    def __init__(self, sizes: PlanarCodes, tokens: int) -> None:
         super().__init__("scores", sizes.planes + 5, 2)
         self.sizes, self.tokens = sizes, tokens
         self.planes = self.pointers[: sizes.planes]
@@ -234,8 +206,8 @@ class _Scores(Packed):
         for c in range(0, width, LANES):
             place = b.add(b.mul(group, self.i64(width)), self.i64(c))
             q = self.load(self.q, self.i64(m * width + c), self.float, LANES)
-            products.append(b.fmul(q, self.halves(self.scales, place)))
-            bias = self.multiply_add(q, self.halves(self.minima, place), bias)
+            products.append(b.fmul(q, self.load_floats(self.scales, place, torch.float16, LANES)))
+            bias = self.multiply_add(q, self.load_floats(self.minima, place, torch.float16, LANES), bias)
         sizes = [self.intrinsic(f"llvm.fabs.v{LANES}f32", x.type, x) for x in products]
         factor, scale = self.factors(self.largest(sizes))
         shorts = [b.trunc(self.nearest(x, factor), self.vector(self.short, LANES)) for x in products]
@@ -268,7 +240,9 @@ class _Scores(Packed):
                 for m in range(self.tokens):
                     row = m * self.sizes.width * self.repeats
                     at = row + (field * self.vectors + v) * SHORTS
-                    totals[m] = self.product(codes, self.load(self.space, self.i64(at), self.short, SHORTS), totals[m])
+                    totals[m] = b.add(
+                        totals[m], self.pair_sums(codes, self.load(self.space, self.i64(at), self.short, SHORTS))
+                    )
         return totals
 
     def _neighbours(self, x: Any, y: Any) -> Any:
@@ -280,7 +254,7 @@ class _Mix(Packed):
     """void mix(words..., scales, minima, p, out, sums, space, blocks, stride): p [M, tokens], rows `stride` apart; out
     [M, width] and sums [M, 16], the latter of p times minima over (token, group), are added to."""
 
-    def __init__(self, sizes: Sizes, tokens: int) -> None:
+    def __init__(self, sizes: PlanarCodes, tokens: int) -> None:
         super().__init__("mix", sizes.planes + 6, 2)
         self.sizes, self.tokens, self.groups = sizes, tokens, sizes.width // sizes.group
         self.planes = self.pointers[: sizes.planes]
@@ -306,8 +280,8 @@ class _Mix(Packed):
             at = b.add(b.add(b.mul(self.stride, self.i64(m)), token), self.i64(i * per))
             p = self.load(self.p, at, self.float, per)
             p = self.shuffled(p, p, [lane // groups for lane in range(LANES)])
-            products.append(b.fmul(p, self.halves(self.scales, place)))
-            held = self.multiply_add(p, self.halves(self.minima, place), held)
+            products.append(b.fmul(p, self.load_floats(self.scales, place, torch.float16, LANES)))
+            held = self.multiply_add(p, self.load_floats(self.minima, place, torch.float16, LANES), held)
         self.store(held, self.sums, self.i64(m * LANES))
         factor, scale = self.factors(self.largest(products))
         whole = [self.nearest(x, factor) for x in products]
@@ -341,7 +315,7 @@ class _Mix(Packed):
                 for m in range(self.tokens):
                     at = b.add(b.mul(pair, self.i64(self.groups)), self.i64(m * BLOCK * self.groups // 2 + group))
                     factors = b.bitcast(self.splat(self.load(self.space, at, self.word), lanes), codes.type)
-                    b.store(self.product(codes, factors, b.load(self.held[i][m])), self.held[i][m])
+                    b.store(b.add(b.load(self.held[i][m]), self.pair_sums(codes, factors)), self.held[i][m])
         for i, field in enumerate(fields):
             for m in range(self.tokens):
                 at = self.i64(m * self.sizes.width + field * words + start)

@@ -8,7 +8,6 @@ with one scale for each group and channel (keys) or for each token and group (va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,55 +15,52 @@ from torch import Tensor
 
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_affine import Packed, Sizes, addresses
+from compress.kernels.cpu.kv_affine import THREAD, Packed, addresses
 from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.kv_contract import PlanarCodes
 from compress.numerics.packing import FIELDS
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST = 4  # words of a plane and token
 
 
-def supports(sizes: Sizes, by_token: bool) -> bool:
+def supports(codes: PlanarCodes, by_token: bool) -> bool:
     """Whether `decode` can read such codes here: whole vectors of LEAST words or more of a token, of one scale each."""
-    if sizes.bits not in FIELDS or sizes.width % (FIELDS[sizes.bits] * LEAST) or not llvm.available():
+    if codes.bits not in FIELDS or codes.width % (FIELDS[codes.bits] * LEAST) or not llvm.available():
         return False
-    lanes = min(LANES, sizes.words)
-    return LANES % lanes == 0 and sizes.words % lanes == 0 and (not by_token or sizes.group % lanes == 0)
+    lanes = min(LANES, codes.words)
+    return LANES % lanes == 0 and codes.words % lanes == 0 and (not by_token or codes.group % lanes == 0)
 
 
-def decode(planes: Sequence[Tensor], scales: Tensor, minima: Tensor, sizes: Sizes, by_token: bool, out: Tensor) -> None:
+def decode(
+    planes: Sequence[Tensor], scales: Tensor, minima: Tensor, codes: PlanarCodes, by_token: bool, out: Tensor
+) -> None:
     """planes [B, h, n, words]; scales, minima [B, h, n / group, width], by token [B, h, n, width / group];
     out [B, h, n, width] of one of DTYPES. The last two axes of all are contiguous.
     """
-    kernel, groups = _compiled(sizes, by_token, out.dtype), scales.shape[2]
+    kernel, groups = llvm.function(_Decode, codes, by_token, out.dtype), scales.shape[2]
     stored = addresses((*planes, scales, minima, out))
 
     def work(first: int, last: int) -> None:
         for index in range(first, last):
             kernel(*stored[index], groups)
 
-    llvm.parallel(work, len(stored), -(-(1 << 19) // (out.shape[2] * sizes.width)))
-
-
-@cache
-def _compiled(*settings: Any) -> Any:
-    return llvm.compiled(_Decode(*settings))
+    llvm.parallel(work, len(stored), -(-THREAD // (out.shape[2] * codes.width)))
 
 
 class _Decode(Writer, Packed):
     """void decode(words..., scales, minima, out, groups)."""
 
-    def __init__(self, sizes: Sizes, by_token: bool, dtype: torch.dtype) -> None:
-        super().__init__("decode", sizes.planes + 3, 1, dtype)
-        self.sizes, self.by_token = sizes, by_token
-        self.planes = self.pointers[: sizes.planes]
-        self.scales, self.minima, self.out = self.pointers[sizes.planes :]
-        self.lanes = min(LANES, sizes.words)
-        tokens = 1 if by_token else sizes.group
+    def __init__(self, codes: PlanarCodes, by_token: bool, dtype: torch.dtype) -> None:
+        super().__init__("decode", codes.planes + 3, 1, dtype)
+        self.sizes, self.by_token = codes, by_token
+        self.planes = self.pointers[: codes.planes]
+        self.scales, self.minima, self.out = self.pointers[codes.planes :]
+        self.lanes = min(LANES, codes.words)
+        tokens = 1 if by_token else codes.group
         with self.loop(self.integers[0]) as group:
             first = self.b.mul(group, self.i64(tokens))
-            for start in range(0, sizes.words, self.lanes):
-                for field in range(FIELDS[sizes.bits]):
+            for start in range(0, codes.words, self.lanes):
+                for field in range(FIELDS[codes.bits]):
                     self._column(group, first, tokens, (start, field))
         self.b.ret_void()
 
@@ -85,6 +81,6 @@ class _Decode(Writer, Packed):
         b, sizes = self.b, self.sizes
         if self.by_token:
             at = b.add(b.mul(group, self.i64(sizes.width // sizes.group)), self.i64(channel // sizes.group))
-            return self.splat(b.fpext(self.load(pointer, at, self.half), self.float), self.lanes)
+            return self.splat(self.load_floats(pointer, at, torch.float16), self.lanes)
         at = b.add(b.mul(group, self.i64(sizes.width)), self.i64(channel))
-        return b.fpext(self.load(pointer, at, self.half, self.lanes), self.vector(self.float, self.lanes))
+        return self.load_floats(pointer, at, torch.float16, self.lanes)

@@ -11,8 +11,7 @@ stays in registers for BLOCK tokens of a piece. Everything is float32. Keys: com
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,40 +19,26 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_affine import addresses
+from compress.kernels.cpu.kv_affine import THREAD, addresses
+from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, NORM_STEPS, PLANES, LevelTables, MixedCodes
 
-PLANES = (4, 2, 1)  # bits of a field
-MOST = sum(PLANES)  # bits of a code
-BLOCK = 32  # tokens
-STEPS = 16  # of a norm in an octave
 UNROLLED = 8  # tokens
 FRACTIONS = 23  # bits of the fraction of a float32
-Tables = tuple[tuple[float, ...], ...]  # levels by bits, from 0 to MOST
 
 
-class Coded(NamedTuple):
-    """Tokens as they are stored, and how to read them."""
-
-    codes: Tensor  # uint8 [B, 1, n, bytes], rows contiguous
-    norms: Tensor  # uint8 [B, h, n, 1], contiguous along n
-    starts: Tensor  # int32 [pieces, 4]: first byte of each plane; fields of the head before the piece
-    bounds: Tensor  # int32 [h, MOST + 1]: first piece of each number of bits, falling from MOST
-    most: int  # pieces of a head, at most
-
-
-def supports() -> bool:
-    """Whether the kernels run here."""
+def supports(width: int) -> bool:
+    """Return whether heads of this width are read here, which any are."""
     return llvm.available() and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= llvm.features()
 
 
-def mix(p: Tensor, coded: Coded, tables: Tables) -> Tensor:
+def mix(p: Tensor, coded: MixedCodes, tables: LevelTables) -> Tensor:
     """p [B, h, m, n] float32, n a multiple of BLOCK -> sums [B, h, m, 16 most] float32, lane by lane of the pieces of
     a head; lanes without a channel hold anything finite.
     """
     p = p if p.stride(3) == 1 else p.contiguous()
     batch, heads, count, tokens = p.shape
     out = torch.zeros(batch, heads, count, LANES * coded.most, dtype=torch.float32, device="cpu")
-    kernel = _compiled(count, tables)
+    kernel = llvm.function(_Mix, count, tables)
     stored = addresses((coded.codes, coded.codes))
     given = addresses((coded.norms, p, out))
     fixed = coded.starts.data_ptr(), coded.bounds.data_ptr()
@@ -66,13 +51,8 @@ def mix(p: Tensor, coded: Coded, tables: Tables) -> Tensor:
             places = stored[index][0], *fixed, *given[index * heads], space.data_ptr()
             kernel(*places, tokens // BLOCK, begin, end, row, *steps)
 
-    llvm.parallel(work, batch * heads, -(-(1 << 19) // (max(tokens, 1) * LANES * max(coded.most, 1))))
+    llvm.parallel(work, batch * heads, -(-THREAD // (max(tokens, 1) * LANES * max(coded.most, 1))))
     return out
-
-
-@cache
-def _compiled(count: int, tables: Tables) -> Any:
-    return llvm.compiled(_Mix(count, tables))
 
 
 class Unpacker(emitter.Emitter):
@@ -90,7 +70,7 @@ class Unpacker(emitter.Emitter):
         return self.b.sext(self.load(pointer, offset, self.word), self.index)
 
     def bound(self, head: Any, place: int) -> Any:
-        at = self.b.add(self.b.mul(head, self.i64(MOST + 1)), self.i64(place))
+        at = self.b.add(self.b.mul(head, self.i64(MOST_MIXED_BITS + 1)), self.i64(place))
         return self.integer(self.pointers[2], at)
 
     def planes(self, piece: Any, bits: int) -> dict[int, Any]:
@@ -112,9 +92,11 @@ class Unpacker(emitter.Emitter):
         """Sixteen norms as floats."""
         b, words = self.b, self.vector(self.word, LANES)
         code = b.zext(self.load(pointer, offset, self.byte, LANES), words)
-        table = [emitter.float32(2 ** (i / STEPS)) for i in range(STEPS)]
+        table = [emitter.float32(2 ** (i / NORM_STEPS)) for i in range(NORM_STEPS)]
         fraction = self.permuted(self.ir.Constant(self.vector(self.float, LANES), table), code)
-        octave = b.sub(b.lshr(code, self.constant(self.word, LANES, 4)), self.constant(self.word, LANES, 128 // STEPS))
+        octave = b.sub(
+            b.lshr(code, self.constant(self.word, LANES, 4)), self.constant(self.word, LANES, 128 // NORM_STEPS)
+        )
         whole = b.add(b.bitcast(fraction, words), b.shl(octave, self.constant(self.word, LANES, FRACTIONS)))
         is_zero = b.icmp_unsigned("==", code, self.constant(self.word, LANES, 0))
         return b.select(is_zero, self.floats(0.0), b.bitcast(whole, self.vector(self.float, LANES)))
@@ -170,7 +152,7 @@ class Unpacker(emitter.Emitter):
         return found[0]
 
 
-def words(tables: Tables) -> list[list[int]]:
+def words(tables: LevelTables) -> list[list[int]]:
     """The levels as the words of float32."""
     return [torch.tensor(table, dtype=torch.float32).view(torch.int32).tolist() for table in tables]
 
@@ -180,7 +162,7 @@ class _Mix(Unpacker):
     norms between heads, of p between heads and rows, of out between heads and rows. p [h, M, tokens], out [h, M, lanes]
     is added to."""
 
-    def __init__(self, count: int, tables: Tables) -> None:
+    def __init__(self, count: int, tables: LevelTables) -> None:
         super().__init__("mix", 7, 9)
         self.count, self.tables = count, words(tables)
         *_, self.norm, self.p, self.out, self.space = self.pointers
@@ -191,9 +173,9 @@ class _Mix(Unpacker):
             with self.loop(last, first) as head:
                 self._weights(head, token)
                 begin = self.bound(head, 0)
-                for place in range(MOST):
+                for place in range(MOST_MIXED_BITS):
                     with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
-                        self._piece(head, token, piece, self.b.sub(piece, begin), MOST - place)
+                        self._piece(head, token, piece, self.b.sub(piece, begin), MOST_MIXED_BITS - place)
         self.b.ret_void()
 
     def _weights(self, head: Any, token: Any) -> None:

@@ -10,7 +10,7 @@ The product is one of matrices in AMX tiles, or float32: see compress/kernels/cp
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +19,19 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.cpu import kv_mixed
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, Transform, has_tiles, tile_config
-from compress.kernels.cpu.kv_mixed import BLOCK, MOST, Coded, Tables, Unpacker
+from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, Transform, has_tiles, tile_config, transform
+from compress.kernels.cpu.kv_mixed import Unpacker
 from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, LevelTables, MixedCodes, Rotary
+
+__all__ = ["scores", "supports", "transform", "write"]
 
 LINE = 64
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of cos and sin, and of keys that are written
 GROUP = 8  # queries that are in registers together
 TOGETHER = 8  # tokens of a float32 product
 
 
-class Sizes(NamedTuple):
+class _Sizes(NamedTuple):
     """width: of a head; rotary: of its channels that turn, the first ones; turns: the type of cos and sin."""
 
     width: int
@@ -43,32 +45,24 @@ class Sizes(NamedTuple):
 
 def supports(width: int) -> bool:
     """Whether keys of this width are read here, where half of the channels that turn fill registers, too."""
-    return width % (2 * LANES) == 0 and kv_mixed.supports()
+    return width % (2 * LANES) == 0 and kv_mixed.supports(width)
 
 
-class Turns(NamedTuple):
-    """The rotary embedding of the tokens; nothing is read where no channel turns."""
-
-    rotary: int  # channels that turn
-    cos: Tensor  # [B or 1, n, half or more], contiguous along the last axis
-    sin: Tensor
-
-
-def scores(q: Tensor, coded: Coded, made: Transform, tables: Tables, turns: Turns, out: Tensor) -> None:
+def scores(q: Tensor, coded: MixedCodes, made: Transform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
     """q [B, h, m, width] float32; out [B, h, m, n] float32, its last axis contiguous, n a multiple of BLOCK."""
     q = q.contiguous()
-    sizes = Sizes(q.shape[3], turns.rotary, turns.cos.dtype)
-    _run(_compiled(sizes, tables, q.shape[2], torch.float32), (q, out, 4), coded, made, turns)
+    sizes = _Sizes(q.shape[3], turns.width, turns.cos.dtype)
+    _run(_function(sizes, tables, q.shape[2], torch.float32), (q, out, 4), coded, made, turns)
 
 
-def write(coded: Coded, made: Transform, tables: Tables, turns: Turns, out: Tensor) -> None:
+def write(coded: MixedCodes, made: Transform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
     """out [B, h, n, width] of float32, float16 or bfloat16, its last axis contiguous, n a multiple of BLOCK."""
-    sizes = Sizes(out.shape[3], turns.rotary, turns.cos.dtype)
-    kernel = _compiled(sizes, tables, 0, out.dtype)
+    sizes = _Sizes(out.shape[3], turns.width, turns.cos.dtype)
+    kernel = _function(sizes, tables, 0, out.dtype)
     _run(kernel, (out, out, out.element_size() * out.stride(2)), coded, made, turns)
 
 
-def _run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: Coded, made: Transform, turns: Turns) -> None:
+def _run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: MixedCodes, made: Transform, turns: Rotary) -> None:
     """ends: q, out and the bytes between tokens of out."""
     q, out, move = ends
     heads, tokens, width = coded.norms.shape[1], coded.norms.shape[2], made.mean.shape[1]
@@ -79,7 +73,7 @@ def _run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: Coded, made: Tran
     config = tile_config()
 
     def work(first: int, last: int) -> None:
-        turned = torch.empty(BLOCK, max(turns.rotary, 1), dtype=torch.float32, device="cpu")
+        turned = torch.empty(BLOCK, max(turns.width, 1), dtype=torch.float32, device="cpu")
         a = torch.zeros(BLOCK, made.pitch, dtype=torch.float32, device="cpu")
         c = torch.empty(BLOCK, 2 * LANES, dtype=torch.float32, device="cpu")
         sums = torch.empty(count * BLOCK * LANES, dtype=torch.float32, device="cpu")
@@ -96,9 +90,8 @@ def _run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: Coded, made: Tran
     llvm.parallel(work, tokens // BLOCK, -(-(1 << 17) // (BLOCK * heads * width)))
 
 
-@cache
-def _compiled(sizes: Sizes, tables: Tables, count: int, dtype: torch.dtype) -> Any:
-    return llvm.compiled((_Tiles if has_tiles() else _Plain)(sizes, tables, count, dtype))
+def _function(sizes: _Sizes, tables: LevelTables, count: int, dtype: torch.dtype) -> Callable[..., None]:
+    return llvm.function(_Tiles if has_tiles() else _Plain, sizes, tables, count, dtype)
 
 
 class _Turned(Writer, Unpacker):
@@ -109,7 +102,7 @@ class _Turned(Writer, Unpacker):
     q [h, M, width], out [h, M, tokens], or with M = 0 out [h, tokens, width].
     """
 
-    def __init__(self, sizes: Sizes, tables: Tables, count: int, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: _Sizes, tables: LevelTables, count: int, dtype: torch.dtype) -> None:
         super().__init__("turned", 16, 9, dtype)
         self.sizes, self.count, self.tables = sizes, count, self.entries(tables)
         self.norm, self.back, self.firsts, self.mean, self.cos, self.sin, self.q, self.out = self.pointers[3:11]
@@ -131,7 +124,7 @@ class _Turned(Writer, Unpacker):
         self.end()
         self.b.ret_void()
 
-    def entries(self, tables: Tables) -> list[list[int]]:
+    def entries(self, tables: LevelTables) -> list[list[int]]:
         raise NotImplementedError
 
     def keep(self, words: Any, offset: Any) -> None:
@@ -164,13 +157,13 @@ class _Turned(Writer, Unpacker):
         for start in range(0, BLOCK, LANES):
             at = b.add(b.mul(head, self.norm_step), b.add(token, self.i64(start)))
             self.store(self.norms(self.norm, at), self.scales, self.i64(start))
-        for place in range(MOST):
+        for place in range(MOST_MIXED_BITS):
             with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
-                planes, column = self.planes(piece, MOST - place), self.column(piece)
+                planes, column = self.planes(piece, MOST_MIXED_BITS - place), self.column(piece)
                 with self.loop(self.i64(BLOCK // kv_mixed.UNROLLED)) as part:
                     for i in range(kv_mixed.UNROLLED):
                         inside = b.add(b.mul(part, self.i64(kv_mixed.UNROLLED)), self.i64(i))
-                        found = self.levels(b.add(token, inside), planes, MOST - place)
+                        found = self.levels(b.add(token, inside), planes, MOST_MIXED_BITS - place)
                         self.keep(found, b.add(b.mul(inside, self.pitch), column))
 
     def _multiply(self, head: Any, token: Any, fields: Any) -> None:
@@ -261,7 +254,7 @@ class _Turned(Writer, Unpacker):
 class _Tiles(_Turned):
     """Levels as bfloat16; a is [BLOCK, pitch] of them, in the first half of its memory."""
 
-    def entries(self, tables: Tables) -> list[list[int]]:
+    def entries(self, tables: LevelTables) -> list[list[int]]:
         return [[(word >> 16) & 0xFFFF for word in table] for table in kv_mixed.words(tables)]
 
     def keep(self, words: Any, offset: Any) -> None:
@@ -306,7 +299,7 @@ class _Tiles(_Turned):
 class _Plain(_Turned):
     """Levels as float32."""
 
-    def entries(self, tables: Tables) -> list[list[int]]:
+    def entries(self, tables: LevelTables) -> list[list[int]]:
         return kv_mixed.words(tables)
 
     def keep(self, words: Any, offset: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from compress.kernels.cpu.emitter import LANES, Emitter
@@ -51,16 +51,28 @@ class Planar:
         field = block % FIELDS[width]
         skip = e.i64(block // FIELDS[width] * self.tile_words + first)
 
-        def bits(word: int, shift: int, mask: int) -> Any:
-            value = e.load(self.planes[plane], b.add(words[word], skip), e.short, self.lanes)
+        def word(index: int) -> Any:
+            value = e.load(self.planes[plane], b.add(words[index], skip), e.short, self.lanes)
             if field == 0 and self.tile_words < WIDEST:
-                e.prefetch(self.planes[plane], b.add(b.add(words[word], skip), e.i64(AHEAD)), e.short)
-            moved = b.lshr(value, e.constant(e.short, self.lanes, shift)) if shift else value
-            return b.and_(moved, e.constant(e.short, self.lanes, mask))
+                e.prefetch(self.planes[plane], b.add(b.add(words[index], skip), e.i64(AHEAD)), e.short)
+            return value
 
-        if width != 3:
-            return bits(0, field * width, (1 << width) - 1)
-        if field < 15:
-            return bits(field // 5, field % 5 * 3, 7)
-        spare = [bits(i, 15 - i, 1 << i) for i in range(3)]  # bit 15 of word i is bit i of the sixteenth code
-        return b.or_(b.or_(spare[0], spare[1]), spare[2])
+        return field_codes(e, width, field, word)
+
+
+def field_codes(emitter: Emitter, width: int, field: int, word: Callable[[int], Any]) -> Any:
+    """Return the codes of a field of words of this width; word(i) reads the i-th of the words that belong together."""
+    b = emitter.b
+
+    def bits(index: int, shift: int, mask: int) -> Any:
+        value = word(index)
+        lanes = value.type.count
+        moved = b.lshr(value, emitter.constant(emitter.short, lanes, shift)) if shift else value
+        return b.and_(moved, emitter.constant(emitter.short, lanes, mask))
+
+    if width != 3:
+        return bits(0, field * width, (1 << width) - 1)
+    if field < 15:
+        return bits(field // 5, field % 5 * 3, 7)
+    spare = [bits(i, 15 - i, 1 << i) for i in range(3)]  # bit 15 of word i is bit i of the sixteenth code
+    return b.or_(b.or_(spare[0], spare[1]), spare[2])

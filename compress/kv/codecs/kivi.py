@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import kv_affine, kv_decode
+from compress.kernels import dispatch, kv_contract
 from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits, check_groups
 from compress.kv.codecs.packed import Codes
 
@@ -64,25 +64,36 @@ class Packed(Codec):
         super().__init__(spec)
         self.bits, self.group = config.bits, config.group_size
         self.codes = Codes(spec.width, config.bits)
-        self.sizes = kv_affine.Sizes(config.bits, self.codes.padded, config.group_size)
-        supports = kv_affine.supports_values if self.by_token else kv_affine.supports_keys
-        self.is_compiled = self.codes.padded == spec.width and supports(self.sizes)
-        self.is_written = self.is_compiled and kv_decode.supports(self.sizes, self.by_token)
+        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded, config.group_size)
 
     def at_once(self, rows: Tensor) -> int:
-        return ALL if self.is_compiled and _few(rows) else self.block
+        return ALL if self.reader(rows) is not None else self.block
 
     def write_at_once(self, out: Tensor) -> int:
-        return ALL if self._writes(out) else self.block
+        return ALL if self._writer(out) is not None else self.block
 
     def write(self, block: Block, out: Tensor) -> None:
-        if not self._writes(out):
+        kernel = self._writer(out)
+        if kernel is None:
             return super().write(block, out)
-        planes = [block[name] for name in self.codes.fields]
-        return kv_decode.decode(planes, block["scales"], block["minima"], self.sizes, self.by_token, out)
+        return kernel.decode(*self.stored(block), self.layout, self.by_token, out)
 
-    def _writes(self, out: Tensor) -> bool:
-        return self.is_written and out.is_cpu and out.dtype in kv_decode.DTYPES and out.numel() > kv_affine.SMALL
+    def stored(self, block: Block) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return the planes of words, the scales and the minima, as kernels take them."""
+        return [block[name] for name in self.codes.fields], block["scales"], block["minima"]
+
+    def reader(self, rows: Tensor, block: Block | None = None) -> Any:
+        """Return the kernel that reads the codes (of a block) for queries or probabilities [B, h, m, ...], or None."""
+        codes = None if block is None else block["scales"].numel() * self.group
+        return self._kernel("affine", rows) if kv_contract.is_worthwhile(rows, codes) else None
+
+    def _writer(self, out: Tensor) -> Any:
+        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
+        return self._kernel("decode", out) if is_large and self._kernel("affine", out) is not None else None
+
+    def _kernel(self, name: str, like: Tensor) -> Any:
+        kernel = dispatch.kv(like.device, name) if self.codes.padded == self.spec.width else None
+        return kernel if kernel is not None and kernel.supports(self.layout, self.by_token) else None
 
 
 class ByChannel(Packed):
@@ -98,11 +109,11 @@ class ByChannel(Packed):
         self.block = -(-512 // self.granularity) * self.granularity
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        if self.is_compiled and _few(query) and _many(block, self.granularity):
-            planes = [block[name] for name in self.codes.fields]
-            kv_affine.scores(query, planes, block["scales"], block["minima"], self.sizes, out)
-        else:
+        kernel = self.reader(query, block)
+        if kernel is None:
             super().write_scores(query, block, out)
+        else:
+            kernel.scores(query, *self.stored(block), self.layout, out)
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         grouped = x.unflatten(2, (-1, self.granularity)).transpose(-1, -2)  # B, h, group, channel, token
@@ -143,11 +154,11 @@ class ByToken(Packed):
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        whole = p.shape[-1] // kv_affine.BLOCK * kv_affine.BLOCK
-        if not (self.is_compiled and whole and _few(p) and _many(block, self.group)):
+        whole = p.shape[-1] // kv_contract.BLOCK * kv_contract.BLOCK
+        kernel = self.reader(p, block) if whole else None
+        if kernel is None:
             return super().mix(p, block)
-        planes = [block[name] for name in self.codes.fields]
-        found = kv_affine.mix(p[..., :whole], planes, block["scales"], block["minima"], self.sizes)
+        found = kernel.mix(p[..., :whole], *self.stored(block), self.layout)
         if whole < p.shape[-1]:
             found += super().mix(p[..., whole:], {name: block[name][:, :, whole:] for name in self.fields})
         return found
@@ -159,16 +170,6 @@ class ByToken(Packed):
     def decode(self, block: Block) -> Tensor:
         codes = self.codes.unpack(block).float().unflatten(-1, (-1, self.group))
         return codes.mul_(block["scales"].float()[..., None]).add_(block["minima"].float()[..., None]).flatten(-2)
-
-
-def _few(rows: Tensor) -> bool:
-    """Return whether the compiled kernels read the codes for these queries or probabilities [B, h, m, ...]."""
-    return rows.is_cpu and rows.dtype == torch.float32 and rows.shape[2] <= kv_affine.MOST_ROWS
-
-
-def _many(block: Block, group: int) -> bool:
-    """Return whether there are so many codes that a compiled kernel saves time."""
-    return block["scales"].numel() * group > kv_affine.SMALL
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

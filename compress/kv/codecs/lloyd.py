@@ -28,13 +28,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import kv_affine, kv_levels
-from compress.kernels.cpu.emitter import LANES
+from compress.kernels import dispatch, kv_contract
 from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits
 from compress.kv.codecs.packed import Codes
 from compress.numerics import hadamard
@@ -75,8 +74,8 @@ def levels(bits: int) -> Tensor:
             density, below = normal.log_prob(edges).exp(), normal.cdf(edges)
             found = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
             found = (found - found.flip(0)) / 2
-        if bits <= kv_levels.MOST_BITS:  # multiples of a step, which costs 0.4 % of the error at 4 bits
-            step = found.max() / kv_levels.LARGEST_LEVEL if bits else 1.0
+        if bits <= kv_contract.MOST_LEVEL_BITS:  # multiples of a step, which costs 0.4 % of the error at 4 bits
+            step = found.max() / kv_contract.LARGEST_LEVEL if bits else 1.0
             found = (found / step).round() * step
         return found.float()
 
@@ -139,7 +138,7 @@ class Levels:
 
     def whole(self) -> tuple[tuple[int, ...], float]:
         """Return the levels as small integers, for compiled code, and the step that these are multiples of."""
-        step = float(self.table[-1]) / kv_levels.LARGEST_LEVEL
+        step = float(self.table[-1]) / kv_contract.LARGEST_LEVEL
         return tuple((self.table / step).round().int().tolist()), step
 
 
@@ -157,8 +156,6 @@ class Lloyd(Codec):
         self.levels = self.coder(config, config.bits)
         self.codes = Codes(spec.width, config.bits)
         self.fields = {**self.codes.fields, "norms": Field("scales")}
-        is_padded = self.codes.padded != spec.width
-        self.is_compiled = config.norm_bits == 16 and not is_padded and kv_levels.supports(config.bits, spec.width)
 
     def coder(self, config: Config, bits: int) -> Levels:
         norm = config.norm or ("preserved" if self.spec.kind == "keys" else "least_squares")
@@ -197,7 +194,7 @@ class Lloyd(Codec):
         return torch.cat((hadamard.transform(q * self._signs(q)), bias), -1)
 
     def at_once(self, rows: Tensor) -> int:
-        return ALL if self._compiles(rows) else self.block
+        return ALL if self._reader(rows) is not None else self.block
 
     def scores(self, query: Tensor, block: Block) -> Tensor:
         if self.rope == "pre":
@@ -206,33 +203,35 @@ class Lloyd(Codec):
         return (query[..., :-1] @ found.mT) * norms.mT + query[..., -1:]
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        whole = out.shape[-1] // LANES * LANES if self._compiles(query, block) else 0
-        if whole:
+        kernel, whole = self._reader(query, block), out.shape[-1] // kv_contract.PIECE * kv_contract.PIECE
+        whole = 0 if kernel is None else whole
+        if kernel is not None and whole:
             (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
             planes = [part[name] for name in self.codes.fields]
-            kv_levels.scores(query[..., :-1] * step, planes, part["norms"], levels, out[..., :whole])
+            kernel.scores(query[..., :-1] * step, planes, part["norms"], levels, out[..., :whole])
             out[..., :whole] += query[..., -1:]
         if whole < out.shape[-1]:
             out[..., whole:] = self.scores(query, _last(block, self.fields, whole))
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        whole = p.shape[-1] // kv_affine.BLOCK * kv_affine.BLOCK if self._compiles(p, block) else 0
+        kernel, whole = self._reader(p, block), p.shape[-1] // kv_contract.BLOCK * kv_contract.BLOCK
+        whole = 0 if kernel is None else whole
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
-        if whole:
+        if kernel is not None and whole:
             (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
             planes = [part[name] for name in self.codes.fields]
-            mixed += kv_levels.mix(p[..., :whole], planes, part["norms"], levels, self.spec.width) * step
+            mixed += kernel.mix(p[..., :whole], planes, part["norms"], levels, self.spec.width) * step
         if whole < p.shape[-1]:
             found, norms = self.coded(_last(block, self.fields, whole))
             mixed += (p[..., whole:] * norms.mT) @ found
         return mixed
 
-    def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
-        """Return whether compiled code reads the codes for these queries or probabilities."""
-        if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
-            return False
-        is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
-        return is_large and rows.shape[2] <= kv_affine.MOST_ROWS and self.rope == "post"
+    def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
+        """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
+        codes = None if block is None else block["norms"].numel() * self.spec.width
+        is_plain = self.rope == "post" and self.levels.norms.bits == 16 and self.codes.padded == self.spec.width
+        kernel = dispatch.kv(rows.device, "levels") if is_plain and kv_contract.is_worthwhile(rows, codes) else None
+        return kernel if kernel is not None and kernel.supports(self.codes.bits, self.spec.width) else None
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         x = self.turned_back(mixed)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_mixed import MOST, PLANES
+from compress.kernels.kv_contract import MOST_MIXED_BITS, PIECE, PLANES
 
 
 @dataclass(frozen=True)
@@ -33,29 +32,29 @@ class Piece:
 
 
 class Pieces:
-    """Where the codes of channels with bits [h, width] (0 to MOST) lie in a row of `nbytes` bytes.
+    """Where the codes of channels with bits [h, width] (0 to MOST_MIXED_BITS) lie in a row of `nbytes` bytes.
 
-    `pieces` are ordered by head, then by falling bits; `starts` int32 [pieces, 4] says where their planes begin (-1:
-    there is none), and the last column how many fields of the head are before them; `bounds` int32 [h, MOST + 1] at
-    which piece those of a head with MOST, MOST - 1, ... bits begin, and where the head ends. `lanes` int64 [h, width]
-    says where a channel is among registers of 16 for each piece of its head, `columns` where among its fields; -1:
-    nowhere.
+    `pieces` are ordered by head, then by falling bits. `starts` int32 [pieces, 4] says where their planes begin (-1:
+    there is none), and the last column how many fields of the head are before them. `bounds` int32 [h, most bits + 1]
+    says at which piece those of a head with the most bits, one bit less, ... begin, and where the head ends. `lanes`
+    int64 [h, width] says where a channel is among registers of 16 for each piece of its head, `columns` where among its
+    fields; -1: nowhere.
     """
 
     def __init__(self, bits: Tensor) -> None:
         self.shape = (int(bits.shape[0]), int(bits.shape[1]))
         self.pieces = [piece for head, row in enumerate(bits.tolist()) for piece in _of_head(head, row)]
         self.starts, self.nbytes = self._lay_out()
-        self.bounds = torch.empty(self.shape[0], MOST + 1, dtype=torch.int32)
+        self.bounds = torch.empty(self.shape[0], MOST_MIXED_BITS + 1, dtype=torch.int32)
         for head in range(self.shape[0]):
             before = sum(piece.head < head for piece in self.pieces)
-            for place in range(MOST + 1):
-                own = sum(piece.head == head and piece.bits > MOST - place for piece in self.pieces)
+            for place in range(MOST_MIXED_BITS + 1):
+                own = sum(piece.head == head and piece.bits > MOST_MIXED_BITS - place for piece in self.pieces)
                 self.bounds[head, place] = before + own
         self.lanes, self.columns = torch.full(self.shape, -1), torch.full(self.shape, -1)
         for index, piece in enumerate(self.pieces):
             channels, fields = torch.tensor(piece.channels), torch.arange(len(piece.channels))
-            self.lanes[piece.head, channels] = LANES * (index - int(self.bounds[piece.head, 0])) + fields
+            self.lanes[piece.head, channels] = PIECE * (index - int(self.bounds[piece.head, 0])) + fields
             self.columns[piece.head, channels] = int(self.starts[index, -1]) + fields
         self._planes = [self._plane(column, width) for column, width in enumerate(PLANES)]
 
@@ -68,7 +67,7 @@ class Pieces:
     def reach(self) -> int:
         """Bytes of a row that are read where 16 fields are read of each piece."""
         starts = self.starts[:, :-1]
-        ends = (starts + LANES // 8 * torch.tensor(PLANES)) * (starts >= 0)
+        ends = (starts + PIECE // 8 * torch.tensor(PLANES)) * (starts >= 0)
         return int(ends.max()) if self.pieces else 0
 
     def pack(self, codes: Tensor) -> Tensor:
@@ -126,9 +125,9 @@ class Pieces:
 
 def _of_head(head: int, bits: list[int]) -> list[Piece]:
     found = []
-    for b in range(MOST, 0, -1):
+    for b in range(MOST_MIXED_BITS, 0, -1):
         channels = [channel for channel, own in enumerate(bits) if own == b]
-        for start in range(0, len(channels), LANES):
-            part = tuple(channels[start : start + LANES])
-            found.append(Piece(head, b, part, LANES if len(part) > LANES // 2 else LANES // 2))
+        for start in range(0, len(channels), PIECE):
+            part = tuple(channels[start : start + PIECE])
+            found.append(Piece(head, b, part, PIECE if len(part) > PIECE // 2 else PIECE // 2))
     return found

@@ -32,13 +32,21 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import kv_affine, kv_basis, kv_levels, kv_mixed, kv_prerope
-from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_mixed import BLOCK, MOST, STEPS
+from compress.kernels import dispatch, kv_contract
+from compress.kernels.kv_contract import (
+    BLOCK,
+    MOST_LEVEL_BITS,
+    MOST_MIXED_BITS,
+    NORM_STEPS,
+    LevelTables,
+    MixedCodes,
+    Rotary,
+)
 from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_static
 from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
@@ -46,7 +54,7 @@ from compress.kv.codecs.mixed_packed import Pieces
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 AT_ONCE = 2048  # tokens that are written
-NO_TURNS = kv_prerope.Turns(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
+NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
 LEAST = 1e-6  # variance of a component, relative to the mean
 ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
 
@@ -57,8 +65,8 @@ class Config:
     unit: int = 8  # [components] that have the same number of bits
 
     def __post_init__(self) -> None:
-        if not 0 < self.bits <= MOST:
-            raise ValueError(f"bits {self.bits} is not above 0 and at most {MOST}")
+        if not 0 < self.bits <= MOST_MIXED_BITS:
+            raise ValueError(f"bits {self.bits} is not above 0 and at most {MOST_MIXED_BITS}")
         if self.unit < 1:
             raise ValueError(f"unit {self.unit} is not 1 or more")
 
@@ -85,7 +93,7 @@ def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
             continue
         budget -= sizes[run]
         bits[head, run * unit : run * unit + unit] += 1
-        if held + 1 < MOST:
+        if held + 1 < MOST_MIXED_BITS:
             gain = (ERRORS[held + 1] - ERRORS[held + 2]) * runs[run][head] / sizes[run]
             heapq.heappush(heap, (-gain, run, head, held + 1))
     return bits
@@ -141,18 +149,17 @@ class Principal(Codec):
         }
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        self.norms = Norms(8, STEPS)
+        self.norms = Norms(8, NORM_STEPS)
         self.pieces = Pieces(static["bits"])
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
-        self.table = torch.cat([table(b) for b in range(MOST + 1)])  # those of b bits from 2^b - 1 on
+        self.table = torch.cat([table(b) for b in range(MOST_MIXED_BITS + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
-        self._made: dict[int, kv_basis.Transform] = {}
-        is_read = kv_mixed.supports() and 0 < self.pieces.reach <= 2 * self.pieces.nbytes
-        self.is_compiled = is_read and (spec.kind == "values" or kv_prerope.supports(spec.width))
+        self._made: dict[int, Any] = {}
+        self._is_readable = 0 < self.pieces.reach <= 2 * self.pieces.nbytes
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        if self.is_compiled and x.is_cpu and "cos" in state:
-            self._transform(state["cos"].shape[-1])  # now, for its bytes to be counted from the start
+        if "cos" in state and (kernel := self._kernel("prerope", x)) is not None:
+            self._transform(kernel, state["cos"].shape[-1])  # now, for its bytes to be counted from the start
         y = (x - self._static("mean", x)) @ self._static("forward", x)
         weights = self._static("weights", y)
         active = (weights > 0).to(y.dtype)
@@ -173,34 +180,35 @@ class Principal(Codec):
         return (found * norms) @ self._static("back", found) + self._static("mean", found)
 
     def at_once(self, rows: Tensor) -> int:
-        return ALL if self._compiles(rows) else self.block
+        return ALL if self._reader(rows) is not None else self.block
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        whole, turns = self._turns(block) if self._compiles(query, block) else (0, NO_TURNS)
-        if whole:
-            made, part = self._transform(turns.rotary), self._stored(block, whole)
-            kv_prerope.scores(query, part, made, _tables(True), turns, out[..., :whole])
+        kernel = self._reader(query, block)
+        whole, turns = self._turns(block) if kernel is not None else (0, NO_TURNS)
+        if kernel is not None and whole:
+            made, part = self._transform(kernel, turns.width), self._stored(block, whole)
+            kernel.scores(query, part, made, _tables(True), turns, out[..., :whole])
         for tokens, rest in self._parts(block, whole):
             out[..., tokens] = self.scores(query, rest)
 
     def write_at_once(self, out: Tensor) -> int:
-        is_written = self.is_compiled and kv_prerope.supports(self.spec.width)
-        is_written = is_written and out.is_cpu and out.dtype in kv_prerope.DTYPES
-        return AT_ONCE if is_written and out.numel() > kv_affine.SMALL else self.block
+        return AT_ONCE if self._writer(out) is not None else self.block
 
     def write(self, block: Block, out: Tensor) -> None:
-        whole, turns = self._turns(block) if self.write_at_once(out) == AT_ONCE else (0, NO_TURNS)
-        if whole:
-            made, part = self._transform(turns.rotary), self._stored(block, whole)
-            kv_prerope.write(part, made, _tables(True), turns, out[:, :, :whole])
+        kernel = self._writer(out)
+        whole, turns = self._turns(block) if kernel is not None else (0, NO_TURNS)
+        if kernel is not None and whole:
+            made, part = self._transform(kernel, turns.width), self._stored(block, whole)
+            kernel.write(part, made, _tables(True), turns, out[:, :, :whole])
         for tokens, rest in self._parts(block, whole):
             out[:, :, tokens] = self.dense(rest)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        whole = self._whole(block) if self._compiles(p, block) else 0
+        kernel = self._reader(p, block)
+        whole = self._whole(block) if kernel is not None else 0
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
-        if whole:
-            lanes = kv_mixed.mix(p[..., :whole], self._stored(block, whole), _tables(False))
+        if kernel is not None and whole:
+            lanes = kernel.mix(p[..., :whole], self._stored(block, whole), _tables(False))
             lanes = torch.nn.functional.pad(lanes, (0, 1))  # the last one: channels without codes
             mixed += lanes.gather(-1, (self.pieces.lanes % lanes.shape[-1])[None, :, None].expand_as(mixed))
         if whole < p.shape[-1]:
@@ -211,27 +219,34 @@ class Principal(Codec):
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed @ self._static("back", mixed) + mass * self._static("mean", mixed)
 
-    def _compiles(self, rows: Tensor, block: Block | None = None) -> bool:
-        """Return whether compiled code reads the codes for these queries or probabilities."""
-        if not self.is_compiled or not rows.is_cpu or rows.dtype != torch.float32:
-            return False
-        is_large = block is None or block["norms"].numel() * self.spec.width > kv_affine.SMALL
-        return is_large and rows.shape[2] <= kv_affine.MOST_ROWS
+    def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
+        """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
+        codes = None if block is None else block["norms"].numel() * self.spec.width
+        name = "prerope" if self.spec.kind == "keys" else "mixed"
+        return self._kernel(name, rows) if kv_contract.is_worthwhile(rows, codes) else None
+
+    def _writer(self, out: Tensor) -> Any:
+        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
+        return self._kernel("prerope", out) if is_large else None
+
+    def _kernel(self, name: str, like: Tensor) -> Any:
+        kernel = dispatch.kv(like.device, name) if self._is_readable else None
+        return kernel if kernel is not None and kernel.supports(self.spec.width) else None
 
     def _whole(self, block: Block) -> int:
         """Return how many of the first tokens compiled code may read, which reads past the last piece of a row."""
         next_row = int(self.pieces.reach > self.pieces.nbytes)
         return (block["norms"].shape[2] - next_row) // BLOCK * BLOCK
 
-    def _turns(self, block: Block) -> tuple[int, kv_prerope.Turns]:
+    def _turns(self, block: Block) -> tuple[int, Rotary]:
         """Return how many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
         whole = self._whole(block)
         if self.rope == "post":
             return whole, NO_TURNS
         halves = block.get("halves")
-        if halves is None or halves.dtype not in kv_prerope.DTYPES or halves.shape[-1] % LANES:
+        if halves is None or halves.dtype not in kv_contract.DTYPES or halves.shape[-1] % kv_contract.PIECE:
             return 0, NO_TURNS
-        return whole, kv_prerope.Turns(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
+        return whole, Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
 
     def _parts(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
         """Yield the tokens from `first` on, as plain code reads them."""
@@ -244,16 +259,16 @@ class Principal(Codec):
                 rows |= {"cos": both[:, 0], "sin": both[:, 1]}
             yield tokens, rows
 
-    def _stored(self, block: Block, count: int) -> kv_mixed.Coded:
+    def _stored(self, block: Block, count: int) -> MixedCodes:
         codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
-        return kv_mixed.Coded(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
+        return MixedCodes(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
 
-    def _transform(self, rotary: int) -> kv_basis.Transform:
+    def _transform(self, kernel: Any, rotary: int) -> Any:
         """Return `back` as compiled code reads it."""
         if rotary not in self._made:
             back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
             mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
-            self._made[rotary] = kv_basis.transform(back, mean, self.pieces.columns, rotary, is_exact)
+            self._made[rotary] = kernel.transform(back, mean, self.pieces.columns, rotary, is_exact)
             self.static[f"turned{rotary}"] = self._made[rotary].back
         return self._made[rotary]
 
@@ -280,19 +295,19 @@ class Principal(Codec):
 
 def table(bits: int) -> Tensor:
     """Levels: multiples of `step` by whole numbers, or of more than 4 bits, by bfloat16."""
-    return levels(bits) if bits <= kv_levels.MOST_BITS else levels(bits).bfloat16().float()
+    return levels(bits) if bits <= MOST_LEVEL_BITS else levels(bits).bfloat16().float()
 
 
 @cache
 def _steps() -> Tensor:
     """Return the steps that levels are multiples of, by bits."""
-    whole = range(1, kv_levels.MOST_BITS + 1)
-    found = {b: float(levels(b).max()) / kv_levels.LARGEST_LEVEL for b in whole}
-    return torch.tensor([found.get(b, 1.0) for b in range(MOST + 1)], device="cpu")
+    whole = range(1, MOST_LEVEL_BITS + 1)
+    found = {b: float(levels(b).max()) / kv_contract.LARGEST_LEVEL for b in whole}
+    return torch.tensor([found.get(b, 1.0) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
 
 
 @cache
-def _tables(in_steps: bool) -> kv_mixed.Tables:
+def _tables(in_steps: bool) -> LevelTables:
     """Return levels by bits, for compiled code."""
     found = []
     for b, size in enumerate(_steps().tolist()):

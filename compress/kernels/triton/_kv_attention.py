@@ -1,4 +1,4 @@
-"""The kernel of compress/kernels/triton/attention.py; imported when it is first launched, because it needs triton.
+"""The kernel of compress/kernels/triton/kv_attention.py; imported when it is first launched, because it needs triton.
 
 A program takes one KV head of one sequence and a part of its tokens; those that end last add the parts up. Keys and
 values are the left operands of all products, S^T = K q^T and out^T = V^T P^T, so that words go from shared memory to

@@ -6,7 +6,7 @@ registers, scale and minimum included; queries are multiplied by a power of two 
 softmax and sums are float32. Query heads of a KV head are columns of one product, so that nothing is read twice. Exact
 tokens (sink, tail, the new one) are read in their own type by the last part.
 
-The kernel is in `_attention.py`. What it can read: codes of 1, 2, 3, 4 and 8 bits in the words of
+The kernel is in `_kv_attention.py`. What it can read: codes of 1, 2, 3, 4 and 8 bits in the words of
 compress/numerics/packing.py, one row of words for each token, a tile being the whole row, of heads of 64, 128 or 256
 channels.
 """
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from compress.kernels.kv_contract import Attended, CodedHeads, HeadLayout, Query
 from compress.kernels.triton import split_k
 from compress.numerics.packing import FIELDS
 
@@ -36,56 +36,7 @@ PART = 256  # tokens of a part, at least
 PROGRAMS = 8  # that a multiprocessor of sm_90 runs at once, by registers and shared memory
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How one of keys and values is coded.
-
-    "channel": x = scale code + minimum, both float16 [B, h, n / group, width], for `group` tokens and each channel;
-    "token": the same, [B, h, n, width / group], for each token and `group` channels;
-    "norm": x = norm levels[code], norm float16 [B, h, n] for each token, levels float16 [2^bits].
-    """
-
-    bits: int
-    width: int  # channels of a head
-    kind: Literal["channel", "token", "norm"]
-    group: int = 1
-
-    @property
-    def words(self) -> int:
-        """Of a piece, see `_attention.py`."""
-        words = min(self.width // FIELDS[self.bits], LEAST_COLUMNS)
-        return min(words, self.group) if self.kind == "token" else words
-
-
-class Coded(NamedTuple):
-    """The tensors of one of keys and values, [B, h, ...]; rows of a head are contiguous."""
-
-    layout: Layout
-    planes: Sequence[Tensor]  # int16 [B, h, n, words]: three of 3 bits, else one
-    scales: Tensor  # or norms
-    minima: Tensor | None = None
-    levels: Tensor | None = None
-
-
-class Query(NamedTuple):
-    """Of the new token of each sequence."""
-
-    q: Tensor  # [B, H, width], for exact keys
-    coded: Tensor | None = None  # the same for codes, where they are in another basis
-    bias: Tensor | None = None  # float32 [B, H]: added to the products with codes
-
-
-class Attended(NamedTuple):
-    """The attention's output [B, H, value width] of the type of q; of values with norms (whose basis is their own) only
-    what coded tokens add to it, float32, and apart what exact ones add and [B, H], the weight of all coded tokens.
-    """
-
-    out: Tensor
-    exact: Tensor | None = None
-    mass: Tensor | None = None
-
-
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """How products are cut up, for two layouts and a number of query heads."""
 
     tokens: int  # of a row of a matrix
@@ -95,12 +46,18 @@ class Plan(NamedTuple):
     stages: int
 
 
-def supports(keys: Layout, values: Layout, groups: int) -> bool:
+def _words(layout: HeadLayout) -> int:
+    """Return the words of a piece, see `_kv_attention.py`."""
+    words = min(layout.width // FIELDS[layout.bits], LEAST_COLUMNS)
+    return min(words, layout.group) if layout.kind == "token" else words
+
+
+def supports(keys: HeadLayout, values: HeadLayout, groups: int) -> bool:
     """Whether the kernel can read these, `groups` query heads to a KV head."""
     return all(_fits(layout) for layout in (keys, values)) and _plan(keys, values, groups) is not None
 
 
-def has_room(heads: int, keys: Layout, values: Layout, groups: int) -> bool:
+def has_room(heads: int, keys: HeadLayout, values: HeadLayout, groups: int) -> bool:
     """Whether the workspace holds the results of so many KV heads, those of all sequences."""
     plan = _plan(keys, values, groups)
     if plan is None:
@@ -110,8 +67,8 @@ def has_room(heads: int, keys: Layout, values: Layout, groups: int) -> bool:
 
 def attend(
     query: Query,
-    keys: Coded,
-    values: Coded,
+    keys: CodedHeads,
+    values: CodedHeads,
     exact: Sequence[tuple[Tensor, Tensor]],
     scaling: float,
     mask: Tensor | None = None,
@@ -121,7 +78,7 @@ def attend(
     exact: (keys, values [B, h, n, width]) of the first, the last and the new tokens, n may be 0, of one type; mask:
     bool or uint8 [B, tokens], false for tokens that are not seen, in the order first, coded, last, new.
     """
-    from compress.kernels.triton import _attention
+    from compress.kernels.triton import _kv_attention
 
     q, batch, heads = query.q.contiguous(), *keys.planes[0].shape[:2]
     groups, coded, width = q.shape[1] // heads, keys.planes[0].shape[2], values.layout.width
@@ -134,7 +91,7 @@ def attend(
     seen = q if mask is None else mask.to(torch.uint8).contiguous()
     first, last, new = (pair[0].shape[2] for pair in exact)
     workspace = split_k.workspace(q.device)
-    _attention.attend[batch * heads, parts + (parts > 1)](
+    _kv_attention.attend[batch * heads, parts + (parts > 1)](
         q, q if query.coded is None else query.coded.contiguous(),
         q if query.bias is None else query.bias.contiguous(),
         found.out, found.out if found.exact is None else found.exact, found.out if found.mass is None else found.mass,
@@ -142,13 +99,13 @@ def attend(
         *(x.stride(1) for i in (0, 1) for x in (stored[i][0], stored[i][3])), *(x.stride(1) for x in segments),
         coded, first, last, new, seen.shape[-1], heads, parts, scaling * math.log2(math.e),
         **constants(keys.layout, values.layout, groups), MASKED=mask is not None, BIASED=query.bias is not None,
-        PRECISION="tf32x3" if segments[0].dtype == torch.float32 else "tf32", USE_ASM=_attention.COMPILED,
+        PRECISION="tf32x3" if segments[0].dtype == torch.float32 else "tf32", USE_ASM=_kv_attention.COMPILED,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return found
 
 
-def _empty(q: Tensor, values: Layout) -> Attended:
+def _empty(q: Tensor, values: HeadLayout) -> Attended:
     shape, floats = (*q.shape[:2], values.width), {"dtype": torch.float32, "device": q.device}
     if values.kind != "norm":
         return Attended(torch.empty(shape, dtype=q.dtype, device=q.device))
@@ -156,14 +113,14 @@ def _empty(q: Tensor, values: Layout) -> Attended:
 
 
 @cache
-def constants(keys: Layout, values: Layout, groups: int) -> dict[str, Any]:
+def constants(keys: HeadLayout, values: HeadLayout, groups: int) -> dict[str, Any]:
     """The constants of the kernel that depend on the layouts only."""
     plan = _plan(keys, values, groups)
     assert plan is not None
     found: dict[str, Any] = {}
     for name, side in (("K", keys), ("V", values)):
         found |= {f"{name}_BITS": side.bits, f"{name}_KIND": side.kind, f"{name}_GROUP": side.group}
-        found |= {f"{name}_WIDTH": side.width, f"{name}_WORDS": side.words}
+        found |= {f"{name}_WIDTH": side.width, f"{name}_WORDS": _words(side)}
     exact_rows = max(8, 1 << (groups - 1).bit_length())
     return {
         **found,
@@ -175,7 +132,7 @@ def constants(keys: Layout, values: Layout, groups: int) -> dict[str, Any]:
     }
 
 
-def _fits(layout: Layout) -> bool:
+def _fits(layout: HeadLayout) -> bool:
     if layout.bits not in FIELDS or layout.width not in (64, 128, 256):
         return False
     group = layout.group
@@ -183,8 +140,8 @@ def _fits(layout: Layout) -> bool:
 
 
 @cache
-def _plan(keys: Layout, values: Layout, groups: int) -> Plan | None:
-    tokens = max(1, *(LEAST_COLUMNS // side.words for side in (keys, values)))
+def _plan(keys: HeadLayout, values: HeadLayout, groups: int) -> Tiling | None:
+    tokens = max(1, *(LEAST_COLUMNS // _words(side) for side in (keys, values)))
     rows = max(8 // tokens, 1 << (groups - 1).bit_length())
     warps = max(1 + (rows > 8), values.width * tokens * tokens * rows // SUMS)
     if tokens > MOST_TOKENS or groups > MOST_GROUPS or warps > MOST_WARPS:
@@ -193,17 +150,17 @@ def _plan(keys: Layout, values: Layout, groups: int) -> Plan | None:
     blocks = [b for b in BLOCKS if b >= LEAST_COLUMNS * tokens and all(g % b == 0 for g in by_group)]
     block = blocks[0] if blocks else max(BLOCKS[0], LEAST_COLUMNS * tokens)
     fewest = warps > 1 or tokens == MOST_TOKENS
-    return Plan(tokens, rows, block, warps, 2 if fewest else STAGES.get((keys.bits, keys.width), 3))
+    return Tiling(tokens, rows, block, warps, 2 if fewest else STAGES.get((keys.bits, keys.width), 3))
 
 
-def _parts(heads: int, coded: int, plan: Plan, floats: int, device: torch.device) -> int:
+def _parts(heads: int, coded: int, plan: Tiling, floats: int, device: torch.device) -> int:
     """Of the coded tokens of a head, so that a device is filled once and every part has work."""
     slots = split_k.properties(device).multiprocessors * PROGRAMS
     room = (split_k.FLOATS // (heads * floats) - 1) // plan.tokens
     return max(1, min(coded // PART, slots // heads, room))
 
 
-def _tensors(side: Coded) -> tuple[Tensor, ...]:
+def _tensors(side: CodedHeads) -> tuple[Tensor, ...]:
     """Words a, b, c, scales, minima, levels; something of the right type where there is none."""
     first, *rest = (_by_head(plane) for plane in side.planes)
     second, third = rest if rest else (first, first)
