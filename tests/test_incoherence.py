@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress import api, formats, process_memory
+from compress import api, formats, process_memory, recipe
 from compress.errors import CheckpointError, RecipeError
 from compress.formats import transforms
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, incoherence, rtn
-from compress.run import job as jobs
 from compress.run import memory_plan, plan, prepare, report, verify
 from compress.run.report import from_dict
 from compress.runtime.linear import PackedLinear
@@ -288,5 +287,5 @@ def test_a_resumed_run_writes_the_same_bytes(
 
 
 def test_other_settings_are_another_run(pico_dir: Callable[..., Path]) -> None:
-    prints = {jobs.recipe.fingerprint(setup.load()) for setup in (GPTQ, ROTATED, GPTQ.set("incoherence=false"))}
+    prints = {recipe.fingerprint(setup.load()) for setup in (GPTQ, ROTATED, GPTQ.set("incoherence=false"))}
     assert len(prints) == 2

@@ -150,7 +150,7 @@ class BlockLoop:
                 consumer.add(task, result, time.monotonic() - begun)
                 process_memory.check(self.job.max_memory)
                 self.meter.step()
-                del task  # and with it statistics, before the next ones are made
+                del task, result  # and with them statistics, before the next ones are made
             consumer.finish(index, block, [*notes, *([note] if note else [])])
         stream.parted = stream.parted or (stream.paired and not is_last)
         if not is_last:
