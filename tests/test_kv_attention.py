@@ -1,4 +1,4 @@
-"""Path B, attention that reads what is stored, against path A, which decodes it, in plain float64 attention."""
+"""Fused attention, which reads what is stored, against decode-then-attend, in plain float64 attention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(
     for i, (q, k, v) in enumerate(chunks):
         keys, values = made.layers[0].update(k, v)
         own = mask if i == len(chunks) - 1 else None
-        if isinstance(keys, Tensor):  # path A
+        if isinstance(keys, Tensor):  # decode-then-attend
             found.append(plain(q, keys, values, own, kwargs.get("softcap")))
         else:
             found.append(attention.attention(module, q, keys, values, own, scaling=0.1, **kwargs)[0])
@@ -194,7 +194,7 @@ def test_codecs_that_only_score_or_need_queries(monkeypatch: pytest.MonkeyPatch)
     exact = run(cache("decode", {"method": "identity"}), data)
     for one, other in zip(exact, run(cache("fused", recipe), data), strict=True):
         torch.testing.assert_close(other.double(), one, atol=1e-5, rtol=0)
-    with pytest.raises(RecipeError, match="layer 0, keys: this codec needs the queries; use make_cache.*scores"):
+    with pytest.raises(RecipeError, match="layer 0, keys: this codec needs the queries; use make_cache.*fused"):
         run(cache("decode", recipe), data)
 
 

@@ -72,7 +72,7 @@ def check(
     pads: list[int] | None = None,
     bound: float = 1e-3,
 ) -> None:
-    """One new token: path A in float64, from float32 keys and values."""
+    """One new token: decode-then-attend in float64, from float32 keys and values."""
     made, layer = filled(recipe, tokens, heads, widths, pads)
     batch = 1 if pads is None else len(pads)
     new = normal(batch, heads[1], 1, widths[0], seed=5), normal(batch, heads[1], 1, widths[1], seed=6)
