@@ -1,4 +1,4 @@
-"""What allocation is worth: quality of mixed models at several budgets, beside uniform ones.
+"""Measure the quality of mixed models at several budgets, beside uniform ones.
 
     python benchmarks/allocation.py [ENTRY ...] [--again]
     python benchmarks/allocation.py show
@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import result_file
-from measure import ROOT, in_fresh_process
-from quantize import Setting, absolute, key_value, run_ours, score, show
-from rich.table import Table
+from measure import ROOT, absolute, add_table_options, in_fresh_process
+from quantize import Setting, run_ours, score
 
 Row = dict[str, Any]
 UNIFORM = ["int2", "int3", "int4"]
@@ -84,35 +83,22 @@ def between(rows: Sequence[Row], bpw: float) -> float | None:
 
 
 def present(rows: Sequence[Row]) -> None:
-    table = Table(title="allocation.py")
+    """Print one line for each entry, with what uniform models have at its size."""
     names = ["entry", "bpw", "KL", "se", "uniform", "ratio", "ppl", "tokens", "CPU s"]
-    for name in names:
-        table.add_column(name, justify="left" if name == "entry" else "right", no_wrap=True)
-    lines = [names, ["---"] * len(names)]
+    lines = []
     for row in rows:
         uniform = between(rows, row["bpw"])
         beside = [f"{uniform:.4f}", f"{row['kl_mean'] / uniform:.2f}"] if uniform else ["", ""]
         cells = [row["entry"], f"{row['bpw']:.3f}", f"{row['kl_mean']:.5f}", f"{row['kl_se'] or 0:.5f}", *beside]
-        cells += [f"{row['perplexity']:.2f}", str(row["tokens"]), f"{row['cpu_s']:.0f}"]
-        table.add_row(*cells)
-        lines.append(cells)
-    show(table)
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        lines.append([*cells, f"{row['perplexity']:.2f}", str(row["tokens"]), f"{row['cpu_s']:.0f}"])
+    result_file.present("allocation.py", names, lines, ["entry"])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="ENTRY")
-    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
-    parser.add_argument("--base", type=absolute, default=ROOT / "tests/models/books-8m")
-    parser.add_argument("--calib", type=absolute, default=ROOT / "tests/data/books_calib.txt")
-    parser.add_argument("--text", type=absolute, default=ROOT / "tests/data/books_heldout.txt")
     parser.add_argument("--work", type=absolute, default=ROOT / "models_out/allocation")
-    parser.add_argument("--num-samples", type=int, default=128)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--max-tokens", type=int, default=32768)
-    parser.add_argument("--env", type=key_value, nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--json", type=absolute, default=ROOT / "benchmarks/results/allocation.json")
+    add_table_options(parser, "allocation")
     args = parser.parse_args(argv)
     args.env = dict(args.env)
     args.entries = [word for word in args.what if word != "show"] or ([] if "show" in args.what else ENTRIES)

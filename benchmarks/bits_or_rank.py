@@ -1,4 +1,4 @@
-"""What bytes buy: bits, a low-rank correction, or both, each as well placed as the allocator can.
+"""Compare bits, a low-rank correction, and both, at equal bytes, each placed by the allocator.
 
     python benchmarks/bits_or_rank.py [--targets 2.4bpw 2.5bpw 2.75bpw 3.0bpw]
 

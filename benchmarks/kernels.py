@@ -1,4 +1,4 @@
-"""Products with packed weights: are they right, and how fast beside bfloat16?
+"""Check products with packed weights, and time them beside bfloat16.
 
     python benchmarks/kernels.py [--device cuda] [--threads 1] [--entries int4 vq2bit] [--shapes 4096x4096] [--batch 1]
     python benchmarks/kernels.py --interpret        # the Triton kernels without a GPU: right or not, no times
@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
-import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import result_file
+from measure import ROOT
+
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests/stored.py draws random weights
 
 ENTRIES = ["int8", "int4", "int3", "int2", "gptvq2bit", "vptq2bit", "e8p2bit", "vq2bit", "trellis3bit", "trellis4bit"]
 SHAPES = ["4096x4096", "8192x8192", "14336x4096", "28672x8192", "6144x4096", "28672x4096"]  # the last two: qkv, gate_up
 BATCHES = [1, 4, 8, 16, 64]
 CHECKED_ROWS = 512  # of the weight that is compared with float64
+HEADER = "| recipe | layer | batch | bpw | by | us | GB/s | of copy rate | x bfloat16 |"
 TOLERANCE = 4e-3  # relative error of outputs in bfloat16, whose own rounding is 2e-3
 INTERPRETED = (64, 512)  # shape
 ROTATED = 1 << 28  # bytes of packed weights that calls go round on a GPU
@@ -90,7 +91,7 @@ def product(layer: Any, x: Any) -> Any:
     if not os.environ.get("TRITON_INTERPRET"):
         return layer(x)
     kernel = importlib.import_module(f"compress.kernels.triton.{layer.format}")
-    return kernel.prepare(layer.stored, layer.params, layer.shape)(x)
+    return kernel.prepare(layer.tensors, layer.params, layer.shape)(x)
 
 
 def path(entry: str, shape: tuple[int, int], batch: int, device: str) -> str:
@@ -143,25 +144,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def show(file: Path) -> None:
-    found = json.loads(file.read_text())
-    print(f"{found['device']}, {found['threads']} threads, copies {found['copy_gb_per_s']:.0f} GB/s\n")
-    print("| recipe | layer | batch | bpw | by | us | GB/s | of copy rate | x bfloat16 |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in found["rows"]:
-        print(line(row))
-
-
-def device_name(device: str) -> str:
-    import torch
-
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    from measure import machine
-
-    return str(machine()["cpu"])
-
-
 def shape_of(text: str) -> tuple[int, int]:
     out_features, _, in_features = text.partition("x")
     return int(out_features), int(in_features)
@@ -185,7 +167,7 @@ def main() -> None:
     if args.interpret:
         import interpreter  # noqa: F401  (tests/interpreter.py: before triton is imported)
     if args.mode == "show":
-        show(args.json or ROOT / "benchmarks/results/kernels_cpu.json")
+        result_file.show_for_device("kernels", args.json, HEADER, line)
         return
     import torch
 
@@ -206,12 +188,8 @@ def main() -> None:
     rows = [
         row for shape in shapes for e in args.entries for row in time_rows(e, shape, args.batch, args.device, copied)
     ]
-    name = device_name(args.device)
-    known = {"device": name, "threads": args.threads, "torch": torch.__version__, "copy_gb_per_s": copied / 1e9}
-    slug = "cpu" if args.device == "cpu" else re.sub(r"\W+", "_", name).lower()
-    file = args.json or ROOT / f"benchmarks/results/kernels_{slug}.json"
-    file.write_text(json.dumps({**known, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    print(f"written to {file}")
+    facts = {"threads": args.threads, "torch": torch.__version__, "copy_gb_per_s": copied / 1e9}
+    result_file.write_for_device("kernels", args.device, args.json, facts, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

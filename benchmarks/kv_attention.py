@@ -1,4 +1,4 @@
-"""One step of decode attention over a coded cache: is it right, and how fast beside a bfloat16 cache?
+"""Check one step of attention over a coded cache, and time it beside a bfloat16 cache.
 
     python benchmarks/kv_attention.py [--device cuda] [--threads 1] [--tokens 32768 131072] [--bits 2 3 4 8]
                                       [--methods kivi pca lloyd lloyd-pre]
@@ -9,7 +9,7 @@ components (pca, calibrated on more such tokens), rotated Lloyd-Max codes of key
 lloyd-pre, before it. Keys and values are random, with principal components of sizes from 3 to 0.06 and a mean. Each
 cache is first compared with attention in float64 over what it decodes to, and one that is wrong ends the run; `exact`
 is the same error against the tokens before they were coded. Then three ways are timed in turns
-(compress/evaluate/speed.py): path B, which reads what is stored; path A, which decodes and calls
+(compress/evaluate/speed.py): fused attention, which reads what is stored; decode-then-attend, which decodes and calls
 scaled_dot_product_attention; and that function on a bfloat16 cache allocated as a whole, the faster of two ways to call
 it: with enable_gqa, or with the query heads of a KV head as rows. On a GPU these are CUDA graphs that go round over
 copies, so that nothing is in its cache. Rows go to benchmarks/results/kv_attention_<device>.json.
@@ -18,15 +18,15 @@ copies, so that nothing is in its cache. Rows go to benchmarks/results/kv_attent
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import result_file
+from measure import ROOT
+
 sys.path.insert(0, str(ROOT))
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -41,6 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 METHODS = {"cpu": ["kivi", "pca", "lloyd", "lloyd-pre"], "cuda": ["kivi", "lloyd"]}
 MOST_BITS = {"pca": 7}
+HEADER = "| method | bits | tokens | MB | error | exact | fused us | GB/s | x decoded | x bfloat16 |"
 SAMPLES = 2048  # tokens of calibration
 
 
@@ -54,12 +55,12 @@ class Row:
     bytes: int  # of the coded cache of a layer
     error: float  # against what the cache decodes to
     exact: float  # error against the tokens before they were coded
-    path_b_s: float
-    path_a_s: float
+    fused_s: float
+    decoded_s: float
     bfloat16_s: float
-    gb_per_s: float  # of stored bytes, path B
-    ratio_a: float  # path A over path B
-    ratio: float  # bfloat16 over path B
+    gb_per_s: float  # of stored bytes, fused
+    ratio_decoded: float  # decode-then-attend over fused
+    ratio: float  # bfloat16 over fused
 
 
 def spread(x: Any, seed: int) -> Any:
@@ -131,7 +132,7 @@ def layer(method: str, bits: int, tokens: int, device: str, seed: int) -> tuple[
 
 
 def step(layer: Any, q: Any, new: Any) -> Any:
-    """Path B for one new token [B, H, 1, width], which is not stored."""
+    """Return fused attention of one new token [B, H, 1, width], which is not stored."""
     from compress.kv import attention, fused
 
     if not q.is_cuda:
@@ -143,7 +144,7 @@ def step(layer: Any, q: Any, new: Any) -> Any:
 
 
 def decoded_step(layer: Any, q: Any, new: Any) -> Any:
-    """Path A: keys and values of all tokens, written out."""
+    """Decode the keys and values of all tokens, then attend."""
     import torch.nn.functional as F
 
     keys, values = (layer.stores[kind].read(x) for kind, x in zip(("keys", "values"), new, strict=True))
@@ -156,7 +157,7 @@ def rows_of(q: Any) -> Any:
 
 
 def errors(layer: Any, tokens: list[Any], q: Any, new: Any) -> tuple[float, float]:
-    """Relative errors of path B against path A and against exact attention; SystemExit if the former is too large."""
+    """Return relative errors of fused attention to decoded and to exact keys and values; SystemExit if it is wrong."""
     import torch
 
     found, query = step(layer, q, new).double(), rows_of(q.double())
@@ -197,26 +198,18 @@ def time_row(method: str, bits: int, tokens: int, device: str) -> Row:
         [lambda k=k, v=v: F.scaled_dot_product_attention(rows_of(q), k, v) for k, v in caches],
     ]
     with torch.inference_mode():
-        b, a, *both = speed.in_turns(ways, device)
+        fused, decoded, *both = speed.in_turns(ways, device)
     plain = min(both)
-    return Row(method, bits, tokens, stored, *wrong, b, a, plain, stored / b / 1e9, a / b, plain / b)
+    rates = (stored / fused / 1e9, decoded / fused, plain / fused)
+    return Row(method, bits, tokens, stored, *wrong, fused, decoded, plain, *rates)
 
 
 def line(row: dict[str, Any]) -> str:
     errors = f"{row['error']:.1e} | {row.get('exact', float('nan')):.1e}"
     return (
         f"| {row['method']} | {row['bits']} | {row['tokens']} | {row['bytes'] / 1e6:.1f} | {errors} | "
-        f"{row['path_b_s'] * 1e6:.0f} | {row['gb_per_s']:.1f} | {row['ratio_a']:.2f} | {row['ratio']:.2f} |"
+        f"{row['fused_s'] * 1e6:.0f} | {row['gb_per_s']:.1f} | {row['ratio_decoded']:.2f} | {row['ratio']:.2f} |"
     )
-
-
-def show(file: Path) -> None:
-    found = json.loads(file.read_text())
-    print(f"{found['device']}, {found['threads']} threads, torch {found['torch']}\n")
-    print("| method | bits | tokens | MB | error | exact | path B us | GB/s | x path A | x bfloat16 |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in found["rows"]:
-        print(line(row))
 
 
 def parse() -> argparse.Namespace:
@@ -234,10 +227,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.mode == "show":
-        show(args.json or ROOT / "benchmarks/results/kv_attention_cpu.json")
+        result_file.show_for_device("kv_attention", args.json, HEADER, line)
         return
     import torch
-    from measure import machine
 
     torch.set_num_threads(args.threads)
     rows = []
@@ -246,12 +238,8 @@ def main() -> None:
             for bits in (b for b in args.bits if b <= MOST_BITS.get(method, b)):
                 rows.append(time_row(method, bits, tokens, args.device))
                 print(line(asdict(rows[-1])), flush=True)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else str(machine()["cpu"])
-    known = {"device": name, "threads": args.threads, "torch": torch.__version__, "load_average": os.getloadavg()}
-    slug = "cpu" if args.device == "cpu" else re.sub(r"\W+", "_", name).lower()
-    file = args.json or ROOT / f"benchmarks/results/kv_attention_{slug}.json"
-    file.write_text(json.dumps({**known, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    print(f"written to {file}")
+    facts = {"threads": args.threads, "torch": torch.__version__, "load_average": os.getloadavg()}
+    result_file.write_for_device("kv_attention", args.device, args.json, facts, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All low-bit recipes in one table: bits, quality, time and memory, on a small model or on synthetic layers.
+"""Measure all low-bit recipes in one table: bits, quality, time and memory, on a small model or synthetic layers.
 
     python benchmarks/low_bit.py [models] [ENTRY ...] [--only 'pvq*'] [--again]
     python benchmarks/low_bit.py layers [ENTRY ...] [--size 256] [--again]
@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import result_file
-from measure import ROOT, in_fresh_process
-from quantize import Setting, absolute, count_sizes, key_value, run_ours, score, show
-from rich.table import Table
+from measure import ROOT, absolute, in_fresh_process, key_value
+from quantize import Setting, count_sizes, run_ours, score
 
 Row = dict[str, Any]
 Cell = Callable[[Row], str]
@@ -279,22 +278,14 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 
 
 def present(rows: Sequence[Row], mode: str) -> None:
-    """The table on screen, then as markdown; by bits, the shapes of layers and options of models apart."""
-    chosen = [row for row in rows if row["table"] == mode]
-    if not chosen:
-        return
-    chosen.sort(key=lambda row: (json.dumps(row["options"]), round(row["bpw"]), row["bpw"]))
-    columns = COLUMNS[mode]
-    table = Table(title=f"low_bit.py {mode}")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("recipe", "layer") else "right", no_wrap=True)
-    lines = [list(columns), ["---"] * len(columns)]
-    for row in chosen:
-        cells = [cell(row) for cell in columns.values()]
-        table.add_row(*cells)
-        lines.append(cells)
-    show(table)
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    """Print the table of a mode by bits, the shapes of layers and options of models apart."""
+    chosen = sorted(
+        (row for row in rows if row["table"] == mode),
+        key=lambda row: (json.dumps(row["options"]), round(row["bpw"]), row["bpw"]),
+    )
+    if chosen:
+        lines = [[cell(row) for cell in COLUMNS[mode].values()] for row in chosen]
+        result_file.present(f"low_bit.py {mode}", list(COLUMNS[mode]), lines, ("recipe", "layer"))
 
 
 # command line

@@ -1,4 +1,4 @@
-"""Children whose time and memory are measured, and what they are measured on.
+"""Run children and measure their time and memory; name the machine; share options of command lines.
 
 The measuring process imports neither torch nor compress: a child's peak memory, as the kernel reports it, starts at the
 size of the process that started it. Anything that needs them runs by `in_fresh_process`.
@@ -6,6 +6,7 @@ size of the process that started it. Anything that needs them runs by `in_fresh_
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import platform
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Run:
-    """One process. `quantize_*`: of that, without imports, loading and saving; None where the tool does not say."""
+    """The cost of one process. `quantize_*`: without imports, loading and saving; None where the tool does not say."""
 
     wall_s: float
     cpu_s: float  # user + system, all threads
@@ -34,7 +35,7 @@ class Run:
 
 
 def run_child(command: Sequence[str | Path], env: Mapping[str, str], log: Path) -> tuple[str, Run]:
-    """Standard output and cost of a whole process and its children; stderr goes to `log`. SystemExit on failure."""
+    """Return standard output and cost of a process and its children; stderr goes to `log`. SystemExit on failure."""
     start = time.perf_counter()
     with log.open("w") as errors:
         child = subprocess.Popen(
@@ -53,12 +54,13 @@ def run_child(command: Sequence[str | Path], env: Mapping[str, str], log: Path) 
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a new process, which starts without torch."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def median(runs: Sequence[Run]) -> Run:
-    """Field by field; None where a run lacks it."""
+    """Return the median of each field; None where a run lacks it."""
 
     def middle(values: list[Any]) -> Any:
         return None if None in values else statistics.median(values)
@@ -67,7 +69,7 @@ def median(runs: Sequence[Run]) -> Run:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on; the load average tells whether other work ran beside."""
+    """Return what the figures depend on; the load average tells whether other work ran beside."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -76,3 +78,39 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average": os.getloadavg(),
     }
+
+
+def device_name(device: str) -> str:
+    """Return the name of the GPU ("cuda") or of the processor ("cpu")."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    return str(machine()["cpu"])
+
+
+def absolute(text: str) -> Path:
+    """Return an absolute path, for children run in the checkout. Links stay: a virtual environment's python is one."""
+    return Path(text).absolute()
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """Split NAME=VALUE."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return key, value
+
+
+def add_table_options(parser: argparse.ArgumentParser, name: str, max_tokens: int | None = 32768) -> None:
+    """Add the options of a table of rows in results/NAME.json; max_tokens None: no model is scored."""
+    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
+    parser.add_argument("--base", type=absolute, default=ROOT / "tests/models/books-8m")
+    parser.add_argument("--calib", type=absolute, default=ROOT / "tests/data/books_calib.txt")
+    parser.add_argument("--json", type=absolute, default=ROOT / f"benchmarks/results/{name}.json")
+    if max_tokens is not None:
+        parser.add_argument("--text", type=absolute, default=ROOT / "tests/data/books_heldout.txt")
+        parser.add_argument("--num-samples", type=int, default=128)
+        parser.add_argument("--seq-len", type=int, default=512)
+        parser.add_argument("--max-tokens", type=int, default=max_tokens)
+        parser.add_argument("--env", type=key_value, nargs="*", default=[], metavar="NAME=VALUE")

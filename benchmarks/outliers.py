@@ -1,4 +1,4 @@
-"""What transforms are worth: quality of recipes on a clean model, and on the same model with planted outliers.
+"""Measure recipes and transforms on a clean model, and on the same model with planted outliers.
 
     python benchmarks/outliers.py [clean] [planted] [ENTRY ...] [--seeds 3] [--again]
     python benchmarks/outliers.py show
@@ -24,9 +24,8 @@ from typing import Any
 
 import low_bit
 import result_file
-from measure import ROOT, in_fresh_process
-from quantize import Setting, absolute, key_value, run_ours, score, show
-from rich.table import Table
+from measure import add_table_options, in_fresh_process
+from quantize import Setting, run_ours, score
 
 Row = dict[str, Any]
 W8A8 = "int8:method=rtn,group_size=-1,activations={bits: 8}"
@@ -109,45 +108,25 @@ def measure(args: argparse.Namespace, work: Path) -> None:
 
 
 def present(rows: Sequence[Row]) -> None:
-    """One line for each entry and mode: the mean over seeds, and the lowest and highest."""
-    table = Table(title="outliers.py")
+    """Print one line for each entry and mode: the mean over seeds, and the lowest and highest."""
     names = ("model", "entry", "bpw", "KL", "se", "seeds (lowest to highest)", "ppl", "tokens", "CPU s")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("model", "entry") else "right", no_wrap=True)
-    lines = [list(names), ["---"] * len(names)]
+    lines = []
     for mode, entry in dict.fromkeys((row["table"], row["entry"]) for row in rows):
         mine = [row for row in rows if (row["table"], row["entry"]) == (mode, entry)]
         kl = sorted(row["kl_mean"] for row in mine)
         spread = f"{len(kl)} ({kl[0]:.5f} to {kl[-1]:.5f})" if len(kl) > 1 else "1"
         average = {key: sum(row[key] for row in mine) / len(mine) for key in ("bpw", "kl_mean", "perplexity", "cpu_s")}
-        cells = [
-            mode,
-            entry,
-            f"{average['bpw']:.3f}",
-            f"{average['kl_mean']:.5f}",
-            f"{mine[0]['kl_se'] or 0:.5f}",
-            spread,
-        ]
-        cells += [f"{average['perplexity']:.2f}", str(mine[0]["tokens"]), f"{average['cpu_s']:.0f}"]
-        table.add_row(*cells)
+        cells = [mode, entry, f"{average['bpw']:.3f}", f"{average['kl_mean']:.5f}", f"{mine[0]['kl_se'] or 0:.5f}"]
+        cells += [spread, f"{average['perplexity']:.2f}", str(mine[0]["tokens"]), f"{average['cpu_s']:.0f}"]
         lines.append(cells)
-    show(table)
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    result_file.present("outliers.py", names, lines, names[:2])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="MODE or ENTRY")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
-    parser.add_argument("--base", type=absolute, default=ROOT / "tests/models/books-8m")
-    parser.add_argument("--calib", type=absolute, default=ROOT / "tests/data/books_calib.txt")
-    parser.add_argument("--text", type=absolute, default=ROOT / "tests/data/books_heldout.txt")
-    parser.add_argument("--num-samples", type=int, default=128)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--max-tokens", type=int, default=32768)
-    parser.add_argument("--env", type=key_value, nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--json", type=absolute, default=ROOT / "benchmarks/results/outliers.json")
+    add_table_options(parser, "outliers")
     args = parser.parse_args(argv)
     args.env = dict(args.env)
     args.modes = [word for word in args.what if word in ("clean", "planted")] or ["clean", "planted"]

@@ -1,4 +1,4 @@
-"""Training adapters on a packed, frozen base, from the command line to a saved adapter.
+"""Train adapters on a packed, frozen base, from the command line to a saved adapter.
 
     compress quantize MODEL --recipe int3-eora --calib TEXT --out PACKED
     python benchmarks/peft_example.py PACKED TEXT OUT [--steps 50]

@@ -1,4 +1,4 @@
-"""Quantization side by side: time, memory, bits and quality of compress and of other tools, measured in one run.
+"""Compare compress with other tools side by side: time, memory, bits and quality, measured in one run.
 
     python benchmarks/quantize.py [--peer llm-compressor=/path/to/python ...] [--recipes int4 int3 int2] [--json FILE]
     python benchmarks/quantize.py memory [--layers 5 11 22] [--max-memory 1.5GiB]
@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, Run, in_fresh_process, machine, median, run_child
-from rich.console import Console
+from measure import ROOT, Run, absolute, in_fresh_process, key_value, machine, median, run_child
+from result_file import show
 from rich.table import Table
 
 Row = dict[str, Any]
@@ -246,10 +246,6 @@ def ratio(row: Row, peer: Row, *keys: str) -> str:
     return " / ".join(f"{peer[key] / row[key]:.2f}" if row[key] else "-" for key in keys)
 
 
-def show(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
 # memory and loading
 
 
@@ -297,18 +293,6 @@ def file_bytes(directory: Path) -> int:
 
 
 # command line
-
-
-def absolute(text: str) -> Path:
-    """Children run in the checkout. Links stay: the python of a virtual environment is one."""
-    return Path(text).absolute()
-
-
-def key_value(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return key, value
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What the evolutionary search costs: KL against token-forwards, with our settings and with the published ones.
+"""Measure what the evolutionary search costs: KL against token-forwards, with our settings and the published ones.
 
     python benchmarks/search.py [ours] [published] [NAME=SETTINGS ...] [--targets 3.125bpw] [--seeds 3] [--again]
     python benchmarks/search.py --synthetic [...]
@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import result_file
-from measure import ROOT, in_fresh_process
-from quantize import absolute, show
-from rich.table import Table
+from measure import ROOT, absolute, add_table_options, in_fresh_process
 
 if TYPE_CHECKING:
     from compress.allocate.problem import Choice, Problem
@@ -156,12 +154,9 @@ def reached(row: Row, kl: float) -> float:
 
 
 def present(rows: Sequence[Row]) -> None:
-    """Against the published settings: what each search takes to the best KL of theirs, and the KL it ends with."""
-    table = Table(title="search.py")
+    """Print what each search takes to the best KL of the published settings, and the KL that it ends with."""
     names = ("target", "seed", "settings", "start KL", "end KL", "token-forwards", "to the published KL", "ratio")
-    for name in names:
-        table.add_column(name, justify="left" if name == "settings" else "right", no_wrap=True)
-    lines = [list(names), ["---"] * len(names)]
+    lines = []
     for row in rows:
         same = ("table", "target", "seed", "options")
         peers = [r for r in rows if r["entry"] == "published" and all(r[key] == row[key] for key in same)]
@@ -172,11 +167,8 @@ def present(rows: Sequence[Row]) -> None:
             best = min(step["kl"] for step in peers[0]["trace"])
             mine, theirs = reached(row, best), reached(peers[0], best)
             cells += [f"{mine / 1e6:.2f}M", f"{mine / theirs:.3f}" if theirs else "-"]
-        cells += [""] * (len(names) - len(cells))
-        table.add_row(*cells)
-        lines.append(cells)
-    show(table)
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        lines.append(cells + [""] * (len(names) - len(cells)))
+    result_file.present("search.py", names, lines, ["settings"])
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -199,14 +191,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="*", default=["3.125bpw"])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--generations", type=int, default=60)
-    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
-    parser.add_argument("--base", type=absolute, default=ROOT / "tests/models/books-8m")
+    add_table_options(parser, "search", max_tokens=None)
     parser.add_argument("--recipe", default="mixed3bit")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the recipe's settings")
-    parser.add_argument("--calib", type=absolute, default=ROOT / "tests/data/books_calib.txt")
     parser.add_argument("--measurements", type=absolute, default=ROOT / "models_out/search-measurements")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--json", type=absolute, default=ROOT / "benchmarks/results/search.json")
     args = parser.parse_args(argv)
     args.entries = {}
     for word in args.what:
