@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import BlockInputs, attached, run_block, states_of
-from compress.model.skeleton import PROBE_TOKENS, Skeleton, SkippedExperts
-from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
+from compress.model.meta_pass import PROBE_TOKENS, SkippedExperts, without_experts
+from compress.model.skeleton import Skeleton
+from compress.runtime.experts import PROJECTIONS, Experts
 
 WATCHED = "compress_watched"  # the name of our attention function while a forward pass is watched
 
@@ -112,8 +112,7 @@ def trace(skeleton: Skeleton) -> Graph:
 
 def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
     """Run the model on the meta device; return what its weighted modules read and wrote, and every attention."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()
+    model = without_experts(skeleton.config, skeleton.dtype)
     seen: list[_Seen] = []
     attentions: list[_Values] = []
     alive: list[Any] = []  # memory that is freed would be used again
@@ -129,10 +128,7 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
         attentions.append(_Values(value, output))
         return output, None
 
-    for name, module in list(model.named_modules()):
-        if is_fused_experts(module):
-            module = SkippedExperts(module)
-            model.set_submodule(name, module)
+    for name, module in model.named_modules():
         if isinstance(module, SkippedExperts) or any(
             p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False)
         ):

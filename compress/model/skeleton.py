@@ -17,7 +17,7 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model.edits import Edits
+from compress.model.meta_pass import shared_inputs
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
@@ -38,7 +39,6 @@ from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor
 from compress.types import LinearSpec
 
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
-PROBE_TOKENS = 8
 
 
 class Skeleton:
@@ -205,7 +205,7 @@ class Skeleton:
 
     def linears(self) -> tuple[list[LinearSpec], dict[str, str]]:
         """Return the linears of all blocks in model order, and those that cannot be quantized with the reason."""
-        keys = shared_inputs(self)
+        keys = shared_inputs(self.config, self.dtype)
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
         for index, block in enumerate(self.blocks):
@@ -258,47 +258,6 @@ class Skeleton:
         module, _, projection = spec.name.rpartition(".")
         fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
         return self.sources.get(f"{module.rpartition('.')[0]}.{fused}", [])
-
-
-def shared_inputs(skeleton: Skeleton) -> dict[str, str]:
-    """Return linear name -> name of the first linear that reads the same tensor, by a forward pass on the meta device.
-
-    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory
-    and time but changes no result.
-    """
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(skeleton.config, dtype=skeleton.dtype).eval()
-    first: dict[int, str] = {}
-    keys: dict[str, str] = {}
-    alive: list[Tensor] = []  # ids of freed tensors would be used again
-
-    def record(name: str, inputs: tuple[Tensor, ...]) -> None:
-        alive.append(inputs[0])
-        keys[name] = first.setdefault(id(inputs[0]), name)
-
-    for name, module in list(model.named_modules()):
-        if is_fused_experts(module):
-            model.set_submodule(name, SkippedExperts(module))
-        elif isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
-    try:
-        # with a cache, transformers does not look into the (absent) position values for packed sequences
-        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-        return {}
-    return keys
-
-
-class SkippedExperts(nn.Module):
-    """The place of a fused experts module in a forward pass without data, on which its routing depends."""
-
-    def __init__(self, real: nn.Module) -> None:
-        super().__init__()
-        self.count = real.get_parameter("down_proj").shape[0]
-        self.supported = is_supported(real)
-
-    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
-        return torch.empty_like(hidden_states)
 
 
 def _expert_specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec]:

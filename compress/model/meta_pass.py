@@ -1,0 +1,59 @@
+"""Run a model's forward pass on the meta device, without weights and data, to see what feeds what."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from compress.runtime.experts import is_fused_experts, is_supported
+
+PROBE_TOKENS = 8
+
+
+class SkippedExperts(nn.Module):
+    """The place of a fused experts module in a forward pass without data, on which its routing depends."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.count = real.get_parameter("down_proj").shape[0]
+        self.supported = is_supported(real)
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+
+def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model on the meta device whose forward pass needs no data."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for name, module in list(model.named_modules()):
+        if is_fused_experts(module):
+            model.set_submodule(name, SkippedExperts(module))
+    return model
+
+
+def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
+    """Return linear name -> name of the first linear that reads the same tensor, by a forward pass on the meta device.
+
+    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory
+    and time but changes no result.
+    """
+    model = without_experts(config, dtype)
+    first: dict[int, str] = {}
+    keys: dict[str, str] = {}
+    alive: list[Tensor] = []  # ids of freed tensors would be used again
+
+    def record(name: str, inputs: tuple[Tensor, ...]) -> None:
+        alive.append(inputs[0])
+        keys[name] = first.setdefault(id(inputs[0]), name)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
+    try:
+        # with a cache, transformers does not look into the (absent) position values for packed sequences
+        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        return {}
+    return keys
