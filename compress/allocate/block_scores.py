@@ -24,12 +24,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from compress.allocate.joint_kl import Candidates, Level, Levels
+from compress.allocate.joint_kl import JointKL
+from compress.allocate.prefix_tree import Variant, VariantWeights
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant.incoherence import derived_seed
 
-NOISE = "noise"  # a level of a linear is (NOISE, t)
+NOISE = "noise"  # a variant of a linear (NOISE, t)
 T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those of 6 to 3 bits
 
 
@@ -78,23 +79,23 @@ def zd(weights: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """Levels ("noise", t): W + t |W| G / sqrt(numel), G standard normal, of each linear its own by seed and name.
+    """Variants ("noise", t): W + t |W| G / sqrt(numel), G standard normal, of each linear its own by seed and name.
 
-    Other levels are those of `inner`.
+    Other variants are those of `inner`.
     """
 
     seed: int = 0
-    inner: Levels | None = None
+    inner: VariantWeights | None = None
 
-    def weight(self, name: str, level: Level, original: Tensor) -> Tensor:
-        if not (isinstance(level, tuple) and len(level) == 2 and level[0] == NOISE):
+    def weight(self, name: str, variant: Variant, original: Tensor) -> Tensor:
+        if not (isinstance(variant, tuple) and len(variant) == 2 and variant[0] == NOISE):
             if self.inner is None:
-                raise ValueError(f"{name}: {level!r} is no noise, and there are no other levels")
-            return self.inner.weight(name, level, original)
+                raise ValueError(f"{name}: {variant!r} is no noise, and there are no other variants")
+            return self.inner.weight(name, variant, original)
         generator = torch.Generator().manual_seed(derived_seed(self.seed, NOISE, name))
         noise = torch.randn(original.shape, generator=generator).to(original.device)
         wide = original.float()
-        scale = cast(float, level[1]) * wide.norm() / math.sqrt(original.numel())
+        scale = cast(float, variant[1]) * wide.norm() / math.sqrt(original.numel())
         return (wide + scale * noise).to(original.dtype)
 
     def prepare(self, index: int, block: nn.Module) -> None:
@@ -124,15 +125,15 @@ def slope(measured: Mapping[float, float]) -> Slope:
 
 
 def slopes(
-    candidates: Candidates, units: Mapping[str, Sequence[str]], samples: Sequence[int], sizes: Sequence[float] = T2
+    joint_kl: JointKL, units: Mapping[str, Sequence[str]], samples: Sequence[int], sizes: Sequence[float] = T2
 ) -> dict[str, Slope]:
-    """Unit -> its slope, all linears of the unit with noise of the same t^2; the candidates' levels are `Noise`.
+    """Unit -> its slope, all linears of the unit with noise of the same t^2; the evaluator's variants are `Noise`.
 
     For one slope of a whole block, its linears are given as one unit. Units that are later in the model are cheaper:
     what is in front of them is the original, computed once. Cost at most len(units) * len(sizes) times the samples.
     """
     asked = [(unit, t2, {name: (NOISE, math.sqrt(t2)) for name in units[unit]}) for unit in units for t2 in sizes]
-    found = candidates.divergence([noisy for _, _, noisy in asked], samples)
+    found = joint_kl.divergence([noisy for _, _, noisy in asked], samples)
     measured: dict[str, dict[float, float]] = {unit: {} for unit in units}
     for (unit, t2, _), kl in zip(asked, found, strict=True):
         measured[unit][t2] = kl

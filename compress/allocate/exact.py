@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.allocate.hull import Floats, Ints, Table
+from compress.allocate.hull import EntryTable, Floats, Ints
 
 LARGEST = 1e4  # of the row of bytes; HiGHS allows it 1e-6
 OBJECTIVE = 1000.0  # what the damage of the known choice is scaled to; HiGHS's absolute gap is 1e-6
@@ -35,9 +35,9 @@ class LinearSide:
 
 @dataclass(frozen=True)
 class Limits:
-    """When the 0/1 solver may stop. Only where it stops for time does the answer depend on the machine."""
+    """The settings of the 0/1 solver's end. Only where it stops for time does the answer depend on the machine."""
 
-    seconds: float = 60.0
+    seconds: float = 60.0  # that the solver may take, in all
     gap: float = 1e-6  # between its answer and its bound, relative to the damage above that of all best entries
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramAnswer:
     at: Ints | None  # columns [units]; None: none was found
     bound: float = -math.inf  # of the damage of any choice
     note: str = ""
@@ -73,7 +73,7 @@ class Variables:
         return min(1.0, LARGEST / max(self.room, 1))
 
 
-def program(table: Table, budget: int, known: float, sides: Sequence[LinearSide], limits: Limits) -> Answer:
+def program(table: EntryTable, budget: int, known: float, sides: Sequence[LinearSide], limits: Limits) -> ProgramAnswer:
     """The choice of least damage within the budget that keeps the sides.
 
     known: damage of some choice within the budget, whether it keeps the sides or not.
@@ -85,7 +85,7 @@ def program(table: Table, budget: int, known: float, sides: Sequence[LinearSide]
         if attempt == 0 and result.mip_dual_bound is not None:  # later ones are of smaller budgets
             bound = result.mip_dual_bound / variables.scale + variables.floor
         if result.x is None:
-            return Answer(None, bound, _first_line(result.message), result.status == 2 and attempt == 0)
+            return ProgramAnswer(None, bound, _first_line(result.message), result.status == 2 and attempt == 0)
         if result.status == 1:
             note = f"the 0/1 solver stopped after {limits.seconds:g} s, {result.mip_gap:.3%} above its bound"
         taken = result.x > 0.5
@@ -93,16 +93,16 @@ def program(table: Table, budget: int, known: float, sides: Sequence[LinearSide]
         if excess <= 0:
             at = np.zeros(len(table.rows), np.int64)
             at[variables.unit[taken]] = variables.column[taken]
-            return Answer(at, bound, note)
+            return ProgramAnswer(at, bound, note)
         room -= excess
-    return Answer(None, bound, f"the 0/1 solver overstepped the budget {ATTEMPTS} times")
+    return ProgramAnswer(None, bound, f"the 0/1 solver overstepped the budget {ATTEMPTS} times")
 
 
 def _first_line(message: str) -> str:
     return f"the 0/1 solver found nothing: {message.partition(chr(10))[0].rstrip('.')}"
 
 
-def _variables(table: Table, budget: int, known: float, pruned: bool) -> Variables:
+def _variables(table: EntryTable, budget: int, known: float, pruned: bool) -> Variables:
     """pruned: without the entries that alone cost more than the known choice."""
     best = table.damage.min(1)
     excess = table.damage - best[:, None]
@@ -121,7 +121,7 @@ def _variables(table: Table, budget: int, known: float, pruned: bool) -> Variabl
     return Variables(unit, column, cost * scale, nbytes // divisor, room, scale, float(best.sum()))
 
 
-def _milp(table: Table, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
+def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
     """HiGHS's result."""
     from scipy.optimize import LinearConstraint, milp
     from scipy.sparse import csr_array

@@ -30,7 +30,7 @@ EXCHANGE_ENTRIES = 20_000  # above, the bound is so close that exchanges are not
 
 
 @dataclass(frozen=True)
-class Table:
+class EntryTable:
     """Entries of all units, padded: one row a unit, ascending in bytes."""
 
     nbytes: Ints  # [units, entries]; padding: that of the last entry
@@ -48,7 +48,7 @@ class Table:
     def loss(self, at: Ints) -> float:
         return float(self.damage[self.rows, at].sum())
 
-    def undominated(self) -> Table:
+    def undominated(self) -> EntryTable:
         """Only entries with less damage than all that take as many bytes or fewer; damage falls strictly."""
         before = np.full_like(self.damage, np.inf)
         before[:, 1:] = np.minimum.accumulate(self.damage, 1)[:, :-1]
@@ -57,7 +57,7 @@ class Table:
         kept = np.take_along_axis(keep, order, 1)
         nbytes = np.where(kept, np.take_along_axis(self.nbytes, order, 1), 0)
         damage = np.where(kept, np.take_along_axis(self.damage, order, 1), np.inf)
-        return Table(np.maximum.accumulate(nbytes, 1), damage, np.take_along_axis(self.index, order, 1))
+        return EntryTable(np.maximum.accumulate(nbytes, 1), damage, np.take_along_axis(self.index, order, 1))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Segments:
         return Segments(self.unit[part], self.to[part], self.nbytes[part], self.rate[part])
 
 
-def greedy(table: Table, budget: int) -> tuple[Ints, float]:
+def greedy(table: EntryTable, budget: int) -> tuple[Ints, float]:
     """(columns [units] within the budget, lower bound of the damage of any choice within it).
 
     The table has no dominated entries, and its first column is within the budget.
@@ -92,7 +92,7 @@ def greedy(table: Table, budget: int) -> tuple[Ints, float]:
     return at, min(bound, table.loss(at))
 
 
-def hulls(table: Table) -> Segments:
+def hulls(table: EntryTable) -> Segments:
     """The steps from each unit's smallest entry to its best along the lower convex hull."""
     units, entries = table.nbytes.shape
     at = np.zeros(units, np.int64)
@@ -116,13 +116,13 @@ def hulls(table: Table) -> Segments:
     return Segments(unit, column, nbytes, rates)[np.lexsort((number, unit, -rates))]
 
 
-def _upgrades(table: Table, at: Ints) -> tuple[Ints, Floats]:
+def _upgrades(table: EntryTable, at: Ints) -> tuple[Ints, Floats]:
     """Bytes more and damage less [units, entries] of every entry against the one at hand; padding gains -inf."""
     here = table.rows, at
     return table.nbytes - table.nbytes[here][:, None], table.damage[here][:, None] - table.damage
 
 
-def _filled(table: Table, segments: Segments, base: Ints, room: int) -> Ints:
+def _filled(table: EntryTable, segments: Segments, base: Ints, room: int) -> Ints:
     """The best choice found that takes at most `room` bytes more than `base`, a prefix that is followed by `segments`.
 
     Never worse with more room: the rooms tried depend on the base alone, and between them upgrades come in an order
@@ -140,7 +140,7 @@ def _filled(table: Table, segments: Segments, base: Ints, room: int) -> Ints:
     return _grown(table, state, start + room)
 
 
-def _rooms(table: Table, base: Ints, width: int) -> Ints:
+def _rooms(table: EntryTable, base: Ints, width: int) -> Ints:
     """Ascending numbers of bytes below `width`: what single upgrades of the base take, and even steps."""
     count = int(np.clip(WORK // table.damage.size, 4, ROOMS)) // 2
     more, gain = _upgrades(table, base)
@@ -150,7 +150,7 @@ def _rooms(table: Table, base: Ints, width: int) -> Ints:
     return np.unique(np.concatenate([takes, np.arange(1, count) * width // count]))
 
 
-def _grown(table: Table, at: Ints, budget: int) -> Ints:
+def _grown(table: EntryTable, at: Ints, budget: int) -> Ints:
     """The cheapest upgrade of all, whatever it gains, again and again while it fits."""
     at, room = at.copy(), budget - table.cost(at)
 
@@ -172,14 +172,14 @@ def _grown(table: Table, at: Ints, budget: int) -> Ints:
     return at
 
 
-def _bought(table: Table, segments: Segments, base: Ints, budget: int) -> Ints:
+def _bought(table: EntryTable, segments: Segments, base: Ints, budget: int) -> Ints:
     """Segments that fit, in their order, then whatever other upgrades fit."""
     at = base.copy()
     _take(at, segments, budget - table.cost(at))
     return upgraded(table, at, budget)
 
 
-def upgraded(table: Table, at: Ints, budget: int) -> Ints:
+def upgraded(table: EntryTable, at: Ints, budget: int) -> Ints:
     """Upgrades to any entry that fits, those first that take away most damage a byte, until none fits."""
     at = at.copy()
     while True:
@@ -190,7 +190,7 @@ def upgraded(table: Table, at: Ints, budget: int) -> Ints:
         _take(at, found[np.sort(np.unique(found.unit, return_index=True)[1])], room)  # of each unit the best
 
 
-def offers(table: Table, at: Ints, room: int) -> Segments:
+def offers(table: EntryTable, at: Ints, room: int) -> Segments:
     """All single upgrades that take at most `room` bytes more, those first that take away most damage a byte."""
     more, gain = _upgrades(table, at)
     unit, column = np.nonzero((gain > 0) & (more <= room))
@@ -215,7 +215,7 @@ def _take(at: Ints, segments: Segments, room: int) -> None:
         segments = segments[count:]
 
 
-def _exchanged(table: Table, at: Ints, budget: int) -> Ints:
+def _exchanged(table: EntryTable, at: Ints, budget: int) -> Ints:
     """One unit up and another down, the pair that lowers damage most, again and again; then upgrades that fit."""
     if table.damage.size > EXCHANGE_ENTRIES:
         return at

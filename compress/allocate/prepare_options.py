@@ -93,7 +93,8 @@ def _bare(recipe: Recipe) -> Recipe:
 
 
 def _undecided(allocation: Allocation) -> Allocation:
-    return Allocation("", _Nothing(), allocation.options, units=allocation.units, samples=0)
+    former: Any = "swap"  # as folders that were measured before its renaming spell the default cache_estimator
+    return Allocation("", _Nothing(), allocation.options, units=allocation.units, samples=0, cache_estimator=former)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""What allocators are given and give back.
+"""Define what allocators are given and give back.
 
 A `Problem` is a table: for every unit (linears that a runtime keeps together) the ways to store it, each with its exact
-bytes and its damage by one or more estimators. A choice takes one entry of every unit within the budget.
+bytes and its damage by one or more estimators. A damage is the increase of a loss that storing the unit so causes.
+Estimators of `WholeModel` take passes over the whole model (metrics.py); others are errors of weights and of layers'
+outputs. A choice takes one entry of every unit within the budget.
 """
 
 from __future__ import annotations
@@ -9,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 from compress.errors import BudgetError
 
 Choice = tuple[int, ...]  # of each unit, the index of an entry
+JOINT: Final = "joint"  # among what an allocator needs: it measures choices
+KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
+FROM_BASE: Final = "kl_one_at_a_time_from_base"
+WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "noise"]
+Estimator = Literal["hessian", "output", "weight", WholeModel]
+BlockScale = Literal["none", WholeModel]
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Problem:
             )
 
 
-class Bench(Protocol):
+class ChoiceEvaluator(Protocol):
     """What a search can measure with: the joint effect of a choice on the model's predictions."""
 
     samples: int  # calibration sequences there are

@@ -41,7 +41,7 @@ class Row(NamedTuple):
     tail: Tensor | None  # [tokens] float32, log of the mass of all other tokens
 
 
-class Teacher:
+class ReferenceLogprobs:
     """The predictions of the original model on tokens [samples, seq_len]; read one sample at a time."""
 
     def __init__(self, file: Path) -> None:
@@ -61,7 +61,7 @@ def load(
     top_k: int = TOP_K,
     device: torch.device | str = "cpu",
     say: Callable[[str], None] = lambda _: None,
-) -> Teacher:
+) -> ReferenceLogprobs:
     """The predictions in `folder`, made first where there are none of this model, these tokens and this top_k.
 
     Made one block at a time, sample by sample, with the model as it is stored, whatever its edits. Frees all weights.
@@ -70,7 +70,7 @@ def load(
     if not _is_current(file, identity):
         say("predicting with the original model")
         _make(skeleton, tokens, file, identity, torch.device(device))
-    return Teacher(file)
+    return ReferenceLogprobs(file)
 
 
 def divergence(row: Row, part: slice, logits: Tensor) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from compress.allocate import exact, hull
 from compress.allocate.exact import Limits, LinearSide
-from compress.allocate.hull import Ints, Table
+from compress.allocate.hull import EntryTable, Ints
 from compress.allocate.problem import Allocated, Choice, Problem
 from compress.errors import BudgetError, NumericalError
 
@@ -87,14 +87,14 @@ def solve(
     return _solution(pareto, found if pareto.loss(found) < known else at, bound, notes)
 
 
-def _nothing(problem: Problem, answer: exact.Answer) -> str:
+def _nothing(problem: Problem, answer: exact.ProgramAnswer) -> str:
     if answer.is_impossible:
         what = f"no choice within the budget of {problem.budget} bytes keeps the constraints"
         return f"{what}; raise the target, or ask for fewer units at large options"
     return f"{answer.note}; allow it more time or a larger gap, or raise the target"
 
 
-def _table(problem: Problem, damages: Damages) -> Table:
+def _table(problem: Problem, damages: Damages) -> EntryTable:
     """Allowed entries by their bytes, then damage, then place; NumericalError for nan."""
     width = max((len(unit.entries) for unit in problem.units), default=1)
     shape = len(problem.units), width
@@ -111,15 +111,15 @@ def _table(problem: Problem, damages: Damages) -> Table:
         raise NumericalError(f"{unit.name}: the damage of {unit.entries[column].option} is {damage[row, column]}")
     index = np.broadcast_to(np.arange(width), shape)
     order = np.lexsort((index, damage, nbytes, ~np.isfinite(damage)), axis=1)
-    return Table(*(np.take_along_axis(array, order, 1) for array in (nbytes, damage, index)))
+    return EntryTable(*(np.take_along_axis(array, order, 1) for array in (nbytes, damage, index)))
 
 
-def _solution(table: Table, at: Ints, bound: float, notes: tuple[str, ...] = ()) -> Solution:
+def _solution(table: EntryTable, at: Ints, bound: float, notes: tuple[str, ...] = ()) -> Solution:
     damage = math.fsum(table.damage[table.rows, at])
     return Solution(tuple(table.index[table.rows, at].tolist()), damage, min(bound, damage), notes)
 
 
-def _polished(table: Table, at: Ints, budget: int, sides: Sequence[LinearSide]) -> Ints:
+def _polished(table: EntryTable, at: Ints, budget: int, sides: Sequence[LinearSide]) -> Ints:
     """Single upgrades that fit and keep the sides, best first: the 0/1 solver stops a gap before the best."""
     at = at.copy()
     counted: dict[tuple[int, int], list[int]] = {}

@@ -80,7 +80,7 @@ class Rule:
 
 
 Units = Literal["fused", "linear", "expert", "block"]
-CacheEstimator = Literal["swap", "output_error", "rule"]
+CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,9 @@ class Allocation:
     samples: int = 32  # calibration sequences that measured choices are scored on
     context: int | None = None  # tokens whose cache is within the target, too; its bits are chosen with the weights'
     cache_bits: tuple[float, ...] = ()  # offered to the keys and values of each layer; none: those the method takes
-    cache_estimator: CacheEstimator = "swap"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
+    cache_estimator: CacheEstimator = (
+        "kl_one_at_a_time"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
+    )
 
 
 def option_names(options: tuple[Scheme | None, ...]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats, process_memory
-from compress.allocate import session
+from compress.allocate import decide
 from compress.calib import fisher
 from compress.calib.data import Calibration
 from compress.errors import CheckpointError, NumericalError
@@ -54,10 +54,10 @@ def quantize(
     """
     started = time.monotonic()
     process_memory.reset_peak()
-    if session.is_open(asked):
+    if decide.is_open(asked):
         with Output(asked.out, asked.overwrite):
             pass  # what would be refused after hours of measuring is refused before
-        asked = session.decided(asked, progress)
+        asked = decide.decided(asked, progress)
     if asked.max_memory is not None:
         process_memory.return_freed_memory()
     prepared = prepare.prepare(asked)

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem, Unit
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit
 from compress.allocate.solver import Limits, LinearSide, Solution, solve
 from compress.errors import BudgetError, RecipeError
 
@@ -46,7 +46,7 @@ ERRORS = {"squares": "expert_squares", "norms": "expert"}  # their names among d
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Limits):
     error: Literal["squares", "norms"] = "squares"  # of the change of the output, summed over tokens
     alpha: float = 0.0  # exponent of the share of tokens
     beta: float = 0.0  # of the routing probabilities
@@ -55,22 +55,21 @@ class Config:
     spread: tuple[str, ...] = ()  # options' names; none: the two largest
     scope: Literal["model", "block"] = "model"  # one budget for all blocks, or to each block its share
     dense: str | None = None  # option of all other units; none: the largest
-    seconds: float = 60.0  # that the solver may take, in all
-    gap: float = 1e-4  # relative gap at which it stops
+    gap: float = 1e-4  # between the answer and its bound at which the solver stops, as fraction of the damage
 
     def __post_init__(self) -> None:
-        Limits(self.seconds, self.gap)
+        super().__post_init__()
         for key in ("alpha", "beta", "gamma", "at_least"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} {getattr(self, key)} is negative")
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The error of each expert, and the two scores of its routing."""
+    """Return the error of each expert, and the two scores of its routing."""
     return frozenset({ERRORS[config.error], "share", "routing"})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     units = problem.units
     experts = [i for i, unit in enumerate(units) if unit.is_expert]

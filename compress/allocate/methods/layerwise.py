@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.errors import BudgetError, RecipeError
 
 
@@ -35,7 +35,7 @@ def needs(config: Config) -> frozenset[str]:
     return frozenset({config.score})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     low = uniform_options.named(problem.units, "low", config.low, 0)
     high = uniform_options.named(problem.units, "high", config.high, -1)

@@ -16,18 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.allocate.solver import Limits, damages_of, solve
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Limits):
     estimator: Literal["weight", "fisher"] = "weight"
-    seconds: float = 60.0  # that the solver may take
-    gap: float = 1e-6  # relative gap at which it stops
-
-    def __post_init__(self) -> None:
-        Limits(self.seconds, self.gap)
 
 
 def needs(config: Config) -> frozenset[str]:
@@ -35,7 +30,7 @@ def needs(config: Config) -> frozenset[str]:
     return frozenset({config.estimator})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     damages = damages_of(problem, config.estimator)
-    return solve(problem, damages, "milp", limits=Limits(config.seconds, config.gap)).allocated()
+    return solve(problem, damages, "milp", limits=config).allocated()

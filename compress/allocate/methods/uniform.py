@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.errors import BudgetError
 
 
@@ -29,7 +29,7 @@ def needs(config: Config) -> frozenset[str]:
     return frozenset()
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     """The same option for every unit; where a unit is not offered it, the largest of its own below."""
     problem.check()
     if config.option is not None:
