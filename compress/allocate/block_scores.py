@@ -1,8 +1,4 @@
-"""How much a model minds changes: gradients of its loss, simple scores of blocks, and its answer to noise.
-
-Gradients and the Fisher diagonal (LQ-LoRA, arXiv 2311.12023; AutoRound's DeltaLoss) are those of the next-token loss at
-the original weights. The model is never in memory as a whole: the blocks run forward with their inputs kept, then
-backward from the last, each loaded once more.
+"""Score blocks by LIM and ZD, and units by the slope of the divergence in noise on their weights.
 
 LIM and ZD (arXiv 2406.17415) rank whole blocks: LIM by how far a block turns the hidden states, ZD, without data, by
 how many weights lie far above the mean. The paper leaves open over what the cosine is averaged; here it is tokens.
@@ -41,7 +37,7 @@ T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those 
 def lim(
     skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """-mean over tokens of cos(input, output) of each block; the larger, the more the block matters. In [-1, 1]."""
+    """Return -mean over tokens of cos(input, output) of each block; the larger, the more the block matters."""
     device, scores = torch.device(device), []
     stream = blockwise.Stream(tokens.shape[0], file)
     try:
@@ -63,7 +59,7 @@ def lim(
 
 
 def zd(weights: Iterable[Tensor]) -> float:
-    """Share of all these weights, those of a block, that lie more than one standard deviation above their mean.
+    """Return the share of a block's weights that lie more than one standard deviation above their mean.
 
     The smaller, the more the block matters.
     """
@@ -113,11 +109,11 @@ class Slope(NamedTuple):
 
 
 def slope(measured: Mapping[float, float]) -> Slope:
-    """The least-squares line through the origin for t^2 -> KL."""
+    """Fit the least-squares line through the origin for t^2 -> KL."""
     points = tuple(sorted(measured.items()))
     squares = math.fsum(t2 * t2 for t2, _ in points)
     if squares == 0:
-        raise ValueError("no line without a t^2 above 0")
+        raise ValueError("a slope needs a measurement at a t^2 above 0")
     alpha = math.fsum(t2 * kl for t2, kl in points) / squares
     total = math.fsum(kl * kl for _, kl in points)
     residual = math.fsum((kl - alpha * t2) ** 2 for t2, kl in points)
@@ -127,7 +123,7 @@ def slope(measured: Mapping[float, float]) -> Slope:
 def slopes(
     joint_kl: JointKL, units: Mapping[str, Sequence[str]], samples: Sequence[int], sizes: Sequence[float] = T2
 ) -> dict[str, Slope]:
-    """Unit -> its slope, all linears of the unit with noise of the same t^2; the evaluator's variants are `Noise`.
+    """Return unit -> its slope, with noise of the same t^2 on all its linears; the evaluator's variants are `Noise`.
 
     For one slope of a whole block, its linears are given as one unit. Units that are later in the model are cheaper:
     what is in front of them is the original, computed once. Cost at most len(units) * len(sizes) times the samples.

@@ -120,6 +120,6 @@ def described(
         "database_nbytes": store.database.nbytes,
         "notes": list(result.notes),
         "trace": [dict(row) for row in result.trace],
-        **{key: value for key, value in result.facts.items()},
+        **result.facts,
         "choices": table.option_numbers(result.choice),
     }

@@ -24,20 +24,18 @@ class Evaluators:
     def __init__(self, opened: Options, folder: Path, calibration: Calibration, progress: Progress) -> None:
         self.opened, self.folder, self.calibration, self.progress = opened, folder, calibration, progress
         self.source = functools.partial(build, prepare.resolve(opened.asked.model), opened.asked, folder)
-        self._on_calibration: JointKL | None = None
-        self._on_text: list[JointKL] = []
+        self._open: dict[str, JointKL] = {}  # by the text that they are on
 
     def close(self) -> None:
         """Free the memory and remove the working files of all evaluators."""
-        for evaluator in filter(None, [self._on_calibration, *self._on_text]):
-            evaluator.close()
-        self._on_calibration, self._on_text = None, []
+        while self._open:
+            self._open.popitem()[1].close()
 
     def on_calibration(self, samples: int) -> JointKL:
         """Return the evaluator on the first `samples` calibration sequences."""
-        if self._on_calibration is None:
-            self._on_calibration = self._on(self.calibration.tokens[:samples], self.folder)
-        return self._on_calibration
+        if "calibration" not in self._open:
+            self._open["calibration"] = self._on(self.calibration.tokens[:samples], self.folder)
+        return self._open["calibration"]
 
     def on_text(self, text: str, tokens: int) -> JointKL:
         """Return an evaluator on the first `tokens` tokens of a text other than the calibration's.
@@ -53,8 +51,8 @@ class Evaluators:
         folder = self.folder / "text"
         folder.mkdir(exist_ok=True)
         self.close()  # each takes all the memory there is
-        self._on_text.append(self._on(windows[: max(1, tokens // seq_len)], folder))
-        return self._on_text[-1]
+        self._open["text"] = self._on(windows[: max(1, tokens // seq_len)], folder)
+        return self._open["text"]
 
     def _on(self, tokens: Tensor, folder: Path) -> JointKL:
         """Return an evaluator on tokens [samples, seq_len]; the reference log-probabilities are kept in the folder."""

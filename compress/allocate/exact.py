@@ -1,4 +1,4 @@
-"""The allocation as a 0/1 program, solved by scipy's HiGHS: exact to a relative gap, with side constraints.
+"""Solve an allocation as a 0/1 program with scipy's HiGHS: exact to a relative gap, with side constraints.
 
 One variable for each entry of each unit; of a unit exactly one is 1. HiGHS keeps its rows to a tolerance only, so its
 answer is checked in integers; where the bytes overstep the budget it is asked again with that much less.
@@ -26,7 +26,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class LinearSide:
-    """Of these (unit, entry) pairs, entries by their index in the unit, at least `low` and at most `high` are taken."""
+    """A constraint: of these (unit, index of an entry) pairs at least `low` and at most `high` are taken."""
 
     indices: tuple[tuple[int, int], ...]
     low: float = 0
@@ -49,6 +49,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramAnswer:
+    """The outcome of a 0/1 program."""
+
     at: Ints | None  # columns [units]; None: none was found
     bound: float = -math.inf  # of the damage of any choice
     note: str = ""
@@ -57,7 +59,7 @@ class ProgramAnswer:
 
 @dataclass(frozen=True)
 class Variables:
-    """One variable for each entry that may be taken."""
+    """The variables of a program, one for each entry that may be taken."""
 
     unit: Ints
     column: Ints
@@ -69,12 +71,12 @@ class Variables:
 
     @property
     def factor(self) -> float:
-        """What the row of bytes is multiplied by."""
+        """Return the factor of the row of bytes."""
         return min(1.0, LARGEST / max(self.room, 1))
 
 
 def program(table: EntryTable, budget: int, known: float, sides: Sequence[LinearSide], limits: Limits) -> ProgramAnswer:
-    """The choice of least damage within the budget that keeps the sides.
+    """Find the choice of least damage within the budget that keeps the sides.
 
     known: damage of some choice within the budget, whether it keeps the sides or not.
     """
@@ -103,7 +105,7 @@ def _first_line(message: str) -> str:
 
 
 def _variables(table: EntryTable, budget: int, known: float, pruned: bool) -> Variables:
-    """pruned: without the entries that alone cost more than the known choice."""
+    """Make the variables; pruned: without the entries that alone cost more than the known choice."""
     best = table.damage.min(1)
     excess = table.damage - best[:, None]
     usable = np.isfinite(table.damage)
@@ -122,7 +124,7 @@ def _variables(table: EntryTable, budget: int, known: float, pruned: bool) -> Va
 
 
 def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
-    """HiGHS's result."""
+    """Return HiGHS's result."""
     from scipy.optimize import LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -133,9 +135,9 @@ def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], 
     if sides:
         number = np.full(table.damage.shape, -1)  # of the variable of a unit's own entry
         number[variables.unit, table.index[variables.unit, variables.column]] = np.arange(count)
-        places = [(row, number[pair]) for row, side in enumerate(sides) for pair in side.indices if number[pair] >= 0]
-        row, place = np.array(places, np.int64).reshape(-1, 2).T
-        matrix = csr_array((np.ones(len(row)), (row, place)), shape=(len(sides), count))
+        pairs = [(row, number[pair]) for row, side in enumerate(sides) for pair in side.indices if number[pair] >= 0]
+        row, variable = np.array(pairs, np.int64).reshape(-1, 2).T
+        matrix = csr_array((np.ones(len(row)), (row, variable)), shape=(len(sides), count))
         constraints.append(LinearConstraint(matrix, [s.low for s in sides], [s.high for s in sides]))
     options = {"time_limit": limits.seconds, "mip_rel_gap": limits.gap}
     with _quiet():
@@ -144,7 +146,7 @@ def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What C code prints goes to stderr: HiGHS writes a line now and then at its own will, and stdout may be JSON."""
+    """Send to stderr what C code prints: HiGHS writes a line now and then at its own will, and stdout may be JSON."""
     if os.name != "posix":
         yield
         return

@@ -48,7 +48,7 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         return Unmeasured(0, 0, prepared.samples * prepared.seq_len, "quantize", allocation.target.text)
     opened = prepare_options.options(asked)
     tokens = opened.prepared.samples * opened.prepared.seq_len
-    sizes = table.assemble(opened, (lambda *_: {}, lambda _: {}), tokens, {})  # without damages and scores
+    sizes = table.assemble(opened, {}, {}, tokens, {})
     module = plugins.load("allocate", allocation.method)
     needs = module.needs(allocation.config)
     is_plain = allocation.target.unit != "kl" and allocation.context is None

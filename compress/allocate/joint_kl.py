@@ -34,7 +34,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -78,9 +77,7 @@ class JointKL:
     def __enter__(self) -> JointKL:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -159,9 +156,9 @@ def in_order(paths: Sequence[VariantPath]) -> list[VariantPath]:
     """Return the different ones among these, those that begin alike beside each other."""
     numbers: dict[prefix_tree.BlockVariants, int] = {}
     for one in paths:
-        for part in one:
-            numbers.setdefault(part, len(numbers))
-    return sorted(dict.fromkeys(paths), key=lambda one: [numbers[part] for part in one])
+        for variants in one:
+            numbers.setdefault(variants, len(numbers))
+    return sorted(dict.fromkeys(paths), key=lambda one: [numbers[variants] for variants in one])
 
 
 def shares(paths: int, samples: int, processes: int) -> list[tuple[slice, slice]]:

@@ -19,12 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress import plugins
 from compress.allocate import block_scores, prepare_options
 from compress.allocate import table as tables
-from compress.allocate.groups import Group
+from compress.allocate.groups import LinearGroup
 from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.calib import fisher
@@ -49,38 +48,36 @@ def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable
 
 
 def _kl_one_at_a_time(store: Measurements, name: str, around: Mapping[str, str]) -> None:
-    """KL(original || model) with one unit at one option, for all; `around`: the levels of everything else."""
+    """Measure KL(original || model) with each unit at each option alone; `around`: the variants of all others."""
     known = store.kept(name).get("damages", {}).get(name, {})
     evaluator, blocks = store.evaluators.on_calibration(store.samples), len(store.skeleton.blocks)
     before = evaluator.forwards - store.kept(name).get("forwards", 0.0)
     for index in range(blocks):
         groups = [group for group in store.groups if group.members[0].block == index and group.name not in known]
-        asked = [(group, option) for group in groups for option in store.options(group)]
-        if not asked:
+        pairs = [(group, option) for group in groups for option in store.options(group)]
+        if not pairs:
             continue
         store.progress("trying one unit at a time", index, blocks)
-        tried = [_changed(store, group, option, around) for group, option in asked]
+        tried = [_changed(store, group, option, around) for group, option in pairs]
         kls = evaluator.divergence(tried, range(store.samples))
         for group in groups:
             known[group.name] = [0.0] * len(store.opened.names)
-        for (group, option), kl in zip(asked, kls, strict=True):
+        for (group, option), kl in zip(pairs, kls, strict=True):
             known[group.name][option] = max(0.0, kl)
         forwards = evaluator.forwards - before
         store.keep(name, False, damages={name: known}, samples=store.samples, forwards=forwards)
     store.keep(name, True, damages={name: known}, samples=store.samples, forwards=evaluator.forwards - before)
 
 
-def _changed(store: Measurements, group: Group, option: int, around: Mapping[str, str]) -> dict[str, str]:
-    own = store.assignment(group, option)
-    return {**{name: level for name, level in around.items() if name not in _names(group)}, **own}
-
-
-def _names(group: Group) -> set[str]:
-    return {member.name for member in group.members}
+def _changed(store: Measurements, group: LinearGroup, option: int, around: Mapping[str, str]) -> dict[str, str]:
+    """Return the variants of all linears with one unit at an option."""
+    members = {member.name for member in group.members}
+    others = {name: variant for name, variant in around.items() if name not in members}
+    return others | store.assignment(group, option)
 
 
 def _kl_from_base(store: Measurements) -> None:
-    """The same over a base at which every unit is at its largest option (AdaQuant)."""
+    """Measure the same over a base at which every unit is at its largest option (AdaQuant)."""
     around: dict[str, str] = {}
     for group in store.groups:
         largest = max(
@@ -91,7 +88,7 @@ def _kl_from_base(store: Measurements) -> None:
 
 
 def _noise(store: Measurements) -> None:
-    """alpha t^2 of each unit and option: the slope of the KL in noise on the unit, and the option's relative error."""
+    """Measure alpha t^2 of each unit and option: the slope of the KL in noise, and the option's relative error."""
     evaluator = store.evaluators.on_calibration(store.samples)
     members = {group.name: [member.name for member in group.members] for group in store.groups}
     known, blocks = store.kept("noise").get("slopes", {}), len(store.skeleton.blocks)
@@ -122,7 +119,7 @@ def _noise(store: Measurements) -> None:
 
 
 def _gradients(store: Measurements) -> None:
-    """gradient: sum |g dW|, with the mean loss gradient g; fisher: sum F dW^2, with the mean square of gradients F."""
+    """Measure sum |g dW| with the mean loss gradient g, and sum F dW^2 with the mean square of gradients F."""
     scopes = [plugins.load("transform", step.method).SCOPE for step in store.opened.asked.recipe.transform]
     if "block" in scopes:
         raise RecipeError(
@@ -138,28 +135,13 @@ def _gradients(store: Measurements) -> None:
     for index, by_linear in fisher.gradients(skeleton, tokens, file, store.opened.asked.device):
         store.progress("taking gradients", blocks - index, blocks)
         originals = store.originals(skeleton, index)
-        for group in store.groups:
-            if group.members[0].block == index:
-                for member in group.members:
-                    change = partial(store.change, member, original=originals[member.name])
-                    _add_gradients(store, group, by_linear[member.name], change, sums)
+        for group, member in [(g, m) for g in store.groups for m in g.members if m.block == index]:
+            mean, squares = (part.cpu() / store.samples for part in by_linear[member.name])  # as the originals
+            for option in filter(partial(store.assignment, group), store.options(group)):
+                change = store.change(member, option, originals[member.name])
+                sums["gradient"][group.name][option] += (mean * change).abs().sum(dtype=torch.float64).item()
+                sums["fisher"][group.name][option] += (squares * change.square()).sum(dtype=torch.float64).item()
     store.keep("gradient", damages=sums, samples=store.samples)
-
-
-def _add_gradients(
-    store: Measurements,
-    group: Group,
-    gradient: fisher.Gradient,
-    change: Callable[[int], Tensor],
-    sums: dict[str, dict[str, list[float]]],
-) -> None:
-    """Add what one linear of a unit is damaged by each option; change: what an option adds to its weight [out, in]."""
-    mean, squares = (part.cpu() / store.samples for part in gradient)  # as the originals
-    for option in store.options(group):
-        if store.assignment(group, option):
-            difference = change(option)
-            sums["gradient"][group.name][option] += (mean * difference).abs().sum(dtype=torch.float64).item()
-            sums["fisher"][group.name][option] += (squares * difference.square()).sum(dtype=torch.float64).item()
 
 
 def _lim(store: Measurements) -> None:
@@ -179,7 +161,7 @@ def _zd(store: Measurements) -> None:
 
 
 def _keep_blocks(store: Measurements, name: str, by_block: Sequence[float], **more: Any) -> None:
-    """A score of blocks as that of their units."""
+    """Keep a score of blocks as that of their units."""
     store.keep(name, scores={name: {group.name: by_block[group.members[0].block] for group in store.groups}}, **more)
 
 

@@ -1,7 +1,7 @@
-"""Changes of a choice that keep it within the budget. What an entry is does not matter: only its place and bytes do.
+"""Change a choice at random and keep it within the budget, by the order and the bytes of entries alone.
 
 `switched` and `traded` are the level switches of EvoPress (arXiv 2410.14649), `rounded_down` is its start; `guided` is
-ours. Each gives a new choice, or None where chance has led to none.
+ours. Each returns a new choice, or None where chance has led to none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOURNAMENTS = (1, 4, 16)  # moves: the best of so many random changes is made; 1
 
 
 class Moves:
-    """Bytes of every entry, and what a choice may do within the budget."""
+    """The moves between entries, with their bytes, and the budget of a choice."""
 
     def __init__(self, problem: Problem, damages: UnitValues) -> None:
         self.budget = problem.budget
@@ -29,26 +29,29 @@ class Moves:
         self.smaller = [[[j for j, b in enumerate(row) if b < a] for a in row] for row in self.bytes]
 
     def of(self, choice: Sequence[int]) -> int:
+        """Return the bytes of a choice."""
         return sum(row[i] for row, i in zip(self.bytes, choice, strict=True))
 
     def step(self, unit: int, old: int, new: int) -> int:
-        """Bytes that a unit takes more at entry `new`."""
+        """Return the bytes that a unit takes more at entry `new`."""
         return self.bytes[unit][new] - self.bytes[unit][old]
 
     def higher(self, choice: Sequence[int], units: Sequence[int]) -> list[int]:
+        """Return the units that can go an entry up."""
         return [u for u in units if choice[u] + 1 < len(self.bytes[u])]
 
     def lower(self, choice: Sequence[int], units: Sequence[int]) -> list[int]:
+        """Return the units that can go an entry down."""
         return [u for u in units if choice[u] > 0]
 
 
 def flips(rng: Random) -> int:
-    """Level switches of one mutation: few, mostly."""
+    """Draw the number of switches of one mutation: few, mostly."""
     return min(rng.randint(1, MOST_FLIPS), rng.randint(1, MOST_FLIPS))
 
 
 def groups(problem: Problem, rule: str) -> list[list[int]]:
-    """Units that may trade: of equal bytes ("size"), of one kind, or all ("none")."""
+    """Group the units that may trade: of equal bytes ("size"), of one kind, or all ("none")."""
     found: dict[object, list[int]] = {}
     for index, unit in enumerate(problem.units):
         key: object = tuple(entry.nbytes for entry in unit.entries) if rule == "size" else unit.kind
@@ -57,7 +60,7 @@ def groups(problem: Problem, rule: str) -> list[list[int]]:
 
 
 def switched(moves: Moves, parent: Choice, among: Sequence[Sequence[int]], rng: Random) -> Choice | None:
-    """In a random group (as likely as it is large) one unit goes a level down and another up: exactly equal bytes."""
+    """Move one unit of a random group an entry down and another up: exactly equal bytes; large groups are likelier."""
     choice = list(parent)
     for _ in range(flips(rng)):
         group = rng.choices(among, weights=[len(g) for g in among])[0]
@@ -69,14 +72,14 @@ def switched(moves: Moves, parent: Choice, among: Sequence[Sequence[int]], rng: 
         up = [u for u in moves.higher(choice, group) if moves.step(u, choice[u], choice[u] + 1) == freed]
         if not up:
             continue
-        taker = rng.choice(up)  # may be the giver, if its levels are equally far apart: nothing is changed then
+        taker = rng.choice(up)  # may be the giver, if its entries are equally far apart: nothing is changed then
         choice[giver] -= 1
         choice[taker] += 1
     return _new(choice, parent)
 
 
 def traded(moves: Moves, parent: Choice, rng: Random) -> Choice | None:
-    """Random units go a level up, then random ones down until the budget is met, whatever their bytes."""
+    """Move random units an entry up, then random ones down until the budget is met, whatever their bytes."""
     choice, units = list(parent), range(len(parent))
     added = freed = changes = 0
     for _ in range(flips(rng)):
@@ -99,10 +102,10 @@ def traded(moves: Moves, parent: Choice, rng: Random) -> Choice | None:
 
 
 def rounded_down(moves: Moves, rng: Random) -> Choice:
-    """The lowest level (the same for all units) that fills the budget; random units go down until it is met."""
-    levels = max(len(row) for row in moves.bytes)
-    level = next((n for n in range(levels) if moves.of(_level(moves, n)) >= moves.budget), levels - 1)
-    choice = list(_level(moves, level))
+    """Take the smallest entry (the same index for all units) that fills the budget; move units down until it is met."""
+    last = max(len(row) for row in moves.bytes) - 1
+    uniform = [[min(index, len(row) - 1) for row in moves.bytes] for index in range(last + 1)]
+    choice = next((at for at in uniform if moves.of(at) >= moves.budget), uniform[last])
     over = moves.of(choice) - moves.budget
     while over > 0:
         giver = rng.choice(moves.lower(choice, range(len(choice))))
@@ -112,7 +115,7 @@ def rounded_down(moves: Moves, rng: Random) -> Choice:
 
 
 def guided(moves: Moves, parent: Choice, values: UnitValues, rng: Random) -> Choice | None:
-    """Units go up to any entry, others down until the budget is met, then up again while there is room.
+    """Move units up to any entry, others down until the budget is met, then up again while there is room.
 
     What looks best by `values` (of each unit, a value of each entry, less is better) wins tournaments of random size.
     """
@@ -151,14 +154,14 @@ def _move(moves: Moves, choice: list[int], values: UnitValues, how: tuple[Random
 
 
 def filled(moves: Moves, choice: Sequence[int], values: UnitValues) -> Choice:
-    """The choice with upgrades until none can be afforded; what gains most by `values` comes first."""
-    found = list(choice)
-    room = moves.budget - moves.of(found)
-    while best := min(_affordable(moves, found, values, room), default=None):
+    """Return the choice with upgrades until none can be afforded; what gains most by `values` comes first."""
+    upgraded = list(choice)
+    room = moves.budget - moves.of(upgraded)
+    while best := min(_affordable(moves, upgraded, values, room), default=None):
         _, unit, new = best
-        room -= moves.step(unit, found[unit], new)
-        found[unit] = new
-    return tuple(found)
+        room -= moves.step(unit, upgraded[unit], new)
+        upgraded[unit] = new
+    return tuple(upgraded)
 
 
 def _affordable(moves: Moves, choice: Sequence[int], values: UnitValues, room: int) -> Iterator[tuple[float, int, int]]:
@@ -170,14 +173,10 @@ def _affordable(moves: Moves, choice: Sequence[int], values: UnitValues, room: i
 
 
 def _upgrades(nbytes: Sequence[int], damages: Sequence[float]) -> list[list[int]]:
-    """Of every entry, those with more bytes and less damage, the smallest first."""
+    """Return for every entry those with more bytes and less damage, the smallest first."""
     count = range(len(nbytes))
     better = [[j for j in count if nbytes[j] > nbytes[i] and damages[j] < damages[i]] for i in count]
     return [sorted(row, key=nbytes.__getitem__) for row in better]
-
-
-def _level(moves: Moves, level: int) -> Choice:
-    return tuple(min(level, len(row) - 1) for row in moves.bytes)
 
 
 def _new(choice: Sequence[int], parent: Choice) -> Choice | None:

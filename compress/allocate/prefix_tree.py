@@ -17,7 +17,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,19 +148,19 @@ class _Decoded:
 
     @torch.no_grad()
     def weight(self, name: str, variant: Variant, original: Tensor) -> Tensor:
-        found = self.kept.pop((name, variant), None)
-        if found is None:
-            found = self.variants.weight(name, variant, original).to(original.device)
-            if found.shape != original.shape or found.dtype != original.dtype:
+        weight = self.kept.pop((name, variant), None)
+        if weight is None:
+            weight = self.variants.weight(name, variant, original).to(original.device)
+            if weight.shape != original.shape or weight.dtype != original.dtype:
                 raise ValueError(
-                    f"{name} at {variant!r} is {list(found.shape)} {found.dtype}, not {list(original.shape)} "
+                    f"{name} at {variant!r} is {list(weight.shape)} {weight.dtype}, not {list(original.shape)} "
                     f"{original.dtype}"
                 )
-            self.left -= found.nbytes
-        self.kept[name, variant] = found
+            self.left -= weight.nbytes
+        self.kept[name, variant] = weight
         while self.left < 0 and self.kept:
             self.left += self.kept.popitem(last=False)[1].nbytes
-        return found
+        return weight
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,11 @@ class PathEvaluator:
     ) -> list[list[float]]:
         """Return for each path KL(original || variant) of each sample, nats a token; the paths differ."""
         self._embed()
-        found: list[list[float]] = [[] for _ in paths]
+        kls: list[list[float]] = [[] for _ in paths]
         for some in self._windows(len(paths), samples):
-            for mine, new in zip(found, self._window(paths, some, reference), strict=True):
-                mine += new
-        return found
+            for row, new in zip(kls, self._window(paths, some, reference), strict=True):
+                row += new
+        return kls
 
     def close(self) -> None:
         """Free all memory and remove the files."""
@@ -262,29 +262,27 @@ class PathEvaluator:
             nodes = [_Node(-1, list(range(len(paths))))]
             for index in range(len(self.skeleton.blocks)):
                 nodes = self._through(index, nodes, paths, samples, states)
-            found = self._compare(nodes, samples, states, reference)
+            kls = self._compare(nodes, samples, states, reference)
         finally:
             states.close()
-        return (found[number] for number in range(len(paths)))
+        return (kls[number] for number in range(len(paths)))
 
     def _through(
         self, index: int, nodes: list[_Node], paths: Sequence[VariantPath], samples: Sequence[int], states: _States
     ) -> list[_Node]:
         """Return the children of these nodes, behind the block."""
-        wanted: dict[
-            BlockVariants, list[tuple[_Node, list[int]]]
-        ] = {}  # nodes with the same weights, one after the other
+        parents: dict[BlockVariants, list[tuple[_Node, list[int]]]] = {}  # so that equal weights follow each other
         for node in nodes:
             children: dict[BlockVariants, list[int]] = {}
             for member in node.members:
                 children.setdefault(paths[member][index], []).append(member)
-            for part, members in children.items():
-                wanted.setdefault(part, []).append((node, members))
+            for variants, members in children.items():
+                parents.setdefault(variants, []).append((node, members))
             node.waiting = len(children)
         made = []
         with self._block(index) as block:
-            for part, pairs in wanted.items():
-                with self._changed(block, part):
+            for variants, pairs in parents.items():
+                with self._changed(block, variants):
                     for parent, members in pairs:
                         parent.waiting -= 1
                         is_last = parent.waiting == 0 and parent.slot >= 0
@@ -313,7 +311,7 @@ class PathEvaluator:
         reference: reference_logprobs.ReferenceLogprobs,
     ) -> dict[int, list[float]]:
         """Return number of the path -> the mean divergence of each sample behind the last block."""
-        found: dict[int, list[float]] = {leaf.members[0]: [] for leaf in leaves}
+        kls: dict[int, list[float]] = {leaf.members[0]: [] for leaf in leaves}
         length = self.tokens.shape[1]
         parts = lm_head.token_slices(self.skeleton, length)
         with self._head() as logits:
@@ -322,8 +320,8 @@ class PathEvaluator:
                 for leaf in leaves:
                     hidden = states.read(leaf.slot, position, 1).to(self.device)
                     sums = [reference_logprobs.divergence(row, part, logits(hidden[:, part])) for part in parts]
-                    found[leaf.members[0]].append(sum(sums) / length)
-        return found
+                    kls[leaf.members[0]].append(sum(sums) / length)
+        return kls
 
     @contextmanager
     def _block(self, index: int) -> Iterator[nn.Module]:
@@ -343,11 +341,11 @@ class PathEvaluator:
                 self.skeleton.free()
 
     @contextmanager
-    def _changed(self, block: nn.Module, part: BlockVariants) -> Iterator[None]:
+    def _changed(self, block: nn.Module, variants: BlockVariants) -> Iterator[None]:
         """Give these linears of the block the weights of their variants while active."""
         before: list[tuple[nn.Linear, Tensor]] = []
         try:
-            for name, variant in part:
+            for name, variant in variants:
                 linear = self.skeleton.linear(block, name)
                 original = linear.weight.data
                 new = self.decoded.weight(name, variant, original)
@@ -361,16 +359,10 @@ class PathEvaluator:
     @contextmanager
     def _head(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Yield the function hidden states [1, tokens, hidden] -> logits."""
-        with nullcontext() if self.memory.keeps else _freed(self.skeleton):
+        with ExitStack() as stack:
+            if not self.memory.keeps:
+                stack.callback(self.skeleton.free)
             if not self.has_head:
                 lm_head.load(self.skeleton, self.device)
                 self.has_head = self.memory.keeps
             yield partial(lm_head.logits, self.skeleton)
-
-
-@contextmanager
-def _freed(skeleton: Skeleton) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        skeleton.free()

@@ -48,20 +48,23 @@ class Unit:
 
     @property
     def kind(self) -> str:
-        """The name without numbers: units of one kind are the same part of different blocks (or experts)."""
+        """Return the name without numbers: units of one kind are the same part of different blocks (or experts)."""
         return ".".join("*" if part.isdigit() else part for part in self.name.split("."))
 
 
 @dataclass(frozen=True)
 class Problem:
+    """The units, their entries and the bytes that a choice may take."""
+
     units: tuple[Unit, ...]
     budget: int  # bytes of all units together
 
     def nbytes(self, choice: Choice) -> int:
+        """Return the bytes of a choice."""
         return sum(unit.entries[i].nbytes for unit, i in zip(self.units, choice, strict=True))
 
     def damage(self, choice: Choice, estimator: str) -> float:
-        """Sum over units."""
+        """Return the sum over units."""
         return sum(unit.entries[i].damage[estimator] for unit, i in zip(self.units, choice, strict=True))
 
     @property
@@ -70,12 +73,12 @@ class Problem:
 
     @property
     def least(self) -> int:
-        """Bytes of the smallest choice."""
+        """Return the bytes of the smallest choice."""
         return sum(min(entry.nbytes for entry in unit.entries) for unit in self.units)
 
     @property
     def most(self) -> int:
-        """Bytes of the largest choice."""
+        """Return the bytes of the largest choice."""
         return sum(max(entry.nbytes for entry in unit.entries) for unit in self.units)
 
     def check(self) -> None:
@@ -89,7 +92,7 @@ class Problem:
 
 
 class ChoiceEvaluator(Protocol):
-    """What a search can measure with: the joint effect of a choice on the model's predictions."""
+    """An evaluator of the joint effect of choices on the model's predictions."""
 
     samples: int  # calibration sequences there are
     seq_len: int  # tokens of each
@@ -99,12 +102,12 @@ class ChoiceEvaluator(Protocol):
     forwards: float  # tokens that have gone through the whole model so far, shared prefixes counted once
 
     def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
-        """KL(original || choice), nats a token, of each choice on these sequences, whatever is asked beside it."""
+        """Return KL(original || choice), nats a token, of each choice on these sequences, alone or beside others."""
 
 
 @dataclass(frozen=True)
 class Allocated:
-    """What an allocator decides."""
+    """The decision of an allocator."""
 
     choice: Choice
     notes: tuple[str, ...] = ()  # for the report, each one sentence

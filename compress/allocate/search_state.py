@@ -1,4 +1,4 @@
-"""The state of a search on disk, so that a killed one goes on.
+"""Keep the state of a search on disk, so that a killed one goes on.
 
 One JSON file a search, whose name and content carry a fingerprint of all that decides the course of it: entries, bytes,
 damages, budget, settings, seed and the number of sequences. A state of another search is never found, so a changed
@@ -23,7 +23,7 @@ VERSION = 1  # of the search and its state: another one starts over
 
 @dataclass
 class SearchState:
-    """After `generation` generations. Chance is drawn anew in each, from the seed and its number."""
+    """The state after `generation` generations. Chance is drawn anew in each, from the seed and its number."""
 
     start: Choice
     parent: Choice
@@ -41,25 +41,21 @@ class SearchState:
 
 
 def fingerprint(problem: Problem, damages: Sequence[Sequence[float]], settings: Mapping[str, Any]) -> str:
-    """Of all that the course of a search depends on; settings: JSON values."""
+    """Return the hash of all that the course of a search depends on; settings: JSON values."""
     units = [(unit.name, unit.block, [entry.nbytes for entry in unit.entries]) for unit in problem.units]
     content = [VERSION, units, problem.budget, damages, settings]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def path_of(folder: Path, identity: str) -> Path:
-    return folder / f"search-{identity}.json"
-
-
 def save(folder: Path, identity: str, state: SearchState) -> None:
     """Replace the file by one that is whole."""
-    write_text(path_of(folder, identity), json.dumps({"identity": identity, **asdict(state)}))
+    write_text(folder / f"search-{identity}.json", json.dumps({"identity": identity, **asdict(state)}))
 
 
 def load(folder: Path, identity: str) -> SearchState | None:
-    """The state of this search; None if there is none, or what is there cannot be read."""
+    """Read the state of this search; None if there is none, or what is there cannot be read."""
     try:
-        stored = json.loads(path_of(folder, identity).read_text(encoding="utf-8"))
+        stored = json.loads((folder / f"search-{identity}.json").read_text(encoding="utf-8"))
         if stored.pop("identity") != identity:
             return None
         stored["measured"] = [_measured(one) for one in stored["measured"]]

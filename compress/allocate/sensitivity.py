@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.allocate import prepare_options, quantize_options, table
 from compress.allocate.evaluators import Evaluators
-from compress.allocate.groups import Group
+from compress.allocate.groups import LinearGroup
 from compress.allocate.variants import Database
 from compress.model.skeleton import Skeleton
 from compress.recipe.renamed import ESTIMATORS
@@ -66,11 +66,11 @@ class Measurements:
         content = read_json(path) if path.is_file() else {}
         return content if content.get("samples") == self.samples else {}
 
-    def options(self, group: Group) -> list[int]:
+    def options(self, group: LinearGroup) -> list[int]:
         """Return the numbers of the options that all members of a unit have; a kept one always is among them."""
         return prepare_options.offered(self.opened, group.members)
 
-    def assignment(self, group: Group, option: int) -> dict[str, str]:
+    def assignment(self, group: LinearGroup, option: int) -> dict[str, str]:
         """Return linear -> variant with only this unit changed."""
         return {} if self.opened.names[option] == KEEP else {member.name: str(option) for member in group.members}
 
@@ -96,21 +96,15 @@ class Measurements:
 
     def table(self) -> table.SensitivityTable:
         """Assemble all that is measured."""
-        rows = self._rows()
+        rows, options = self._rows(), range(len(self.opened.names))
         damages, scores = self.read()
-
-        def of_option(group: Group, option: int) -> dict[str, float]:
-            if self.opened.names[option] == KEEP:
-                sums = dict.fromkeys(WITH_OPTIONS, 0.0)
-            else:
-                sums = {key: sum(rows[m.name][str(option)][key] for m in group.members) for key in WITH_OPTIONS}
-            return sums | {name: units[group.name][option] for name, units in damages.items() if group.name in units}
-
-        def of_unit(group: Group) -> dict[str, float]:
-            return {name: units[group.name] for name, units in scores.items() if group.name in units}
-
+        for key in WITH_OPTIONS:
+            damages[key] = {
+                g.name: [sum(rows[m.name].get(str(o), {}).get(key, 0.0) for m in g.members) for o in options]
+                for g in self.groups
+            }
         facts = {"scored_tokens": self.samples * self.opened.prepared.seq_len, "seconds": self.seconds}
-        return table.assemble(self.opened, (of_option, of_unit), self.calibration.tokens.numel(), facts)
+        return table.assemble(self.opened, damages, scores, self.calibration.tokens.numel(), facts)
 
     def _rows(self) -> dict[str, dict[str, Any]]:
         """Return linear -> option number -> the errors measured when the options were made."""

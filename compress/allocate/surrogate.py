@@ -1,4 +1,4 @@
-"""What a search has learnt of its landscape: damages that add up, corrected by what has been measured.
+"""Predict the KL of choices by damages that add up, corrected by the measurements of a search.
 
 The value of an entry is c d (1 + f): d its damage by an estimator, c the scale from damages to KL, and f the sum of
 corrections of the whole table, of the unit's kind, of its block, of the unit and of the entry, each normal and
@@ -24,7 +24,7 @@ from itertools import accumulate, product
 import torch
 from torch import Tensor
 
-UnitValues = list[list[float]]  # of each unit, a value of each entry
+UnitValues = list[list[float]]  # of each unit, a value of each entry; less is better
 
 WINDOW = 256  # measurements that are used
 CORRECTIONS = (0.25, 0.5, 1.0)  # grid: standard deviation of the corrections but for that of the scale, which has 1
@@ -34,7 +34,7 @@ UNEXPLAINED = 0.5  # of what does not add up, in sizes of the change
 
 @dataclass(frozen=True)
 class Observation:
-    """KL of a choice less that of another on the same sequences."""
+    """A measurement: the KL of a choice less that of another on the same sequences."""
 
     change: Mapping[int, tuple[int, int]]  # unit -> entry of the other, entry of the choice; not empty
     difference: float  # nats a token
@@ -42,7 +42,7 @@ class Observation:
 
 
 class Surrogate:
-    """What is known after some measurements; `sizes` are the (corrections, noise) that explain them best."""
+    """A ridge regression on measurements; `sizes` are the (corrections, noise) that explain them best."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Surrogate:
         self._sequences = torch.tensor([one.sequences for one in measured], dtype=torch.float64)
 
     def _fit(self, grid: Sequence[tuple[float, float]]) -> None:
-        """Take the sizes under which the measurements are most likely."""
+        """Fit with the sizes under which the measurements are most likely."""
         residual, best = self._differences - self._predicted, -math.inf
         for correction, noise in grid:
             scaled = self._features * self._deviations(correction)
@@ -102,7 +102,7 @@ class Surrogate:
         self._explained = self._predicted + self._features @ self._mean
 
     def _deviations(self, correction: float) -> Tensor:
-        """Standard deviation of every unknown."""
+        """Return the standard deviation of every unknown."""
         sizes = [1.0] + [correction] * (len(self._counts) - 1)
         return torch.repeat_interleave(torch.tensor(sizes, dtype=torch.float64), torch.tensor(self._counts))
 
@@ -112,9 +112,9 @@ class Surrogate:
         return [row.tolist() for row in (self._values * factor).split(self._lengths)]
 
     def mean(self) -> UnitValues:
-        """The values to expect."""
+        """Return the values to expect."""
         return self._table(self._mean)
 
     def expected(self) -> list[float]:
-        """Of each measurement, the difference to expect on all sequences: the measured one, drawn to what is known."""
+        """Return of each measurement the difference to expect on all sequences: the measured one, drawn to the fit."""
         return ((self._explained + UNEXPLAINED**2 * self._solved) * self._size).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class SensitivityTable:
 
     @property
     def numel(self) -> int:
-        """Quantized weights, those that rules decide included."""
+        """Return the number of quantized weights, those that rules decide included."""
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
     def problem(self, target: Target) -> Problem:
@@ -60,10 +60,6 @@ class SensitivityTable:
             )
         return problem
 
-    def problem_of(self, budget: int) -> Problem:
-        """Return the allocation of these bytes, for all units together."""
-        return Problem(self.units, budget)
-
     def bpw(self, choice: Choice) -> float:
         """Return the stored bits a quantized weight of a choice."""
         return 8 * (Problem(self.units, 0).nbytes(choice) + self.fixed_nbytes) / self.numel
@@ -87,7 +83,7 @@ class SensitivityTable:
         return tuple(i for i in entries if i is not None) if None not in entries else None
 
 
-def open_groups(opened: prepare_options.Options) -> list[groups.Group]:
+def open_groups(opened: prepare_options.Options) -> list[groups.LinearGroup]:
     """Group the linears that an allocation decides on, those without a fixed option, into units."""
     plans = [plan for plan in opened.levels.values() if FIXED not in plan]
     specs = [next(iter(by_option.values())).spec for by_option in plans]
@@ -96,28 +92,30 @@ def open_groups(opened: prepare_options.Options) -> list[groups.Group]:
 
 def assemble(
     opened: prepare_options.Options,
-    measured: tuple[Callable[[groups.Group, int], Mapping[str, float]], Callable[[groups.Group], Mapping[str, float]]],
+    damages: Mapping[str, Mapping[str, Sequence[float]]],
+    scores: Mapping[str, Mapping[str, float]],
     tokens: int,
     facts: Mapping[str, Any],
 ) -> SensitivityTable:
     """Make the table of a model at every option, with the planned bytes, which are exact.
 
-    measured: functions that return the damages of a unit at an option, and the scores of a unit.
+    damages: estimator -> unit -> by option. scores: name -> unit -> score.
     """
-    damages_of, scores_of = measured
-    units = []
+    made = []
     for group in open_groups(opened):
         numel = sum(member.numel for member in group.members)
         entries = []
         for option in prepare_options.offered(opened, group.members):
             nbytes = prepare_options.nbytes(opened, group.members, option)
-            entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, damages_of(group, option)))
+            damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
+            entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
         entries.sort(key=lambda entry: entry.nbytes)
         first, names = group.members[0], tuple(member.name for member in group.members)
-        units.append(Unit(group.name, names, first.block, numel, tuple(entries), first.is_expert, scores_of(group)))
+        known = {name: units[group.name] for name, units in scores.items() if group.name in units}
+        made.append(Unit(group.name, names, first.block, numel, tuple(entries), first.is_expert, known))
     fixed = [by_option[FIXED] for by_option in opened.levels.values() if FIXED in by_option]
     return SensitivityTable(
-        tuple(units),
+        tuple(made),
         tuple(opened.names),
         sum(layer.nbytes for layer in fixed),
         sum(layer.spec.numel for layer in fixed),

@@ -28,7 +28,7 @@ class Config(Limits):
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The loss with each unit changed alone, all others at the base."""
+    """Return the loss with each unit changed alone, all others at the base."""
     return frozenset({FROM_BASE})
 
 
@@ -40,7 +40,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
 
 
 def _changes(unit: Unit, low: str | None) -> list[float]:
-    """Change of the loss for each entry against the base, whose own is 0; inf for those not offered."""
+    """Return the change of the loss of each entry against the base, whose own is 0; inf for those not offered."""
     base = max(range(len(unit.entries)), key=lambda i: (unit.entries[i].nbytes, i))
     loss = [entry.damage[FROM_BASE] for entry in unit.entries]
     changes = [max(value - loss[base], LEAST) for value in loss]

@@ -1,7 +1,7 @@
 """Evolutionary search on the joint effect of a choice (EvoPress, arXiv 2410.14649).
 
-What units damage together is not what they damage alone: errors of one unit meet, and cancel or add to, those of
-others. The search takes the KL of the whole model's predictions for what it is. A choice has offspring that differ in a
+Units together do not damage what they damage alone: errors of one unit meet, and cancel or add to, those of others.
+The search measures the KL of the whole model's predictions. A choice has offspring that differ in a
 few entries and take no more bytes; they are measured in stages, fewer of them on more tokens in each, and the best
 takes the place of its parent if it is better.
 
@@ -103,8 +103,8 @@ def needs(config: Config) -> frozenset[str]:
 
 
 def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None) -> Allocated:
-    """The choice that the search ends with, or its start where that is better on all sequences."""
-    assert evaluator is not None, "needs() asks for a evaluator"
+    """Return the choice that the search ends with, or its start where that is better on all sequences."""
+    assert evaluator is not None, "needs() asks for an evaluator"
     began = time.monotonic()
     state = None
     for state in search(problem, config, evaluator):
@@ -112,19 +112,19 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
         evaluator.say(f"generation {state.generation} of {config.generations}: KL {row['kl']:.5f}")
     assert state is not None, "a search has a start"
     before = evaluator.forwards
-    candidates = list(dict.fromkeys([state.start, state.parent]))
+    ends = list(dict.fromkeys([state.start, state.parent]))
     everything = range(evaluator.samples)
-    kls = evaluator.divergence(candidates, everything)
+    kls = evaluator.divergence(ends, everything)
     best = kls.index(min(kls))
     facts = {
         "start_kl": kls[0],
         "kl": kls[best],
         "generations": float(state.generation),
         "forwards": state.forwards + evaluator.forwards - before,
-        "tokens": float(state.tokens + len(candidates) * len(everything) * evaluator.seq_len),
+        "tokens": float(state.tokens + len(ends) * len(everything) * evaluator.seq_len),
         "seconds": time.monotonic() - began,
     }
-    return Allocated(candidates[best], (_told(state, kls, best),), tuple(state.trace), facts)
+    return Allocated(ends[best], (_told(state, kls, best),), tuple(state.trace), facts)
 
 
 def _told(state: SearchState, kls: Sequence[float], best: int) -> str:
@@ -137,7 +137,7 @@ def _told(state: SearchState, kls: Sequence[float], best: int) -> str:
 
 
 def search(problem: Problem, config: Config, evaluator: ChoiceEvaluator) -> Iterator[SearchState]:
-    """The state at the start and after each generation, the same object each time; goes on where one was killed."""
+    """Yield the state at the start and after each generation, the same object; goes on where a search was killed."""
     problem.check()
     return _Search(problem, config, evaluator).run()
 
@@ -197,7 +197,7 @@ class _Search:
         search_state.save(self.evaluator.folder, self.identity, state)
 
     def _count(self, tokens: int) -> int:
-        """Sequences of so many tokens, as far as there are any."""
+        """Return the number of sequences of so many tokens, as far as there are any."""
         return min(self.evaluator.samples, math.ceil(tokens / self.evaluator.seq_len))
 
     def _subset(self, tokens: int, rng: Random) -> list[int]:
@@ -241,7 +241,7 @@ class _Search:
         return Surrogate(values, self.alike, [*state.measured, *more], sizes)
 
     def _children(self, state: SearchState, model: Surrogate | None, rng: Random) -> list[Choice]:
-        """Different choices, none of them the parent; fewer than asked for where there are no more to be found.
+        """Return different choices, none of them the parent; fewer than asked for where no more are found.
 
         A race does not try again what has lost to this parent, until there is nothing else.
         """
@@ -269,7 +269,7 @@ class _Search:
         return mutation.switched(self.moves, parent, self.groups, rng)
 
     def _promising(self, parent: Choice, known: Set[Choice], values: UnitValues, rng: Random) -> Choice | None:
-        """The best new choice by `values` of some guided changes; None if there is none."""
+        """Return the best new choice by `values` of some guided changes; None if there is none."""
 
         def worth(choice: Choice) -> tuple[float, Choice]:
             pairs = zip(values, choice, parent, strict=True)
@@ -282,7 +282,7 @@ class _Search:
     def _stages(
         self, state: SearchState, children: Sequence[Choice], model: Surrogate | None, rng: Random
     ) -> tuple[Choice, float]:
-        """As published: fresh sequences in each stage, the parent joins the last."""
+        """Select as published: fresh sequences in each stage, the parent joins the last."""
         alive, kls, last = list(children), [math.inf], len(self.config.survivors) - 1
         for stage, (keep, tokens) in enumerate(zip(self.config.survivors, self.config.tokens, strict=True)):
             if stage == last:
@@ -295,7 +295,7 @@ class _Search:
     def _race(
         self, state: SearchState, children: Sequence[Choice], model: Surrogate | None, rng: Random
     ) -> tuple[Choice, float]:
-        """Each stage adds sequences to what its entrants were measured on; all are compared with the parent on them."""
+        """Select in a race: each stage adds sequences, and all are compared with the parent on the same ones."""
         order = rng.sample(range(self.evaluator.samples), self.evaluator.samples)
         sums, counts = dict.fromkeys(children, 0.0), dict.fromkeys(children, 0)
         alive, total, used = list(children), 0.0, 0
@@ -325,6 +325,6 @@ class _Search:
 
 
 def _measured(parent: Choice, child: Choice, differences: float, sequences: int) -> Observation:
-    """differences: their sum over the sequences."""
+    """Return the observation of a child; differences: their sum over the sequences."""
     change = {unit: (old, new) for unit, (old, new) in enumerate(zip(parent, child, strict=True)) if old != new}
     return Observation(change, differences / sequences, sequences)

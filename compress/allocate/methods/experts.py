@@ -97,7 +97,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
 
 
 def _solved(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
-    """(places of units, their solution) of every program: one, or one a block."""
+    """Return (indices of units, their solution) of every program: one, or one a block."""
     damages = _damages(experts, config)
     spread = [uniform_options.named(experts, "spread", name, 0) for name in config.spread] or uniform_options.ranked(
         experts
@@ -130,7 +130,7 @@ def _damages(experts: Sequence[Unit], config: Config) -> list[list[float]]:
 
 
 def _normalized(experts: Sequence[Unit], score: str) -> list[float]:
-    """The score of each, as a fraction of its block's sum."""
+    """Return the score of each, as a fraction of its block's sum."""
     total = defaultdict[int, float](float)
     for unit in experts:
         total[unit.block] += unit.scores[score]
@@ -138,7 +138,7 @@ def _normalized(experts: Sequence[Unit], score: str) -> list[float]:
 
 
 def _sides(experts: Sequence[Unit], spread: Sequence[str], at_least: int) -> list[LinearSide]:
-    """In every block at least so many experts at each of the options."""
+    """Ask for at least so many experts of every block at each of the options."""
     pairs = defaultdict[tuple[int, str], list[tuple[int, int]]](list)
     for i, unit in enumerate(experts):
         for place, entry in enumerate(unit.entries):

@@ -24,7 +24,7 @@ from compress.allocate.solver import Limits, Solver, damages_of, solve
 @dataclass(frozen=True)
 class Config(Limits):
     estimator: Estimator = KL_ONE_AT_A_TIME  # damage that is added up
-    scale: BlockScale = "none"  # damage that sets the level of each block
+    scale: BlockScale = "none"  # damage that sets the scale of each block
     solver: Solver = "hull"
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Config(Limits):
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The damages that must be in the table."""
+    """Return the damages that must be in the table."""
     return frozenset({config.estimator, config.scale} - {"none"})
 
 
@@ -46,11 +46,11 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     return solve(problem, damages, config.solver, limits=config).allocated()
 
 
-def _scaled(problem: Problem, damages: list[list[float]], levels: list[list[float]]) -> list[list[float]]:
-    """The damages times one factor a block, after which a block's sum is that of `levels`; 0 stays 0."""
+def _scaled(problem: Problem, damages: list[list[float]], scales: list[list[float]]) -> list[list[float]]:
+    """Multiply the damages by one factor a block, after which a block's sum is that of `scales`; 0 stays 0."""
     have, want = defaultdict[int, float](float), defaultdict[int, float](float)
-    for unit, losses, level in zip(problem.units, damages, levels, strict=True):
+    for unit, losses, scale in zip(problem.units, damages, scales, strict=True):
         have[unit.block] += sum(losses)
-        want[unit.block] += sum(level)
+        want[unit.block] += sum(scale)
     factor = {block: want[block] / have[block] if have[block] > 0 else 1.0 for block in have}
     return [[loss * factor[unit.block] for loss in losses] for unit, losses in zip(problem.units, damages, strict=True)]

@@ -31,7 +31,7 @@ class Config:
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The score of the units."""
+    """Return the score of the units."""
     return frozenset({config.score})
 
 
@@ -62,7 +62,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
 
 
 def _order(problem: Problem, score: str) -> list[int]:
-    """Blocks, those first that matter most."""
+    """Return the blocks, those first that matter most."""
     total, numel = defaultdict[int, float](float), defaultdict[int, int](int)
     for unit in problem.units:
         total[unit.block] += unit.scores[score] * unit.numel

@@ -26,7 +26,7 @@ class Config(Limits):
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The damage that must be in the table."""
+    """Return the damage that must be in the table."""
     return frozenset({config.estimator})
 
 
