@@ -35,7 +35,7 @@ SETS = {"bits": (0, 2, 4), "rank beside 2 bits": (0, 1), "both": (0, 1, 2, 3, 4,
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     from compress import recipe
-    from compress.allocate import session
+    from compress.allocate import choices, metrics, session
     from compress.allocate.problem import Problem
     from compress.allocate.solver import damages_of, solve
     from compress.recipe.schema import Target
@@ -48,9 +48,9 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
         str(args.base), recipe.load(str(path)), args.work / "out", str(args.calib), measurements=args.work / "levels"
     )
     rows: list[dict[str, Any]] = []
-    choices = []
+    taken = []
     with session.session(job, lambda text, done, total: None) as opened:
-        found = opened.table(frozenset({"swap"}))
+        found = metrics.table(opened, frozenset({"kl_one_at_a_time"}))
         for target in args.targets:
             whole = found.problem(Target(target))
             for name, numbers in SETS.items():
@@ -61,12 +61,12 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
                     for unit, at in zip(whole.units, places, strict=True)
                 )
                 asked = Problem(units, whole.budget)
-                choice = solve(asked, damages_of(asked, "swap")).choice
-                choices.append(tuple(at[i] for at, i in zip(places, choice, strict=True)))
-                rows.append({"target": target, "options": name, "bpw": found.bpw(choices[-1])})
-        bench = opened.bench(found, str(args.text), args.max_tokens)
-        kls = bench.divergence(choices, range(bench.samples))
-    return [{**row, "kl": kl, "tokens": bench.tokens} for row, kl in zip(rows, kls, strict=True)]
+                choice = solve(asked, damages_of(asked, "kl_one_at_a_time")).choice
+                taken.append(tuple(at[i] for at, i in zip(places, choice, strict=True)))
+                rows.append({"target": target, "options": name, "bpw": found.bpw(taken[-1])})
+        bench = choices.evaluator(opened, found, str(args.text), args.max_tokens)
+        kls = bench.divergence(taken, range(bench.samples))
+    return [{**row, "kl": kl, "tokens": bench.samples * bench.seq_len} for row, kl in zip(rows, kls, strict=True)]
 
 
 def main(argv: list[str]) -> None:

@@ -26,16 +26,16 @@ def quantize(
     next run.
     """
     from compress import process_memory
-    from compress.allocate import session
+    from compress.allocate import decide
     from compress.run import pipeline, write_checkpoint
     from compress.storage.workdir import Output
 
     started = time.monotonic()
     process_memory.reset_peak()
-    if session.is_open(job):
+    if decide.is_open(job):
         with Output(job.out, job.overwrite):
             pass  # what would be refused after hours of measuring is refused before
-        job = session.decided(job, progress)
+        job = decide.decided(job, progress)
     with pipeline.opened(job, progress, on_plan) as (loop, blocks):
         loop.run(blocks)
         blocks.write_rest()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from compress.allocate.problem import Choice, Entry, Problem, Unit
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
 
 BITS = (2, 3, 4, 5)
 KINDS = {"qkv": 3, "o": 1, "gate_up": 5, "down": 3}  # weights, in 1024
@@ -47,15 +47,20 @@ class Landscape:
         self.calls_left = math.inf
 
     def problem(self, bits: float = 3.0) -> Problem:
-        """Damages: the true ones ("swap", of each unit alone, on all sequences) and others that are wrong ("wrong")."""
-        swap = (self.errors * self.gains[..., None]).square().sum(3).mean(0)
+        """Damages: the true ones (of each unit alone, on all sequences), and others under "wrong"."""
+        alone = (self.errors * self.gains[..., None]).square().sum(3).mean(0)
         generator = torch.Generator().manual_seed(7)
-        wrong = swap * torch.randn(len(swap), 1, generator=generator, dtype=torch.float64).exp()
+        wrong = alone * torch.randn(len(alone), 1, generator=generator, dtype=torch.float64).exp()
         units = []
-        for index in range(len(swap)):
+        for index in range(len(alone)):
             block, (kind, size) = index // len(KINDS), list(KINDS.items())[index % len(KINDS)]
             entries = tuple(
-                Entry(f"int{b}", 128 * size * b, b, {"swap": float(swap[index, i]), "wrong": float(wrong[index, i])})
+                Entry(
+                    f"int{b}",
+                    128 * size * b,
+                    b,
+                    {KL_ONE_AT_A_TIME: float(alone[index, i]), "wrong": float(wrong[index, i])},
+                )
                 for i, b in enumerate(BITS)
             )
             units.append(Unit(f"layers.{block}.{kind}", (f"layers.{block}.{kind}",), block, 1024 * size, entries))

@@ -14,9 +14,20 @@ import torch
 
 import compress
 from compress import api, recipe
-from compress.allocate import metrics, pareto, prepare_options, quantize_options, session, table
+from compress.allocate import (
+    choices,
+    decide,
+    decision,
+    metrics,
+    pareto,
+    prepare_options,
+    quantize_options,
+    session,
+    table,
+)
 from compress.allocate.methods import uniform
 from compress.allocate.problem import Problem
+from compress.allocate.sensitivity import Measurements
 from compress.allocate.variants import TABLE, Database
 from compress.errors import BudgetError, CompressError, OutputError, RecipeError
 from compress.progress import silent
@@ -49,14 +60,14 @@ def asked(model: Path, folder: Path, *overrides: str, text: str = RECIPE) -> Job
 
 
 @pytest.fixture(scope="module")
-def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[session.Session]:
+def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measurements]:
     folder = tmp_path_factory.mktemp("table")
     with session.session(asked(model, folder), silent) as found:
         yield found
 
 
-def test_every_level_is_packed_and_counted(opened: session.Session) -> None:
-    found = opened.table(frozenset())
+def test_every_level_is_packed_and_counted(opened: Measurements) -> None:
+    found = metrics.table(opened, frozenset())
     assert len(found.units) == 8 and {len(unit.entries) for unit in found.units} == {5}
     measured = dict(quantize_options.linears(opened.opened, opened.database))
     for unit in found.units:
@@ -70,10 +81,10 @@ def test_every_level_is_packed_and_counted(opened: session.Session) -> None:
                 assert entry.damage["hessian"] > 0
 
 
-def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: session.Session) -> None:
-    skeleton, levels = opened.measured.source()
+def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: Measurements) -> None:
+    skeleton, levels = opened.evaluators.source()
     name = "model.layers.1.mlp.down_proj"
-    original = opened.measured.originals(skeleton, 1)[name]
+    original = opened.originals(skeleton, 1)[name]
     for number in range(3):
         change = levels.weight(name, str(number), original) - original
         measured = dict(quantize_options.linears(opened.opened, opened.database))[name][str(number)]
@@ -81,13 +92,13 @@ def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: session.Session
         assert measured["relative"] == pytest.approx((change.norm() / original.norm()).item() ** 2, rel=1e-4)
 
 
-def test_swaps_are_divergences_of_whole_models(opened: session.Session, model: Path) -> None:
+def test_swaps_are_divergences_of_whole_models(opened: Measurements, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    found = opened.table(frozenset({"swap"}))
+    found = metrics.table(opened, frozenset({"kl_one_at_a_time"}))
     unit = found.units[2]
-    _, levels = opened.measured.source()
-    tokens = opened.measured.calibration.tokens[:2]
+    _, levels = opened.evaluators.source()
+    tokens = opened.calibration.tokens[:2]
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         before = whole(input_ids=tokens).logits.double().log_softmax(-1)
@@ -96,13 +107,30 @@ def test_swaps_are_divergences_of_whole_models(opened: session.Session, model: P
             linear.weight.copy_(levels.weight(name, "0", linear.weight.detach()))
         after = whole(input_ids=tokens).logits.double().log_softmax(-1)
     expected = (before.exp() * (before - after)).sum(-1).mean().item()
-    assert unit.entries[0].damage["swap"] == pytest.approx(expected, rel=1e-3)
-    assert next(entry for entry in unit.entries if entry.option == "keep").damage["swap"] < 1e-9
+    assert unit.entries[0].damage["kl_one_at_a_time"] == pytest.approx(expected, rel=1e-3)
+    assert next(entry for entry in unit.entries if entry.option == "keep").damage["kl_one_at_a_time"] < 1e-9
 
 
-@pytest.mark.parametrize("name", sorted(metrics.MEASURES))
-def test_every_damage_and_score_can_be_measured(name: str, opened: session.Session) -> None:
-    found = opened.table(frozenset({name}))
+def test_a_former_measurement_is_read_under_its_name_of_today(
+    opened: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, needs = "kl_one_at_a_time", frozenset({"kl_one_at_a_time"})
+    found = metrics.table(opened, needs)
+    now, former = (opened.database.folder / f"measured-{each}.json" for each in (name, "swap"))
+    content = now.read_text()
+    former.write_text(content.replace(f'"{name}"', '"swap"'))
+    now.unlink()
+    try:
+        monkeypatch.delitem(metrics.METRICS, name)  # it is not measured anew
+        assert metrics.table(opened, needs).units == found.units
+    finally:
+        former.unlink()
+        now.write_text(content)
+
+
+@pytest.mark.parametrize("name", sorted(metrics.METRICS))
+def test_every_damage_and_score_can_be_measured(name: str, opened: Measurements) -> None:
+    found = metrics.table(opened, frozenset({name}))
     if name in found.units[0].scores:
         assert len({unit.scores[name] for unit in found.units}) == 2  # of two blocks
         return
@@ -111,17 +139,17 @@ def test_every_damage_and_score_can_be_measured(name: str, opened: session.Sessi
         assert values["gptq bits=2"] > values["gptq bits=5"] >= values["keep"] >= 0
 
 
-def test_the_table_survives_its_file(opened: session.Session) -> None:
-    found = opened.table(frozenset({"swap"}))
+def test_the_table_survives_its_file(opened: Measurements) -> None:
+    found = metrics.table(opened, frozenset({"kl_one_at_a_time"}))
     assert table.load(opened.database.folder) == found
     held = json.loads((opened.database.folder / TABLE).read_text())
-    assert held["units"][0]["entries"][0]["damage"]["swap"] >= 0
+    assert held["units"][0]["entries"][0]["damage"]["kl_one_at_a_time"] >= 0
 
 
 @pytest.mark.parametrize("bpw", [4.8, 5.5, 7.0, 20.0])
-def test_budgets_are_kept_and_spent(bpw: float, opened: session.Session) -> None:
+def test_budgets_are_kept_and_spent(bpw: float, opened: Measurements) -> None:
     settings = opened.opened.allocation
-    found, problem, result = session.solve(opened, settings, Target(f"{bpw}bpw"))
+    found, problem, result = decision.solve(opened, settings, Target(f"{bpw}bpw"))
     used = problem.nbytes(result.choice)
     assert used <= problem.budget == int(bpw * found.numel / 8)
     estimator = settings.config.estimator
@@ -131,13 +159,13 @@ def test_budgets_are_kept_and_spent(bpw: float, opened: session.Session) -> None
             assert not (better and used - unit.entries[i].nbytes + entry.nbytes <= problem.budget)
 
 
-def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: session.Session) -> None:
+def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: Measurements) -> None:
     settings = opened.opened.allocation
-    found = opened.table(frozenset({"swap"}))
-    bench = opened.bench(found)
-    smallest = session.solve(opened, settings, Target("4.7bpw"))[2].choice
+    found = metrics.table(opened, frozenset({"kl_one_at_a_time"}))
+    bench = choices.evaluator(opened, found)
+    smallest = decision.solve(opened, settings, Target("4.7bpw"))[2].choice
     bound = bench.divergence([smallest], range(2))[0] / 4
-    _, _, result = session.solve(opened, settings, Target(f"{bound:.8f}kl"))
+    _, _, result = decision.solve(opened, settings, Target(f"{bound:.8f}kl"))
     assert bench.divergence([result.choice], range(2))[0] <= bound
     assert found.bpw(result.choice) < 8
 
@@ -146,20 +174,20 @@ def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: se
     ("target", "message"),
     [("1bpw", "below the least"), ("40bpw", "more than the linears take"), ("1KiB", "below the least")],
 )
-def test_impossible_targets(target: str, message: str, opened: session.Session) -> None:
+def test_impossible_targets(target: str, message: str, opened: Measurements) -> None:
     with pytest.raises(BudgetError, match=message) as error:
-        session.solve(opened, opened.opened.allocation, Target(target))
+        decision.solve(opened, opened.opened.allocation, Target(target))
     assert "\n" not in str(error.value)
 
 
 def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
-    opened: session.Session, model: Path, tmp_path: Path
+    opened: Measurements, model: Path, tmp_path: Path
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5.5bpw")
     shutil.copytree(
         opened.database.folder, prepare_options.folder_of(job), ignore=shutil.ignore_patterns("candidates-*")
     )
-    decided = session.decided(job, silent)
+    decided = decide.decided(job, silent)
     assert decided.recipe.allocate is None and decided.allocation is not None
     result = api.quantize(job)
     assert result["bpw"] == pytest.approx(decided.allocation["bpw"]) and result["bpw"] <= 5.5
@@ -167,14 +195,14 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
     written = recipe.load(str(tmp_path / "out" / "recipe.yaml"))
     assert written == dataclasses.replace(decided.recipe, name=written.name)
     assert report.load(tmp_path / "out")["allocation"]["units"] == decided.allocation["units"]
-    again = session.decided(job, silent)
+    again = decide.decided(job, silent)
     assert again == decided
 
 
 def test_rules_decide_before_the_allocation(model: Path, tmp_path: Path) -> None:
     text = RECIPE + 'rules: [{match: "*.o_proj", bits: 8}]\nignore: ["*.down_proj"]\n'
     job = asked(model, tmp_path, "allocate.target=6bpw", "allocate.estimator=weight", text=text)
-    decided = session.decided(job, silent)
+    decided = decide.decided(job, silent)
     result = api.quantize(decided)
     bits = {row["name"].rsplit(".")[-1]: row["bpw"] for row in result["layers"]}
     assert "down_proj" not in bits and bits["o_proj"] > 8
@@ -213,7 +241,7 @@ def test_a_killed_measurement_goes_on_to_the_same_bytes(
     [("calibration.num_samples=3", "calibration text, recipe"), ("quantize.bits=6", "recipe")],
 )
 def test_measurements_of_something_else_are_refused(
-    override: str, what: str, opened: session.Session, model: Path, tmp_path: Path
+    override: str, what: str, opened: Measurements, model: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(opened.database.folder, copy, ignore=shutil.ignore_patterns("candidates-*"))
@@ -223,18 +251,7 @@ def test_measurements_of_something_else_are_refused(
         pass
 
 
-def test_measurements_of_the_former_layout_are_taken_over(opened: session.Session, model: Path, tmp_path: Path) -> None:
-    """The identity alone was in run.json, the arrangement beside it."""
-    copy = tmp_path / "copy"
-    shutil.copytree(opened.database.folder, copy, ignore=shutil.ignore_patterns("candidates-*"))
-    content = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps(content["identity"]))
-    (copy / "arrangement.json").write_text(json.dumps(content["arrangement"]))
-    with session.session(dataclasses.replace(asked(model, tmp_path), measurements=copy, measures=False), silent):
-        assert json.loads((copy / "run.json").read_text()) == content
-
-
-def test_two_runs_do_not_share_a_folder(opened: session.Session, model: Path, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(opened: Measurements, model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path)
     with (
         pytest.raises(OutputError, match="in use by another run"),
@@ -252,10 +269,10 @@ def test_two_runs_do_not_share_a_folder(opened: session.Session, model: Path, tm
 )
 def test_nothing_to_decide(text: str, overrides: tuple[str, ...], message: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
-        session.decided(asked(model, tmp_path, *overrides, text=text), silent)
+        decide.decided(asked(model, tmp_path, *overrides, text=text), silent)
 
 
-def test_a_level_that_is_missing_is_named(opened: session.Session) -> None:
+def test_a_level_that_is_missing_is_named(opened: Measurements) -> None:
     with pytest.raises(CompressError, match="no level '9' of model.layers.0.mlp.up_proj"):
         opened.database.weight(0, "model.layers.0.mlp.up_proj", "9", torch.zeros(1))
 
@@ -282,36 +299,36 @@ def test_between_uniform_options_the_log_of_the_divergence_is_a_line() -> None:
 def test_behind_a_transform_kept_weights_change_nothing(transform: str, model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path, f"transform=[{{method: {transform}}}]")
     with session.session(job, silent) as opened:
-        found = opened.table(frozenset())
+        found = metrics.table(opened, frozenset())
         kept, low = found.uniform("keep"), found.uniform("gptq bits=2")
         assert kept is not None and low is not None
-        kl = opened.bench(found).divergence([kept, low], range(2))
+        kl = choices.evaluator(opened, found).divergence([kept, low], range(2))
     assert kl[0] < 1e-6 and kl[1] > 1e-4
 
 
-def test_a_bound_that_the_method_itself_does_not_keep_is_not_claimed(opened: session.Session) -> None:
-    found = opened.table(frozenset())
-    bench = opened.bench(found)
+def test_a_bound_that_the_method_itself_does_not_keep_is_not_claimed(opened: Measurements) -> None:
+    found = metrics.table(opened, frozenset())
+    bench = choices.evaluator(opened, found)
     middle = found.uniform("gptq bits=5")
     assert middle is not None
     bound = 1.01 * bench.divergence([middle], range(2))[0]
     settings = dataclasses.replace(opened.opened.allocation, method="uniform", config=uniform.Config(fill="none"))
-    table, _, result = session.solve(opened, settings, Target(f"{bound:.9f}kl"))
+    table, _, result = decision.solve(opened, settings, Target(f"{bound:.9f}kl"))
     assert result.choice == middle and bench.divergence([result.choice], range(2))[0] <= bound
 
 
-def test_scores_of_other_samples_are_measured_anew(opened: session.Session) -> None:
-    first = opened.table(frozenset({"lim"})).units[0].scores["lim"]
-    opened.measured.samples = 1
+def test_scores_of_other_samples_are_measured_anew(opened: Measurements) -> None:
+    first = metrics.table(opened, frozenset({"lim"})).units[0].scores["lim"]
+    opened.samples = 1
     try:
-        assert opened.table(frozenset({"lim"})).units[0].scores["lim"] != first
+        assert metrics.table(opened, frozenset({"lim"})).units[0].scores["lim"] != first
     finally:
-        opened.measured.samples = 2
-    assert opened.table(frozenset({"lim"})).units[0].scores["lim"] == first
+        opened.samples = 2
+    assert metrics.table(opened, frozenset({"lim"})).units[0].scores["lim"] == first
 
 
-def test_bytes_of_a_choice_are_those_of_the_whole_model(opened: session.Session, model: Path) -> None:
-    found = opened.table(frozenset())
+def test_bytes_of_a_choice_are_those_of_the_whole_model(opened: Measurements, model: Path) -> None:
+    found = metrics.table(opened, frozenset())
     kept = found.uniform("keep")
     assert kept is not None
     assert found.nbytes(kept) == found.source_nbytes == Problem(found.units, 0).nbytes(kept) + found.other_nbytes
@@ -327,7 +344,7 @@ allocate: {{samples: 2, options: [{{bits: 3}}, {{bits: 3, lowrank: {{rank: 4}}}}
 """
     name = "model.layers.0.mlp.down_proj"
     with session.session(asked(model, tmp_path, text=text), silent) as found:
-        original = found.measured.originals(found.measured.source()[0], 0)[name]
+        original = found.originals(found.source(), 0)[name]
         levels = [found.database.weight(0, name, number, original) for number in range(3)]
     assert (levels[1] - levels[2]).abs().max() > 1e-4
     for number, lowrank in ((1, "lowrank: {rank: 4}"), (2, part)):

@@ -15,10 +15,20 @@ import pytest
 from compress import plugins
 from compress.allocate import uniform_options
 from compress.allocate.methods import adaquant, experts, knapsack, layerwise, lq_lora, uniform
-from compress.allocate.problem import Allocated, Choice, Entry, Problem, Unit
+from compress.allocate.problem import FROM_BASE, KL_ONE_AT_A_TIME, Allocated, Choice, Entry, Problem, Unit
 from compress.errors import BudgetError, RecipeError
 
-ESTIMATORS = ("hessian", "output", "weight", "fisher", "gradient", "swap", "swap_base", "noise", "expert")
+ESTIMATORS = (
+    "hessian",
+    "output",
+    "weight",
+    "fisher",
+    "gradient",
+    KL_ONE_AT_A_TIME,
+    FROM_BASE,
+    "noise",
+    "expert",
+)
 BITS = (2, 3, 4, 8)
 PURE = [uniform, knapsack, layerwise, lq_lora, adaquant]
 
@@ -36,7 +46,7 @@ def model(
     for block in range(blocks):
         for part, size in enumerate(kinds):
             alphas = {name: float(rng.lognormal(0, 1.5)) for name in ESTIMATORS}
-            alphas["expert_squares"] = alphas["swap"] * alphas["expert"]
+            alphas["expert_squares"] = alphas[KL_ONE_AT_A_TIME] * alphas["expert"]
             entries = tuple(
                 Entry(f"bits={b}", size * 125 * b + 16, b, {k: a * size * 4.0**-b for k, a in alphas.items()})
                 for b in bits
@@ -254,7 +264,7 @@ def test_lq_lora_is_exact(estimator: str) -> None:
 def test_adaquant_counts_changes_against_the_base() -> None:
     """Changes below 1e-6 count as 1e-6, even negative ones; the base is free."""
     changes = [[0.5, 0.1], [0.05, 0.1], [0.4, 0.1], [0.1 + 1e-9, 0.1]]
-    given = Problem(with_values(model(4, (1,), bits=(4, 8)), "swap_base", changes), 2 * (516 + 1016))
+    given = Problem(with_values(model(4, (1,), bits=(4, 8)), FROM_BASE, changes), 2 * (516 + 1016))
     found = run(adaquant, given)
     assert bits(given, found.choice) == [8, 4, 8, 4]
     assert found.facts["damage"] == pytest.approx(2e-6, rel=1e-9)
@@ -269,7 +279,7 @@ def test_adaquant_with_one_low_option() -> None:
 
     def change(unit: Unit, entry: Entry) -> float:
         base = unit.entries[-1]
-        return 0.0 if entry is base else max(entry.damage["swap_base"] - base.damage["swap_base"], 1e-6)
+        return 0.0 if entry is base else max(entry.damage[FROM_BASE] - base.damage[FROM_BASE], 1e-6)
 
     assert found.facts["damage"] == pytest.approx(best(given, change), rel=1e-5)
     with pytest.raises(RecipeError, match="low 'bits=5' is none of the options"):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from compress.allocate import joint_kl, prefix_tree, reference_logprobs
-from compress.allocate.joint_kl import Candidates, Means, Room
+from compress.allocate.joint_kl import JointKL
+from compress.allocate.prefix_tree import MemorySplit, Resources
 from compress.errors import BudgetError, NumericalError
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
@@ -23,9 +24,9 @@ from compress.transform import rotate
 SAMPLES, LENGTH = 5, 12
 TOKENS = torch.randint(0, 256, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
-KEPT = Room(True, 1 << 30, 1 << 30)
-ALL = Means(top_k=1 << 20, room=KEPT)
-EXACT = Means(top_k=1 << 20, room=KEPT, dtype="auto")
+KEPT = MemorySplit(True, 1 << 30, 1 << 30)
+ALL = Resources(top_k=1 << 20, memory=KEPT)
+EXACT = Resources(top_k=1 << 20, memory=KEPT, dtype="auto")
 
 
 class Rounded:
@@ -90,9 +91,9 @@ def reference(directory: Path, assignment: Mapping[str, Any], top_k: int | None 
     return (p * (p / q).log()).sum(-1).mean(-1)
 
 
-def of(directory: Path, folder: Path, means: Means = ALL) -> Candidates:
+def of(directory: Path, folder: Path, means: Resources = ALL) -> JointKL:
     folder.mkdir(exist_ok=True)
-    return Candidates(partial(source, directory), TOKENS, folder, means)
+    return JointKL(partial(source, directory), TOKENS, folder, means)
 
 
 # ---------------------------------------------------------------- what is measured
@@ -111,7 +112,7 @@ def test_against_whole_models(name: str, pico_dir: Callable[..., Path], tmp_path
         for row, assignment in zip(found, asked, strict=True):
             assert torch.allclose(row, reference(directory, assignment), rtol=close, atol=1e-9)
         assert found[0].min() > 0.01 and (found >= 0).all()
-    with of(exact, tmp_path / "part", Means(top_k=64, room=KEPT, dtype="auto")) as mine:
+    with of(exact, tmp_path / "part", Resources(top_k=64, memory=KEPT, dtype="auto")) as mine:
         part = mine.per_sample(asked, range(SAMPLES))
     for row, whole, assignment in zip(part, found, asked, strict=True):
         assert torch.allclose(row, reference(exact, assignment, 64), rtol=1e-5, atol=1e-9)
@@ -137,10 +138,10 @@ def test_a_rotated_model(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
         return skeleton, levels
 
     name = linears(pico_dir("llama_tied"))[0]
-    for room in (KEPT, Room(False, 0, 0)):
-        with Candidates(rotated, TOKENS, tmp_path, Means(room=room, dtype="auto")) as mine:
+    for room in (KEPT, MemorySplit(False, 0, 0)):
+        with JointKL(rotated, TOKENS, tmp_path, Resources(memory=room, dtype="auto")) as mine:
             same, other = mine.divergence([{}, {name: 2}], range(SAMPLES))
-        with of(pico_dir("llama_tied", dtype=torch.float64), tmp_path, Means(room=room, dtype="auto")) as plain:
+        with of(pico_dir("llama_tied", dtype=torch.float64), tmp_path, Resources(memory=room, dtype="auto")) as plain:
             (before,) = plain.divergence([{name: 2}], range(SAMPLES))
         assert 0 <= same < 1e-9 and other > 1e-3
         assert other != pytest.approx(before, rel=1e-3), "rounded in another basis"
@@ -156,8 +157,8 @@ def test_the_type_that_blocks_compute_in(pico_dir: Callable[..., Path], tmp_path
     for dtype in ("auto", "float32", "float64"):
         folder = tmp_path / dtype
         folder.mkdir()
-        with Candidates(lambda: (skeleton, levels), TOKENS, folder, Means(top_k=300, dtype=dtype)) as mine:
-            assert str(mine.own.skeleton.dtype) == f"torch.{'bfloat16' if dtype == 'auto' else dtype}"
+        with JointKL(lambda: (skeleton, levels), TOKENS, folder, Resources(top_k=300, dtype=dtype)) as mine:
+            assert str(mine.evaluator.skeleton.dtype) == f"torch.{'bfloat16' if dtype == 'auto' else dtype}"
             found[dtype] = mine.divergence([{name: 7}, {name: 9}], range(SAMPLES))
         assert skeleton.dtype == torch.bfloat16
         assert {key: p.dtype for key, p in skeleton.model.named_parameters(remove_duplicate=False)} == parameters
@@ -167,7 +168,7 @@ def test_the_type_that_blocks_compute_in(pico_dir: Callable[..., Path], tmp_path
     assert found["float32"][0] / found["float32"][1] == pytest.approx(16, rel=0.1)
     assert found["auto"][0] > 2 * found["float32"][0]
     with pytest.raises(ValueError, match="dtype 'int8' is not one of auto, float32"):
-        Means(dtype="int8")
+        Resources(dtype="int8")
 
 
 def test_what_is_prepared_counts_as_original(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_what_is_prepared_counts_as_original(pico_dir: Callable[..., Path], tmp_
         return original / 2
 
     levels.weight = weight  # type: ignore[method-assign]
-    with Candidates(partial(source, pico_dir("llama"), levels), TOKENS, tmp_path, ALL) as mine:
+    with JointKL(partial(source, pico_dir("llama"), levels), TOKENS, tmp_path, ALL) as mine:
         first = mine.divergence([{}, {name: None}], [0])
         assert first[0] > 0.01 and first == mine.divergence([{name: None}, {}], [0])
         mine.divergence([{name: 1}], [0])
@@ -213,15 +214,15 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
         assert means == pytest.approx(((whole[:, 1] + whole[:, 3]) / 2).tolist(), rel=1e-15)
     sample = LENGTH * 64 * 4
     for room in (
-        Room(False, 0, 0),  # everything in files
-        Room(False, 1 << 30, 2 * SAMPLES * sample),  # two of six
-        Room(True, 0, 13 * sample),  # two samples at a time
-        Room(True, 1 << 14, 1),
+        MemorySplit(False, 0, 0),  # everything in files
+        MemorySplit(False, 1 << 30, 2 * SAMPLES * sample),  # two of six
+        MemorySplit(True, 0, 13 * sample),  # two samples at a time
+        MemorySplit(True, 1 << 14, 1),
     ):
-        with of(directory, tmp_path, Means(top_k=1 << 20, room=room)) as mine:
+        with of(directory, tmp_path, Resources(top_k=1 << 20, memory=room)) as mine:
             assert torch.equal(mine.per_sample(asked, range(SAMPLES)), whole)
             if not room.keeps:
-                assert all(p.is_meta for p in mine.own.skeleton.model.parameters())
+                assert all(p.is_meta for p in mine.evaluator.skeleton.model.parameters())
     assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
 
 
@@ -234,7 +235,7 @@ def test_any_number_of_processes(pico_dir: Callable[..., Path], tmp_path: Path) 
         forwards = mine.forwards
     torch.set_num_threads(2)
     try:
-        with of(directory, tmp_path, Means(top_k=1 << 20, processes=2, room=KEPT)) as mine:
+        with of(directory, tmp_path, Resources(top_k=1 << 20, processes=2, memory=KEPT)) as mine:
             assert torch.equal(mine.per_sample(asked, range(SAMPLES)), whole)
             assert torch.equal(mine.per_sample(asked[:3], [4]), one)
             assert mine.forwards == forwards
@@ -245,17 +246,6 @@ def test_any_number_of_processes(pico_dir: Callable[..., Path], tmp_path: Path) 
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_larger_batches(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    directory = pico_dir("mistral")
-    asked = assignments(linears(directory), 5)
-    with of(directory, tmp_path) as mine:
-        whole = mine.per_sample(asked, range(SAMPLES))
-    with of(directory, tmp_path, Means(top_k=1 << 20, room=KEPT, batch=2)) as mine:
-        found = mine.per_sample(asked, [4, 2, 1, 0, 3])
-        assert torch.allclose(found, whole[:, [4, 2, 1, 0, 3]], rtol=1e-4, atol=1e-12)
-        assert torch.equal(mine.per_sample(asked[:2], range(SAMPLES)), found[:2][:, [3, 2, 1, 4, 0]])
 
 
 # ---------------------------------------------------------------- what it costs
@@ -279,7 +269,7 @@ def test_what_is_shared_is_computed_once(
         loads.append(index)
         return load(self, index, device)
 
-    with Candidates(partial(source, directory, levels), TOKENS, tmp_path, ALL) as mine:
+    with JointKL(partial(source, directory, levels), TOKENS, tmp_path, ALL) as mine:
         mine.divergence([{}], [0])  # the teacher's own passes
         monkeypatch.setattr(prefix_tree.blockwise, "run_block", counted)
         monkeypatch.setattr(Skeleton, "load_block", loading)
@@ -291,8 +281,8 @@ def test_what_is_shared_is_computed_once(
         mine.divergence(asked, [2])
         assert levels.count == 4, "decoded once"
     levels.count = 0
-    with Candidates(
-        partial(source, directory, levels), TOKENS, tmp_path, Means(top_k=1 << 20, room=Room(False, 0, 0))
+    with JointKL(
+        partial(source, directory, levels), TOKENS, tmp_path, Resources(top_k=1 << 20, memory=MemorySplit(False, 0, 0))
     ) as mine:
         mine.divergence(asked, range(SAMPLES))
     assert loads == [0, 1] and levels.count == 4, "each block is loaded once, each part of it decoded once"
@@ -301,29 +291,29 @@ def test_what_is_shared_is_computed_once(
 def test_room(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     skeleton = source(pico_dir("llama"))[0]
     weights = sum(p.numel() for p in skeleton.model.parameters()) * 4
-    assert Room.within(skeleton, 2 * weights) == Room(True, weights // 2, weights // 2)
-    tight = Room.within(skeleton, 2 * weights - 1)
+    assert MemorySplit.within(skeleton, 2 * weights) == MemorySplit(True, weights // 2, weights // 2)
+    tight = MemorySplit.within(skeleton, 2 * weights - 1)
     half = Skeleton(open_checkpoint(pico_dir("llama", dtype=torch.bfloat16)))
     with pytest.raises(BudgetError, match="at least"):
-        Candidates(lambda: (half, Rounded()), TOKENS, tmp_path, Means(max_memory=1 << 16))
+        JointKL(lambda: (half, Rounded()), TOKENS, tmp_path, Resources(max_memory=1 << 16))
     assert half.dtype == torch.bfloat16
     assert not tight.keeps and tight.states > weights // 2
     with pytest.raises(BudgetError, match="at least .* for a block"):
-        of(pico_dir("llama"), tmp_path, Means(max_memory=1 << 16))
+        of(pico_dir("llama"), tmp_path, Resources(max_memory=1 << 16))
     assert not list(tmp_path.iterdir())
-    with of(pico_dir("llama"), tmp_path, Means(max_memory=4 * weights, processes=2)) as mine:
-        assert mine.own.room.keeps
+    with of(pico_dir("llama"), tmp_path, Resources(max_memory=4 * weights, processes=2)) as mine:
+        assert mine.evaluator.memory.keeps
 
 
-@pytest.mark.parametrize(("paths", "batches", "processes"), [(1, 1, 1), (7, 5, 2), (7, 2, 8), (3, 1, 4), (1, 1, 4)])
-def test_shares_are_everything_once(paths: int, batches: int, processes: int) -> None:
-    seen = torch.zeros(paths, batches)
-    parts = joint_kl.shares(paths, batches, processes)
+@pytest.mark.parametrize(("paths", "samples", "processes"), [(1, 1, 1), (7, 5, 2), (7, 2, 8), (3, 1, 4), (1, 1, 4)])
+def test_shares_are_everything_once(paths: int, samples: int, processes: int) -> None:
+    seen = torch.zeros(paths, samples)
+    parts = joint_kl.shares(paths, samples, processes)
     for rows, columns in parts:
         assert seen[rows, columns].numel()
         seen[rows, columns] += 1
     assert (seen == 1).all() and len(parts) <= 2 * processes
-    assert len(parts) >= min(processes, paths * batches)
+    assert len(parts) >= min(processes, paths * samples)
 
 
 def test_what_cannot_be_asked(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -336,9 +326,9 @@ def test_what_cannot_be_asked(pico_dir: Callable[..., Path], tmp_path: Path) -> 
                 mine.divergence([{name: 2}], [0])
         bad = Rounded()
         bad.weight = lambda name, level, original: original.double()  # type: ignore[method-assign]
-        mine.own.decoded.levels = bad
+        mine.evaluator.decoded.variants = bad
         with pytest.raises(ValueError, match="float64, not "):
             mine.divergence([{linears(pico_dir("llama"))[0]: 2}], [0])
         assert mine.divergence([{}], [0])[0] < 1e-12, "all is as before"
     with pytest.raises(ValueError, match="processes 0 is less than 1"):
-        Means(processes=0)
+        Resources(processes=0)

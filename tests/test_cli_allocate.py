@@ -28,7 +28,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     result = cli("measure", *common, "--measurements", str(folder / "measured"), "--json")
     assert result.code == 0, result.err
     facts = json.loads(result.out)
-    assert facts["units"] == 8 and facts["options"] == 3 and "swap" in facts["damages"]
+    assert facts["units"] == 8 and facts["options"] == 3 and "kl_one_at_a_time" in facts["damages"]
     assert (folder / "measured" / "sensitivity.json").is_file()
     return [*common, "--measurements", str(folder / "measured")]
 

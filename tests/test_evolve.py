@@ -41,7 +41,7 @@ def test_improves_on_the_hull_where_errors_interact(tmp_path: Path, seed: int) -
     bench = Landscape(tmp_path, seed=seed)
     problem = bench.problem()
     found = evolve.allocate(problem, replace(SMALL, generations=25), bench)
-    start = solver.solve(problem, solver.damages_of(problem, "swap")).choice
+    start = solver.solve(problem, solver.damages_of(problem, "kl_one_at_a_time")).choice
     assert bench.true(found.choice) < 0.97 * bench.true(start)
     assert found.facts["kl"] == pytest.approx(bench.true(found.choice)) and "lowered" in found.notes[0]
     assert found.facts["start_kl"] == pytest.approx(bench.true(start))
@@ -74,7 +74,7 @@ class Cruel(Landscape):
 def test_never_worse_than_the_start(tmp_path: Path) -> None:
     bench = Cruel(tmp_path)
     problem = bench.problem()
-    bench.start = solver.solve(problem, solver.damages_of(problem, "swap")).choice
+    bench.start = solver.solve(problem, solver.damages_of(problem, "kl_one_at_a_time")).choice
     found = evolve.allocate(problem, SMALL, bench)
     assert found.choice == bench.start
     assert "kept" in found.notes[0]

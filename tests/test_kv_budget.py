@@ -12,8 +12,10 @@ import yaml
 from torch import Tensor
 from transformers import DynamicCache
 
-from compress.allocate import kv_budget, kv_options
-from compress.allocate.kv_budget import Measured
+from compress.allocate import kv_budget, kv_options, kv_sizes
+from compress.allocate.kv_budget import CacheOption, TensorCosts
+from compress.allocate.problem import Problem
+from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, CalibrationError
 from compress.evaluate import cache_error, cache_scores
 from compress.evaluate.cache_scores import Candidate
@@ -24,18 +26,18 @@ from compress.recipe import blocks
 from compress.recipe.yaml import compose, mapping
 from pico import build
 
-OFFERED = kv_budget.options((2, 3, 4, 8))
+OFFERED = tuple(CacheOption(f"bits={b}", b, {"bits": b}) for b in (2, 3, 4, 8))
 RECIPE = {"method": "kivi", "group_size": 16, "residual_length": 16, "flush": 16, "sink": 2}
 
 
-def units(layers: int = 3, seed: int = 0) -> list[Measured]:
+def units(layers: int = 3, seed: int = 0) -> list[TensorCosts]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for layer, kind in product(range(layers), KINDS):
         scale = float(torch.rand(1, generator=generator)) + 0.05
         noise = (torch.rand(4, generator=generator) * 0.4 + 0.8).tolist()
         errors = tuple(scale * n * 4.0**-option.bits for n, option in zip(noise, OFFERED, strict=True))
-        found.append(Measured(layer, kind, 1000, tuple(int(125 * (o.bits + 1)) for o in OFFERED), errors, errors))
+        found.append(TensorCosts(layer, kind, 1000, tuple(int(125 * (o.bits + 1)) for o in OFFERED), errors, errors))
     return found
 
 
@@ -43,18 +45,18 @@ def units(layers: int = 3, seed: int = 0) -> list[Measured]:
 def test_no_choice_within_the_budget_has_less_damage(seed: int) -> None:
     measured = units(seed=seed)
     for room in (0, 130, 700, 1500, 10**6):
-        asked = kv_budget.problem(measured, OFFERED, 6 * 375 + room)
-        found = kv_budget.choose(asked)
+        asked = Problem(kv_budget.units(measured, OFFERED), 6 * 375 + room)
+        found = solve(asked, damages_of(asked, kv_budget.OUTPUT_ERROR))
         assert asked.nbytes(found.choice) <= asked.budget
         choices = [c for c in product(range(4), repeat=6) if asked.nbytes(c) <= asked.budget]
-        best = min(asked.damage(c, kv_budget.MEASURED) for c in choices)
+        best = min(asked.damage(c, kv_budget.OUTPUT_ERROR) for c in choices)
         assert best * (1 - 1e-9) <= found.damage <= 1.02 * best
         assert found.bound <= best * (1 + 1e-9)
 
 
 def test_the_published_greedy() -> None:
-    measured = [Measured(0, "keys", 10, (30, 40, 50, 90), (1.0, 0.0, 0.0, 0.0), (0.0,) * 4), *units(1)[1:]]
-    measured[1] = Measured(0, "values", 10, (30, 40, 50, 90), (0.3, 0.0, 0.0, 0.0), (0.0,) * 4)
+    measured = [TensorCosts(0, "keys", 10, (30, 40, 50, 90), (1.0, 0.0, 0.0, 0.0), (0.0,) * 4), *units(1)[1:]]
+    measured[1] = TensorCosts(0, "values", 10, (30, 40, 50, 90), (0.3, 0.0, 0.0, 0.0), (0.0,) * 4)
     damages = [{2: 1.0, 3: 0.25, 4: 0.0625, 8: 4.0**-6}, {2: 0.3, 3: 0.075, 4: 0.01875, 8: 0.3 * 4.0**-6}]
     for room in range(0, 130, 10):
         at, left = [2, 2], room
@@ -68,22 +70,22 @@ def test_the_published_greedy() -> None:
             i, b = max(gains, key=lambda pair: gains[pair])
             left -= 10 * (b - at[i])
             at[i] = b
-        asked = kv_budget.problem(measured, OFFERED, 60 + room)
+        asked = Problem(kv_budget.units(measured, OFFERED), 60 + room)
         choice = kv_budget.raised(asked)
         assert [asked.units[i].entries[j].bits for i, j in enumerate(choice)] == at, room
 
 
 def test_a_budget_below_the_fewest_bits() -> None:
-    for solver in (kv_budget.choose, kv_budget.raised):
-        with pytest.raises(BudgetError, match="the fewest bits take 2250 bytes, more than the budget of 2249"):
-            solver(kv_budget.problem(units(), OFFERED, 2249))
+    for solver in (lambda asked: solve(asked, damages_of(asked, kv_budget.OUTPUT_ERROR)), kv_budget.raised):
+        with pytest.raises(BudgetError, match=r"smallest .*take 2250 bytes.*than the budget of 2249"):
+            solver(Problem(kv_budget.units(units(), OFFERED), 2249))
 
 
 def test_what_is_chosen_is_what_the_cache_gets() -> None:
     text = "kv_cache: {method: kivi, bits: 3, layers: [LAYERS]}"
     for said in ("{match: 1, keys: {residual_length: 64}}", "{match: 0-1, keys: {residual_length: 64}}"):
         recipe = _recipe(text.replace("LAYERS", said))
-        chosen = kv_budget.chosen(kv_budget.units(units(2), OFFERED), (0, 3, 2, 1))
+        chosen = kv_budget.chosen_options(kv_budget.units(units(2), OFFERED), (0, 3, 2, 1))
         assert chosen == {0: {"keys": "bits=2", "values": "bits=8"}, 1: {"keys": "bits=4", "values": "bits=3"}}
         found = kv_budget.laid_out(recipe, chosen, 2, OFFERED)
         settings = found.by_layer(2)
@@ -127,7 +129,7 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
         del recipe["group_size"]
     candidates = kv_options.offered(model, cache_settings(recipe), OFFERED[:2], tokens[:, :120])
     for context in (100, 150, 199):
-        sizes = kv_options.sized(model, tokens[:1, :120], candidates, context)
+        sizes = kv_sizes.sized(model, tokens[:1, :120], candidates, context)
         for size, candidate in zip(sizes, candidates, strict=True):
             cache = candidate.cache(model.config)
             for start in range(0, context, 16):
@@ -139,7 +141,7 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
                 assert layer == 1 and nbytes == own.total + own.static
                 assert size.elements[layer, kind] == 2 * 16 * context
     with pytest.raises(CalibrationError, match="30 tokens are too few"):
-        kv_options.sized(model, tokens[:1, :30], candidates, 100)
+        kv_sizes.sized(model, tokens[:1, :30], candidates, 100)
 
 
 def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +150,11 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     hooks.attach(model)
     generation.switch(model)
     tokens = torch.randint(0, 250, (8, 200), generator=torch.Generator().manual_seed(0))
-    recipe = {"method": "pca", "residual_length": 16, "flush": 16, "sink": 2}
-    (candidate,) = kv_options.offered(model, cache_settings(recipe), OFFERED[:1], tokens[:, :120])
-    (size,) = kv_options.sized(model, tokens[:1, :100], [candidate], 198)
+    recipe = cache_settings({"method": "pca", "residual_length": 16, "flush": 16, "sink": 2})
+    (candidate,) = kv_options.offered(model, recipe, OFFERED[:1], tokens[:, :120])
+    (size,) = kv_sizes.sized(model, tokens[:1, :100], [candidate], 198)
     monkeypatch.setattr(kv_contract, "SMALL", 0)
-    cache = replace(candidate, path="scores").cache(model.config)
+    cache = replace(candidate, path="fused").cache(model.config)
     for start in range(0, 198, 16):
         model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)
     held = cache.nbytes()
@@ -163,8 +165,8 @@ def test_measured_errors_and_divergences() -> None:
     model = build("llama")
     hooks.attach(model)
     windows = torch.randint(0, 250, (2, 160), generator=torch.Generator().manual_seed(0))
-    candidates = kv_options.offered(model, cache_settings(RECIPE), OFFERED[:2], windows)
-    sizes = kv_options.sized(model, windows[:1], candidates, 1000)
+    candidates = kv_options.offered(model, RECIPE, OFFERED[:2], windows)
+    sizes = kv_sizes.sized(model, windows[:1], candidates, 1000)
     costs = kv_options.measure(model, windows, candidates, sizes, lambda done: None)
     assert [(unit.layer, unit.kind) for unit in costs.units] == list(product(range(2), KINDS))
     start = min(80, 2 + 16 + 4 * 16)

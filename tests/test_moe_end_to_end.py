@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
-from compress.allocate import session, table
+from compress.allocate import decide, metrics, session, table
 from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
@@ -110,7 +110,7 @@ def test_what_is_loaded_prunes_as_the_report_says(made: Made) -> None:
 
 def test_pruning_changes_no_weight(model: Path, made: Made, tmp_path: Path) -> None:
     asked = dataclasses.replace(job_of(model, MOE, tmp_path / "out"), measurements=made.folder)
-    asked = session.decided(asked, silent)
+    asked = decide.decided(asked, silent)
     plain = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, experts=None))
     report = api.quantize(plain)
     assert "experts" not in report and "experts" not in json.loads((plain.out / "config.json").read_text())
@@ -169,7 +169,7 @@ def test_the_table_has_all_damages_of_all_units(model: Path, made: Made, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_plan, "split", lambda sizes, allowed: [[key] for key in sizes])
         with session.session(job_of(model, setup, tmp_path / "out"), silent) as opened:
-            found = opened.table(frozenset({"expert", "expert_squares", "share", "routing"}))
+            found = metrics.table(opened, frozenset({"expert", "expert_squares", "share", "routing"}))
     before = {unit.name: unit for unit in table.load(made.folder).units}
     for unit in found.units:
         damages = {entry.option: entry.damage for entry in unit.entries}
@@ -246,7 +246,7 @@ def test_pruning_that_cannot_be(
 def test_experts_are_allocated_where_there_are_any(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     asked = job_of(pico_dir("llama"), MOE, tmp_path / "out")
     with pytest.raises(RecipeError, match="there are no experts among the units"):
-        session.decided(
+        decide.decided(
             dataclasses.replace(
                 asked, recipe=MOE.set("rules=[]", "allocate.target=9bpw", "experts.prune=false").load()
             ),

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from compress.allocate import mutation, solver
-from compress.allocate.mutation import Sizes
-from compress.allocate.problem import Entry, Problem, Unit
-from compress.allocate.surrogate import UNEXPLAINED, Measured, Surrogate
+from compress.allocate.mutation import Moves
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Entry, Problem, Unit
+from compress.allocate.surrogate import UNEXPLAINED, Observation, Surrogate
 from landscape import Landscape
 
 
-def sizes_of(problem: Problem) -> Sizes:
-    return Sizes(problem, solver.damages_of(problem, "swap"))
+def sizes_of(problem: Problem) -> Moves:
+    return Moves(problem, solver.damages_of(problem, KL_ONE_AT_A_TIME))
 
 
 # The published operators
@@ -94,7 +94,7 @@ def test_switches_in_groups_keep_the_bytes(tmp_path: Path, rule: str) -> None:
 def test_switches_keep_the_bytes_of_uneven_levels() -> None:
     entries = tuple(Entry(str(n), n, n) for n in (1, 2, 4, 8))
     problem = Problem(tuple(Unit(f"{u}.x", (f"{u}",), u, 8, entries) for u in range(5)), 20)
-    sizes, rng = Sizes(problem, [[-float(e.nbytes) for e in entries]] * 5), Random(0)
+    sizes, rng = Moves(problem, [[-float(e.nbytes) for e in entries]] * 5), Random(0)
     parent = (2, 1, 3, 2, 0)
     children = {mutation.switched(sizes, parent, mutation.groups(problem, "size"), rng) for _ in range(200)} - {None}
     assert children and {problem.nbytes(child) for child in children} == {problem.nbytes(parent)}
@@ -102,7 +102,7 @@ def test_switches_keep_the_bytes_of_uneven_levels() -> None:
 
 def test_guided_changes_fill_the_budget_and_mostly_improve(tmp_path: Path) -> None:
     problem = Landscape(tmp_path).problem()
-    sizes, values, rng = sizes_of(problem), solver.damages_of(problem, "swap"), Random(0)
+    sizes, values, rng = sizes_of(problem), solver.damages_of(problem, KL_ONE_AT_A_TIME), Random(0)
     parent = mutation.filled(sizes, (0,) * 12, values)
     children = {child for _ in range(300) if (child := mutation.guided(sizes, parent, values, rng))}
     assert len(children) > 50 and parent not in children
@@ -112,7 +112,7 @@ def test_guided_changes_fill_the_budget_and_mostly_improve(tmp_path: Path) -> No
         for unit, now in zip(problem.units, child, strict=True):
             assert all(e.nbytes - unit.entries[now].nbytes > room for e in unit.entries[now + 1 :])
     chance = [child for _ in range(300) if (child := mutation.traded(sizes, parent, rng))]
-    median = [sorted(problem.damage(c, "swap") for c in some)[len(some) // 2] for some in (children, chance)]
+    median = [sorted(problem.damage(c, KL_ONE_AT_A_TIME) for c in some)[len(some) // 2] for some in (children, chance)]
     assert median[0] < median[1]
 
 
@@ -123,7 +123,11 @@ def test_surrogate_is_the_normal_posterior() -> None:
     """Against the mean and covariance of the joint normal distribution, written down entry by entry."""
     values = [[3.0, 1.0], [2.0, 0.5, 0.1], [1.0, 0.2]]
     kinds, blocks, s, n = [0, 1, 0], [0, 0, 1], 0.5, 0.3
-    measured = [Measured({0: (0, 1), 1: (2, 0)}, 0.4, 2), Measured({2: (1, 0)}, 0.9, 8), Measured({0: (1, 0)}, 1.5, 4)]
+    measured = [
+        Observation({0: (0, 1), 1: (2, 0)}, 0.4, 2),
+        Observation({2: (1, 0)}, 0.9, 8),
+        Observation({0: (1, 0)}, 1.5, 4),
+    ]
     model = Surrogate(values, [kinds, blocks], measured, (s, n))
     entries = [(u, i) for u, row in enumerate(values) for i in range(len(row))]
 

@@ -9,6 +9,7 @@ import pytest
 
 from compress import recipe
 from compress.errors import RecipeError
+from compress.recipe import renamed
 from compress.recipe.schema import Target, option_names
 from compress.types import Correction
 
@@ -112,3 +113,24 @@ def test_options_with_parts_have_short_names() -> None:
     more = dataclasses.replace(plain, config=dataclasses.replace(plain.config, bits=3))
     assert option_names((plain, ranked[0], more)) == ["bits=2", "bits=2 + lowrank", "bits=3"]
     assert option_names((plain, *ranked)) == ["gptq", "+ lowrank rank=8", "+ lowrank rank=16"]
+
+
+def test_former_names_of_estimators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They mean what they meant, and each says once what it is called now."""
+    renamed._tell.cache_clear()
+    path = tmp_path / "mine.yaml"
+    for method, key, former, name in (
+        ("knapsack", "estimator", "swap", "kl_one_at_a_time"),
+        ("knapsack", "scale", "swap_base", "kl_one_at_a_time_from_base"),
+        ("evolve", "estimator", "swap_base", "kl_one_at_a_time_from_base"),
+    ):
+        path.write_text(f"quantize: {{method: rtn}}\nallocate: {{method: {method}, {key}: {former}}}")
+        old = recipe.load(str(path), ["quantize.group_size=32"])  # which reads the recipe twice
+        path.write_text(path.read_text().replace(f"{key}: {former}", f"{key}: {name}"))
+        assert old == recipe.load(str(path), ["quantize.group_size=32"])
+        assert capsys.readouterr().err == f"allocate: {key}: {former} is called {name} now\n"
+    cache = recipe.load("int4", ["kv_cache={method: kivi}", "allocate={context: 9, cache_estimator: swap}"])
+    assert cache.allocate is not None and cache.allocate.cache_estimator == "kl_one_at_a_time"
+    assert "cache_estimator: swap is called kl_one_at_a_time now" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="estimator must be one of"):
+        recipe.load("int4", ["allocate={estimator: swaps}"])

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from compress.allocate import block_scores
 from compress.allocate.block_scores import Noise, Slope, slope, slopes
-from compress.allocate.joint_kl import Candidates, Means
+from compress.allocate.joint_kl import JointKL
+from compress.allocate.prefix_tree import Resources
 from compress.calib import fisher
 from compress.errors import NumericalError
 from compress.model.skeleton import Skeleton
@@ -178,7 +179,7 @@ def test_a_line_through_the_origin() -> None:
     assert found.r2 == pytest.approx((1 - (y - alpha * x).square().sum() / y.square().sum()).item()) and found.r2 < 1
     assert slope({0.1: 0.0}).r2 == 1.0
     for bad in ({}, {0.0: 1.0}):
-        with pytest.raises(ValueError, match="no line"):
+        with pytest.raises(ValueError, match="a slope needs"):
             slope(bad)
 
 
@@ -189,7 +190,7 @@ def test_slopes_of_units_and_of_blocks(pico_dir: Callable[..., Path], tmp_path: 
     units = {spec.name: [spec.name] for spec in specs}
     blocks = {f"block {i}": [spec.name for spec in specs if spec.block == i] for i in range(2)}
     source = partial(lambda: (skeleton_of(directory), Noise()))
-    with Candidates(source, TOKENS, tmp_path, Means(top_k=300)) as candidates:
+    with JointKL(source, TOKENS, tmp_path, Resources(top_k=300)) as candidates:
         found = slopes(candidates, units | blocks, range(3), (0.001, 0.003, 0.005))
         assert candidates.forwards < len(found) * 3 * TOKENS.numel()
         again = slopes(candidates, {"block 1": blocks["block 1"]}, range(3), (0.005, 0.003, 0.001))

@@ -267,8 +267,8 @@ def test_the_greedy_takes_no_sides() -> None:
 # Refusals and fallbacks.
 
 
-def no_time(*args: object, **kwargs: object) -> exact.Answer:
-    return exact.Answer(None, note="the 0/1 solver found nothing: Time limit reached")
+def no_time(*args: object, **kwargs: object) -> exact.ProgramAnswer:
+    return exact.ProgramAnswer(None, note="the 0/1 solver found nothing: Time limit reached")
 
 
 def test_the_fallback_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_hulls_are_convex_and_end_at_the_best() -> None:
         assert _table(given).damage[0, end] == min(d for _, d in row)
 
 
-def _table(given: Problem) -> hull.Table:
+def _table(given: Problem) -> hull.EntryTable:
     rows = [sorted((e.nbytes, e.damage["d"], i) for i, e in enumerate(u.entries)) for u in given.units]
     nbytes, damage, index = (np.array([[item[k] for item in row] for row in rows]) for k in range(3))
-    return hull.Table(nbytes, damage, index).undominated()
+    return hull.EntryTable(nbytes, damage, index).undominated()

@@ -1,4 +1,4 @@
-"""Allocators: which of several ways to store it each part of the model gets, within a budget of bytes.
+"""Choose how each part of the model is stored, among several options and within a budget of bytes.
 
 A plugin `compress/allocate/methods/<name>.py` defines `Config` (a frozen dataclass: recipe keys), `allocate` and
 `needs`. It is given a `Problem` (problem.py) and never sees a weight, a method or a format.

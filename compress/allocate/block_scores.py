@@ -1,8 +1,4 @@
-"""How much a model minds changes: gradients of its loss, simple scores of blocks, and its answer to noise.
-
-Gradients and the Fisher diagonal (LQ-LoRA, arXiv 2311.12023; AutoRound's DeltaLoss) are those of the next-token loss at
-the original weights. The model is never in memory as a whole: the blocks run forward with their inputs kept, then
-backward from the last, each loaded once more.
+"""Score blocks by LIM and ZD, and units by the slope of the divergence in noise on their weights.
 
 LIM and ZD (arXiv 2406.17415) rank whole blocks: LIM by how far a block turns the hidden states, ZD, without data, by
 how many weights lie far above the mean. The paper leaves open over what the cosine is averaged; here it is tokens.
@@ -24,12 +20,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from compress.allocate.joint_kl import Candidates, Level, Levels
+from compress.allocate.joint_kl import JointKL
+from compress.allocate.prefix_tree import Variant, VariantWeights
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant.incoherence import derived_seed
 
-NOISE = "noise"  # a level of a linear is (NOISE, t)
+NOISE = "noise"  # a variant of a linear (NOISE, t)
 T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those of 6 to 3 bits
 
 
@@ -40,7 +37,7 @@ T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those 
 def lim(
     skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """-mean over tokens of cos(input, output) of each block; the larger, the more the block matters. In [-1, 1]."""
+    """Return -mean over tokens of cos(input, output) of each block; the larger, the more the block matters."""
     device, scores = torch.device(device), []
     stream = blockwise.HiddenStates(tokens.shape[0], file)
     try:
@@ -62,7 +59,7 @@ def lim(
 
 
 def zd(weights: Iterable[Tensor]) -> float:
-    """Share of all these weights, those of a block, that lie more than one standard deviation above their mean.
+    """Return the share of a block's weights that lie more than one standard deviation above their mean.
 
     The smaller, the more the block matters.
     """
@@ -78,23 +75,23 @@ def zd(weights: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """Levels ("noise", t): W + t |W| G / sqrt(numel), G standard normal, of each linear its own by seed and name.
+    """Variants ("noise", t): W + t |W| G / sqrt(numel), G standard normal, of each linear its own by seed and name.
 
-    Other levels are those of `inner`.
+    Other variants are those of `inner`.
     """
 
     seed: int = 0
-    inner: Levels | None = None
+    inner: VariantWeights | None = None
 
-    def weight(self, name: str, level: Level, original: Tensor) -> Tensor:
-        if not (isinstance(level, tuple) and len(level) == 2 and level[0] == NOISE):
+    def weight(self, name: str, variant: Variant, original: Tensor) -> Tensor:
+        if not (isinstance(variant, tuple) and len(variant) == 2 and variant[0] == NOISE):
             if self.inner is None:
-                raise ValueError(f"{name}: {level!r} is no noise, and there are no other levels")
-            return self.inner.weight(name, level, original)
+                raise ValueError(f"{name}: {variant!r} is no noise, and there are no other variants")
+            return self.inner.weight(name, variant, original)
         generator = torch.Generator().manual_seed(derived_seed(self.seed, NOISE, name))
         noise = torch.randn(original.shape, generator=generator).to(original.device)
         wide = original.float()
-        scale = cast(float, level[1]) * wide.norm() / math.sqrt(original.numel())
+        scale = cast(float, variant[1]) * wide.norm() / math.sqrt(original.numel())
         return (wide + scale * noise).to(original.dtype)
 
     def prepare(self, index: int, block: nn.Module) -> None:
@@ -112,11 +109,11 @@ class Slope(NamedTuple):
 
 
 def slope(measured: Mapping[float, float]) -> Slope:
-    """The least-squares line through the origin for t^2 -> KL."""
+    """Fit the least-squares line through the origin for t^2 -> KL."""
     points = tuple(sorted(measured.items()))
     squares = math.fsum(t2 * t2 for t2, _ in points)
     if squares == 0:
-        raise ValueError("no line without a t^2 above 0")
+        raise ValueError("a slope needs a measurement at a t^2 above 0")
     alpha = math.fsum(t2 * kl for t2, kl in points) / squares
     total = math.fsum(kl * kl for _, kl in points)
     residual = math.fsum((kl - alpha * t2) ** 2 for t2, kl in points)
@@ -124,15 +121,15 @@ def slope(measured: Mapping[float, float]) -> Slope:
 
 
 def slopes(
-    candidates: Candidates, units: Mapping[str, Sequence[str]], samples: Sequence[int], sizes: Sequence[float] = T2
+    joint_kl: JointKL, units: Mapping[str, Sequence[str]], samples: Sequence[int], sizes: Sequence[float] = T2
 ) -> dict[str, Slope]:
-    """Unit -> its slope, all linears of the unit with noise of the same t^2; the candidates' levels are `Noise`.
+    """Return unit -> its slope, with noise of the same t^2 on all its linears; the evaluator's variants are `Noise`.
 
     For one slope of a whole block, its linears are given as one unit. Units that are later in the model are cheaper:
     what is in front of them is the original, computed once. Cost at most len(units) * len(sizes) times the samples.
     """
     asked = [(unit, t2, {name: (NOISE, math.sqrt(t2)) for name in units[unit]}) for unit in units for t2 in sizes]
-    found = candidates.divergence([noisy for _, _, noisy in asked], samples)
+    found = joint_kl.divergence([noisy for _, _, noisy in asked], samples)
     measured: dict[str, dict[float, float]] = {unit: {} for unit in units}
     for (unit, t2, _), kl in zip(asked, found, strict=True):
         measured[unit][t2] = kl

@@ -1,4 +1,4 @@
-"""The allocation as a 0/1 program, solved by scipy's HiGHS: exact to a relative gap, with side constraints.
+"""Solve an allocation as a 0/1 program with scipy's HiGHS: exact to a relative gap, with side constraints.
 
 One variable for each entry of each unit; of a unit exactly one is 1. HiGHS keeps its rows to a tolerance only, so its
 answer is checked in integers; where the bytes overstep the budget it is asked again with that much less.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.allocate.hull import Floats, Ints, Table
+from compress.allocate.hull import EntryTable, Floats, Ints
 
 LARGEST = 1e4  # of the row of bytes; HiGHS allows it 1e-6
 OBJECTIVE = 1000.0  # what the damage of the known choice is scaled to; HiGHS's absolute gap is 1e-6
@@ -26,7 +26,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class LinearSide:
-    """Of these (unit, entry) pairs, entries by their index in the unit, at least `low` and at most `high` are taken."""
+    """A constraint: of these (unit, index of an entry) pairs at least `low` and at most `high` are taken."""
 
     indices: tuple[tuple[int, int], ...]
     low: float = 0
@@ -35,9 +35,9 @@ class LinearSide:
 
 @dataclass(frozen=True)
 class Limits:
-    """When the 0/1 solver may stop. Only where it stops for time does the answer depend on the machine."""
+    """The settings of the 0/1 solver's end. Only where it stops for time does the answer depend on the machine."""
 
-    seconds: float = 60.0
+    seconds: float = 60.0  # that the solver may take, in all
     gap: float = 1e-6  # between its answer and its bound, relative to the damage above that of all best entries
 
     def __post_init__(self) -> None:
@@ -48,7 +48,9 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramAnswer:
+    """The outcome of a 0/1 program."""
+
     at: Ints | None  # columns [units]; None: none was found
     bound: float = -math.inf  # of the damage of any choice
     note: str = ""
@@ -57,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Variables:
-    """One variable for each entry that may be taken."""
+    """The variables of a program, one for each entry that may be taken."""
 
     unit: Ints
     column: Ints
@@ -69,12 +71,12 @@ class Variables:
 
     @property
     def factor(self) -> float:
-        """What the row of bytes is multiplied by."""
+        """Return the factor of the row of bytes."""
         return min(1.0, LARGEST / max(self.room, 1))
 
 
-def program(table: Table, budget: int, known: float, sides: Sequence[LinearSide], limits: Limits) -> Answer:
-    """The choice of least damage within the budget that keeps the sides.
+def program(table: EntryTable, budget: int, known: float, sides: Sequence[LinearSide], limits: Limits) -> ProgramAnswer:
+    """Find the choice of least damage within the budget that keeps the sides.
 
     known: damage of some choice within the budget, whether it keeps the sides or not.
     """
@@ -85,7 +87,7 @@ def program(table: Table, budget: int, known: float, sides: Sequence[LinearSide]
         if attempt == 0 and result.mip_dual_bound is not None:  # later ones are of smaller budgets
             bound = result.mip_dual_bound / variables.scale + variables.floor
         if result.x is None:
-            return Answer(None, bound, _first_line(result.message), result.status == 2 and attempt == 0)
+            return ProgramAnswer(None, bound, _first_line(result.message), result.status == 2 and attempt == 0)
         if result.status == 1:
             note = f"the 0/1 solver stopped after {limits.seconds:g} s, {result.mip_gap:.3%} above its bound"
         taken = result.x > 0.5
@@ -93,17 +95,17 @@ def program(table: Table, budget: int, known: float, sides: Sequence[LinearSide]
         if excess <= 0:
             at = np.zeros(len(table.rows), np.int64)
             at[variables.unit[taken]] = variables.column[taken]
-            return Answer(at, bound, note)
+            return ProgramAnswer(at, bound, note)
         room -= excess
-    return Answer(None, bound, f"the 0/1 solver overstepped the budget {ATTEMPTS} times")
+    return ProgramAnswer(None, bound, f"the 0/1 solver overstepped the budget {ATTEMPTS} times")
 
 
 def _first_line(message: str) -> str:
     return f"the 0/1 solver found nothing: {message.partition(chr(10))[0].rstrip('.')}"
 
 
-def _variables(table: Table, budget: int, known: float, pruned: bool) -> Variables:
-    """pruned: without the entries that alone cost more than the known choice."""
+def _variables(table: EntryTable, budget: int, known: float, pruned: bool) -> Variables:
+    """Make the variables; pruned: without the entries that alone cost more than the known choice."""
     best = table.damage.min(1)
     excess = table.damage - best[:, None]
     usable = np.isfinite(table.damage)
@@ -121,8 +123,8 @@ def _variables(table: Table, budget: int, known: float, pruned: bool) -> Variabl
     return Variables(unit, column, cost * scale, nbytes // divisor, room, scale, float(best.sum()))
 
 
-def _milp(table: Table, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
-    """HiGHS's result."""
+def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
+    """Return HiGHS's result."""
     from scipy.optimize import LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -133,9 +135,9 @@ def _milp(table: Table, variables: Variables, sides: Sequence[LinearSide], room:
     if sides:
         number = np.full(table.damage.shape, -1)  # of the variable of a unit's own entry
         number[variables.unit, table.index[variables.unit, variables.column]] = np.arange(count)
-        places = [(row, number[pair]) for row, side in enumerate(sides) for pair in side.indices if number[pair] >= 0]
-        row, place = np.array(places, np.int64).reshape(-1, 2).T
-        matrix = csr_array((np.ones(len(row)), (row, place)), shape=(len(sides), count))
+        pairs = [(row, number[pair]) for row, side in enumerate(sides) for pair in side.indices if number[pair] >= 0]
+        row, variable = np.array(pairs, np.int64).reshape(-1, 2).T
+        matrix = csr_array((np.ones(len(row)), (row, variable)), shape=(len(sides), count))
         constraints.append(LinearConstraint(matrix, [s.low for s in sides], [s.high for s in sides]))
     options = {"time_limit": limits.seconds, "mip_rel_gap": limits.gap}
     with _quiet():
@@ -144,7 +146,7 @@ def _milp(table: Table, variables: Variables, sides: Sequence[LinearSide], room:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What C code prints goes to stderr: HiGHS writes a line now and then at its own will, and stdout may be JSON."""
+    """Send to stderr what C code prints: HiGHS writes a line now and then at its own will, and stdout may be JSON."""
     if os.name != "posix":
         yield
         return

@@ -20,7 +20,7 @@ from torch import nn
 
 from compress import formats
 from compress.allocate import groups as units
-from compress.allocate.groups import Group
+from compress.allocate.groups import LinearGroup
 from compress.allocate.variants import FIXED, Database
 from compress.calib import expert_routing
 from compress.model.blockwise import BlockInputs
@@ -102,12 +102,12 @@ class ExpertDamage:
         content = {"complete": True, "damages": damages, "scores": scores}
         write_text(self.database.folder / FILE, json.dumps(content, indent=1) + "\n")
 
-    def _options(self, group: Group) -> list[int]:
+    def _options(self, group: LinearGroup) -> list[int]:
         """Return the numbers of the options at which all members of a unit are quantized."""
         by_member = [self.opened.levels[member.name] for member in group.members]
         return [i for i in range(len(self.opened.names)) if all(str(i) in levels for levels in by_member)]
 
-    def _beside(self, group: Group, record: Mapping[str, Any], tokens: int) -> dict[str, list[float]]:
+    def _beside(self, group: LinearGroup, record: Mapping[str, Any], tokens: int) -> dict[str, list[float]]:
         """Return the damages of a unit that is no expert, by option."""
         squares = [0.0] * len(self.opened.names)
         for option in self._options(group):
@@ -115,6 +115,6 @@ class ExpertDamage:
         return {NORMS: [math.sqrt(tokens * square) for square in squares], SQUARES: squares}
 
 
-def _module(group: Group) -> str:
+def _module(group: LinearGroup) -> str:
     """Return the experts module of a unit of experts."""
     return group.members[0].name.rsplit(".", 2)[0]

@@ -1,4 +1,4 @@
-"""What is stored alike: linears that a serving engine fuses, or that share a stored tensor, get one option together."""
+"""Group linears into units that get one option together: those that an engine fuses or that share a stored tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from compress.recipe.schema import Units
 from compress.types import LinearSpec
 
 
-class Group(NamedTuple):
+class LinearGroup(NamedTuple):
+    """The linears of a unit of an allocation."""
+
     name: str  # model.layers.0.self_attn.{q_proj,k_proj,v_proj}
     members: tuple[LinearSpec, ...]
 
 
-def groups(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units) -> list[Group]:
-    """The linears in groups, in model order.
+def groups(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units) -> list[LinearGroup]:
+    """Return the linears in groups, in model order.
 
     fused: linears of one module that read the same input (q, k, v; gate, up), and all experts of a module. expert: the
     same, but each expert by itself, its inputs and its output together. linear: each by itself. block: all of a block.
@@ -28,24 +30,24 @@ def groups(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units) -> lis
         "expert": lambda spec: _above(spec.name) if spec.is_expert else f"{_above(spec.name)} {spec.input_key}",
         "block": lambda spec: str(spec.block),
     }
-    found: dict[str, list[LinearSpec]] = {}
+    by_key: dict[str, list[LinearSpec]] = {}
     shared: dict[str, str] = {}  # stored tensor -> the key of the first linear that is made of it
     for spec in specs:
         key = keys[units](spec)
         if not spec.is_expert:
             for stored in skeleton.weight_sources(spec):
                 key = shared.setdefault(stored.name, key)
-        found.setdefault(key, []).append(spec)
-    return [Group(_name([spec.name for spec in members]), tuple(members)) for members in found.values()]
+        by_key.setdefault(key, []).append(spec)
+    return [LinearGroup(_name([spec.name for spec in members]), tuple(members)) for members in by_key.values()]
 
 
-def _above(name: str, levels: int = 1) -> str:
-    """The module that holds a linear, or one further up."""
-    return name.rsplit(".", levels)[0]
+def _above(name: str, steps: int = 1) -> str:
+    """Return the name of the module that holds a linear, or of one further up."""
+    return name.rsplit(".", steps)[0]
 
 
 def _name(names: Sequence[str]) -> str:
-    """One name for all: their common path, and what differs in braces where that stays short."""
+    """Return one name for all: their common path, and what differs in braces where that stays short."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]

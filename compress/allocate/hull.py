@@ -1,14 +1,14 @@
-"""Greedy on convex hulls for the multiple-choice knapsack, with a lower bound that says how good it is.
+"""Solve the multiple-choice knapsack greedily on convex hulls, with a lower bound that says how good the answer is.
 
-Of each unit the entries that no other dominates are kept, and of those the lower convex hull of damage over bytes. All
-hulls' segments, steepest first, are what the linear relaxation buys: the prefix of them that fits is optimal for the
-bytes that it takes, and the first that does not fit gives Dantzig's bound for all choices. What is left of the budget,
-less than that segment, is then filled: segments that fit (a unit whose segment does not fit is out), any other upgrade
-by damage per byte, exchanges of one upgrade for one downgrade.
+Of each unit the entries that no other dominates are kept, and of those the lower convex hull of damage over bytes. The
+linear relaxation takes the segments of all hulls, steepest first: the prefix of them that fits is optimal for the bytes
+that it takes, and the first that does not fit gives Dantzig's bound for all choices. The rest of the budget, less than
+that segment, is then filled: with segments that fit (a unit whose segment does not fit is out), with any other upgrade
+by damage per byte, and with exchanges of one upgrade for one downgrade.
 
-A greedy filling alone may do worse with more room. Here it is tried at a fixed list of rooms between one prefix and the
-next, each time against what the room before gave, and what remains goes to the cheapest upgrades one by one; so a
-larger budget never gives more damage, and no upgrade that fits is left.
+A greedy filling alone may do worse with more room. So it is tried at a fixed list of rooms between one prefix and the
+next, each time against the result of the room before, and the rest goes to the cheapest upgrades one by one. A larger
+budget then never gives more damage, and no upgrade that fits is left.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ EXCHANGE_ENTRIES = 20_000  # above, the bound is so close that exchanges are not
 
 
 @dataclass(frozen=True)
-class Table:
-    """Entries of all units, padded: one row a unit, ascending in bytes."""
+class EntryTable:
+    """The entries of all units, padded: one row a unit, ascending in bytes."""
 
     nbytes: Ints  # [units, entries]; padding: that of the last entry
     damage: Floats  # [units, entries]; padding: inf
@@ -42,14 +42,15 @@ class Table:
         return np.arange(len(self.nbytes))
 
     def cost(self, at: Ints) -> int:
-        """Bytes of a choice, given as columns [units]."""
+        """Return the bytes of a choice, given as columns [units]."""
         return int(self.nbytes[self.rows, at].sum())
 
     def loss(self, at: Ints) -> float:
+        """Return the damage of a choice."""
         return float(self.damage[self.rows, at].sum())
 
-    def undominated(self) -> Table:
-        """Only entries with less damage than all that take as many bytes or fewer; damage falls strictly."""
+    def undominated(self) -> EntryTable:
+        """Keep only entries with less damage than all that take as many bytes or fewer; damage falls strictly."""
         before = np.full_like(self.damage, np.inf)
         before[:, 1:] = np.minimum.accumulate(self.damage, 1)[:, :-1]
         keep = self.damage < before
@@ -57,12 +58,12 @@ class Table:
         kept = np.take_along_axis(keep, order, 1)
         nbytes = np.where(kept, np.take_along_axis(self.nbytes, order, 1), 0)
         damage = np.where(kept, np.take_along_axis(self.damage, order, 1), np.inf)
-        return Table(np.maximum.accumulate(nbytes, 1), damage, np.take_along_axis(self.index, order, 1))
+        return EntryTable(np.maximum.accumulate(nbytes, 1), damage, np.take_along_axis(self.index, order, 1))
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Steps along the hulls, steepest first; those of one unit in its order."""
+    """The steps along the hulls, steepest first; those of one unit in its order."""
 
     unit: Ints
     to: Ints  # column
@@ -73,8 +74,8 @@ class Segments:
         return Segments(self.unit[part], self.to[part], self.nbytes[part], self.rate[part])
 
 
-def greedy(table: Table, budget: int) -> tuple[Ints, float]:
-    """(columns [units] within the budget, lower bound of the damage of any choice within it).
+def greedy(table: EntryTable, budget: int) -> tuple[Ints, float]:
+    """Return columns [units] within the budget, and a lower bound of the damage of any choice within it.
 
     The table has no dominated entries, and its first column is within the budget.
     """
@@ -92,8 +93,8 @@ def greedy(table: Table, budget: int) -> tuple[Ints, float]:
     return at, min(bound, table.loss(at))
 
 
-def hulls(table: Table) -> Segments:
-    """The steps from each unit's smallest entry to its best along the lower convex hull."""
+def hulls(table: EntryTable) -> Segments:
+    """Return the steps from each unit's smallest entry to its best along the lower convex hull."""
     units, entries = table.nbytes.shape
     at = np.zeros(units, np.int64)
     before = np.full(units, np.inf)
@@ -116,14 +117,14 @@ def hulls(table: Table) -> Segments:
     return Segments(unit, column, nbytes, rates)[np.lexsort((number, unit, -rates))]
 
 
-def _upgrades(table: Table, at: Ints) -> tuple[Ints, Floats]:
-    """Bytes more and damage less [units, entries] of every entry against the one at hand; padding gains -inf."""
+def _upgrades(table: EntryTable, at: Ints) -> tuple[Ints, Floats]:
+    """Return bytes more and damage less [units, entries] of every entry than the chosen one; padding gains -inf."""
     here = table.rows, at
     return table.nbytes - table.nbytes[here][:, None], table.damage[here][:, None] - table.damage
 
 
-def _filled(table: Table, segments: Segments, base: Ints, room: int) -> Ints:
-    """The best choice found that takes at most `room` bytes more than `base`, a prefix that is followed by `segments`.
+def _filled(table: EntryTable, segments: Segments, base: Ints, room: int) -> Ints:
+    """Return the best choice found with at most `room` bytes more than `base`, a prefix followed by `segments`.
 
     Never worse with more room: the rooms tried depend on the base alone, and between them upgrades come in an order
     that does not depend on the room.
@@ -140,8 +141,8 @@ def _filled(table: Table, segments: Segments, base: Ints, room: int) -> Ints:
     return _grown(table, state, start + room)
 
 
-def _rooms(table: Table, base: Ints, width: int) -> Ints:
-    """Ascending numbers of bytes below `width`: what single upgrades of the base take, and even steps."""
+def _rooms(table: EntryTable, base: Ints, width: int) -> Ints:
+    """Return ascending numbers of bytes below `width`: those of single upgrades of the base, and even steps."""
     count = int(np.clip(WORK // table.damage.size, 4, ROOMS)) // 2
     more, gain = _upgrades(table, base)
     takes = np.unique(more[(gain > 0) & (more < width)])
@@ -150,8 +151,8 @@ def _rooms(table: Table, base: Ints, width: int) -> Ints:
     return np.unique(np.concatenate([takes, np.arange(1, count) * width // count]))
 
 
-def _grown(table: Table, at: Ints, budget: int) -> Ints:
-    """The cheapest upgrade of all, whatever it gains, again and again while it fits."""
+def _grown(table: EntryTable, at: Ints, budget: int) -> Ints:
+    """Take the cheapest upgrade of all, whatever it gains, again and again while it fits."""
     at, room = at.copy(), budget - table.cost(at)
 
     def following(unit: int) -> int:
@@ -172,15 +173,15 @@ def _grown(table: Table, at: Ints, budget: int) -> Ints:
     return at
 
 
-def _bought(table: Table, segments: Segments, base: Ints, budget: int) -> Ints:
-    """Segments that fit, in their order, then whatever other upgrades fit."""
+def _bought(table: EntryTable, segments: Segments, base: Ints, budget: int) -> Ints:
+    """Take segments that fit, in their order, then whatever other upgrades fit."""
     at = base.copy()
     _take(at, segments, budget - table.cost(at))
     return upgraded(table, at, budget)
 
 
-def upgraded(table: Table, at: Ints, budget: int) -> Ints:
-    """Upgrades to any entry that fits, those first that take away most damage a byte, until none fits."""
+def upgraded(table: EntryTable, at: Ints, budget: int) -> Ints:
+    """Upgrade to any entry that fits, those first that take away most damage a byte, until none fits."""
     at = at.copy()
     while True:
         room = budget - table.cost(at)
@@ -190,8 +191,8 @@ def upgraded(table: Table, at: Ints, budget: int) -> Ints:
         _take(at, found[np.sort(np.unique(found.unit, return_index=True)[1])], room)  # of each unit the best
 
 
-def offers(table: Table, at: Ints, room: int) -> Segments:
-    """All single upgrades that take at most `room` bytes more, those first that take away most damage a byte."""
+def offers(table: EntryTable, at: Ints, room: int) -> Segments:
+    """Return all single upgrades within `room` bytes, those first that take away most damage a byte."""
     more, gain = _upgrades(table, at)
     unit, column = np.nonzero((gain > 0) & (more <= room))
     takes = more[unit, column]
@@ -200,7 +201,7 @@ def offers(table: Table, at: Ints, room: int) -> Segments:
 
 
 def _take(at: Ints, segments: Segments, room: int) -> None:
-    """Moves `at` along segments in order while they fit; the first of a unit that does not fit ends that unit."""
+    """Move `at` along segments in order while they fit; the first of a unit that does not fit ends that unit."""
     last = len(segments.unit)
     while len(segments.unit):
         place = np.arange(len(segments.unit))
@@ -215,8 +216,8 @@ def _take(at: Ints, segments: Segments, room: int) -> None:
         segments = segments[count:]
 
 
-def _exchanged(table: Table, at: Ints, budget: int) -> Ints:
-    """One unit up and another down, the pair that lowers damage most, again and again; then upgrades that fit."""
+def _exchanged(table: EntryTable, at: Ints, budget: int) -> Ints:
+    """Move one unit up and another down, the pair that lowers damage most, again and again; then upgrade what fits."""
     if table.damage.size > EXCHANGE_ENTRIES:
         return at
     for _ in range(EXCHANGES):

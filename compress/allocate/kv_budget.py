@@ -1,25 +1,20 @@
-"""Bits where they count: how the keys and the values of each layer are stored, within a budget of bytes.
+"""Choose how the keys and the values of each layer are stored, within a budget of bytes.
 
 Each tensor kind of each layer is a unit of an allocation (compress/allocate/problem.py) with an entry for each option:
-its bytes at a context length, and its damage. Three estimates of that:
+its bytes at a context length, and its damage, the increase of a loss. Three estimators of that:
 
-    swap           nats a token, as those of weights are: KL(exact || cache) with this kind coded by this option in all
-                   layers, shared out among the layers by their output errors; units of weights may stand beside them
-    output_error   measured: the error of the layer's attention output with this unit alone coded by this option
-    rule           KV-AdaQuant (arXiv 2502.15075): c 2^(-2 bits), so that one measurement, with the fewest bits, does
+    kl_one_at_a_time   nats a token, as those of weights are: KL(exact || cache) with this kind coded by this option in
+                       all layers, shared out among the layers by their output errors
+    output_error       the measured error of the layer's attention output with this unit alone coded by this option
+    rule               KV-AdaQuant (arXiv 2502.15075): c 2^(-2 bits), so that one measurement, of the fewest bits, does
 
 The published c are squared norms of W_K and W_V, which say that keys need more bits. That was found with groups along
-channels; keys grouped along tokens can turn it round, so c is the measured error instead. `choose` solves the
-allocation with the solver of the weights' bits (within a bound of the optimum); `raised` is the published greedy: all
-units at their fewest bits, then again and again the raise of largest gain a bit that still fits.
-`measure` is that of compress/allocate/kv_options.py.
+channels; keys grouped along tokens can turn it round, so c is the measured error here. `raised` is the published
+greedy: all units at their fewest bits, then again and again the raise of largest gain a bit that still fits. The other
+estimators are summed by the solver of the weights' bits (within a bound of the optimum).
 
-    costs = measure(model, windows, candidates, sized(model, tokens, candidates, 65536), say)
-    asked = problem(costs.units, options, budget)
-    recipe = laid_out(recipe, chosen(asked.units, choose(asked).choice), layers, options)
-
-Errors of layers and kinds are taken to add up; damage to what later layers see of earlier ones' errors is in `swap`
-only. compress/allocate/kv_session.py puts this beside the weights: one budget for both.
+Errors of layers and kinds are taken to add up; damage to what later layers see of earlier ones' errors is in
+`kl_one_at_a_time` only. compress/allocate/kv_share.py puts this beside the weights: one budget for both.
 """
 
 from __future__ import annotations
@@ -28,19 +23,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from compress.allocate.problem import Choice, Entry, Problem, Unit
-from compress.allocate.solver import Solution, damages_of, solve
-from compress.errors import BudgetError
-from compress.kv.settings import CacheSettings, LayerRule
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
+from compress.allocate.solver import damages_of, solve
+from compress.errors import BudgetError, RecipeError
+from compress.kv.settings import KINDS, CacheSettings, LayerRule
+from compress.process_memory import show
+from compress.recipe.schema import CacheEstimator
 
-SWAP: Final = "swap"
-MEASURED: Final = "output_error"
+DIVERGENCE: Final = KL_ONE_AT_A_TIME
+OUTPUT_ERROR: Final = "output_error"
 RULE: Final = "rule"
 PREFIX = "kv_cache.layers."  # of the units' names: kv_cache.layers.3.keys
+BITS = (1, 2, 3, 4, 6, 8)  # offered where a recipe lists none
 
 
 @dataclass(frozen=True)
-class Option:
+class CacheOption:
     """Settings laid over the recipe for the keys or the values of a layer."""
 
     name: str
@@ -49,8 +47,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One tensor kind of one layer, by option."""
+class TensorCosts:
+    """The costs of one tensor kind of one layer, by option."""
 
     layer: int
     kind: str
@@ -60,46 +58,82 @@ class Measured:
     kls: tuple[float, ...]  # this unit's share of the divergence, nats a token
 
 
-def options(bits: Sequence[float]) -> tuple[Option, ...]:
-    """The recipe's method with these bits."""
-    return tuple(Option(f"bits={b:g}", b, {"bits": b}) for b in bits)
+@dataclass(frozen=True)
+class CacheCosts:
+    """The costs of a recipe's cache at a context length."""
+
+    units: tuple[TensorCosts, ...]
+    fixed_nbytes: int  # of what no option changes: layers that stay exact, rotary rows
+    tokens: int  # that divergences were taken over
 
 
-def units(measured: Sequence[Measured], offered: Sequence[Option]) -> tuple[Unit, ...]:
-    """What an allocation chooses for."""
-    found = []
-    for unit in measured:
-        least = min(range(len(offered)), key=lambda i: offered[i].bits)
-        constant = unit.errors[least] * 4 ** offered[least].bits
+@dataclass(frozen=True)
+class CacheOffer:
+    """The options of a recipe's cache with their costs."""
+
+    options: tuple[CacheOption, ...]
+    costs: CacheCosts
+    context: int
+    layers: int  # of the model
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units that an allocation chooses for."""
+        return units(self.costs.units, self.options)
+
+
+def options(settings: CacheSettings, bits: Sequence[float] = ()) -> tuple[CacheOption, ...]:
+    """Return an option for each of these bits, by default for those that the recipe's methods take.
+
+    Raises RecipeError for bits that a method does not take, or that leave no choice.
+    """
+    if bits and len(set(bits)) < max(2, len(bits)):
+        raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
+    offered = []
+    for number in (int(b) if float(b).is_integer() else b for b in bits or BITS):
+        try:
+            for side in (settings.keys, settings.values):
+                replace(side.config, bits=number)
+        except (TypeError, ValueError) as error:  # no such setting, or not this number
+            if bits:
+                raise RecipeError(f"allocate.cache_bits: {number:g} bits: {error}; offer others") from error
+            continue
+        offered.append(CacheOption(f"bits={number:g}", number, {"bits": number}))
+    if len(offered) < 2:
+        methods = " and ".join(dict.fromkeys((settings.keys.method, settings.values.method)))
+        raise RecipeError(f"kv_cache: {methods} has no bits to choose; use a method that has, such as kivi")
+    return tuple(offered)
+
+
+def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple[Unit, ...]:
+    """Return the units that an allocation chooses for, each with an entry for each option."""
+    made = []
+    for unit in costs:
+        fewest = min(range(len(options)), key=lambda i: options[i].bits)
+        constant = unit.errors[fewest] * 4 ** options[fewest].bits
         entries = [
-            Entry(option.name, nbytes, option.bits, {SWAP: kl, MEASURED: error, RULE: constant * 4**-option.bits})
-            for option, nbytes, error, kl in zip(offered, unit.nbytes, unit.errors, unit.kls, strict=True)
+            Entry(
+                option.name,
+                nbytes,
+                option.bits,
+                {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-option.bits},
+            )
+            for option, nbytes, error, kl in zip(options, unit.nbytes, unit.errors, unit.kls, strict=True)
         ]
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
         name = f"{PREFIX}{unit.layer}.{unit.kind}"
-        found.append(Unit(name, (name,), unit.layer, unit.numel, tuple(order)))
-    return tuple(found)
+        made.append(Unit(name, (name,), unit.layer, unit.numel, tuple(order)))
+    return tuple(made)
 
 
-def problem(measured: Sequence[Measured], offered: Sequence[Option], budget: int) -> Problem:
-    """The allocation of `budget` bytes for what is coded of the cache at the measured context."""
-    return Problem(units(measured, offered), budget)
-
-
-def choose(asked: Problem, estimator: str = MEASURED) -> Solution:
-    """Least total damage within the budget. BudgetError if the fewest bits do not fit."""
-    check(asked)
-    return solve(asked, damages_of(asked, estimator))
-
-
-def raised(asked: Problem, estimator: str = RULE) -> Choice:
-    """The greedy of KV-AdaQuant; entries with more bits are those with more bytes."""
-    check(asked)
-    at = [min(range(len(unit.entries)), key=lambda i: unit.entries[i].bits) for unit in asked.units]
+def raised(problem: Problem, estimator: str = RULE) -> Choice:
+    """Return the choice of KV-AdaQuant's greedy; entries with more bits are those with more bytes."""
+    problem.check()
+    at = [min(range(len(unit.entries)), key=lambda i: unit.entries[i].bits) for unit in problem.units]
     while True:
-        room = asked.budget - asked.nbytes(tuple(at))
+        room = problem.budget - problem.nbytes(tuple(at))
         best: tuple[float, int, int] | None = None
-        for number, unit in enumerate(asked.units):
+        for number, unit in enumerate(problem.units):
             now = unit.entries[at[number]]
             for index, entry in enumerate(unit.entries):
                 if entry.bits > now.bits and entry.nbytes - now.nbytes <= room:
@@ -110,32 +144,69 @@ def raised(asked: Problem, estimator: str = RULE) -> Choice:
         at[-best[1]] = -best[2]
 
 
-def check(asked: Problem) -> None:
-    """BudgetError, in the words of a cache, unless some choice fits."""
-    if asked.budget < asked.least:
+def divided(
+    offer: CacheOffer, weights: Sequence[Unit], room: int, estimator: CacheEstimator = DIVERGENCE
+) -> tuple[int, Choice]:
+    """Return the bytes of the cache, everything included, and its choice; `room` bytes are for it and these weights.
+
+    The cache's share is decided by divergences; with another estimator it is spent anew among layers and kinds. Raises
+    BudgetError where the smallest options do not fit.
+    """
+    units, fixed = offer.units, offer.costs.fixed_nbytes
+    together = Problem((*weights, *units), room - fixed)
+    if together.budget < together.least:
         raise BudgetError(
-            f"kv_cache: the fewest bits take {asked.least} bytes, more than the budget of {asked.budget}; raise the "
-            "budget, shorten the context or offer fewer bits"
+            f"the target leaves {show(max(0, room))} for quantized weights and the cache, whose smallest options take "
+            f"{show(together.least + fixed)}, {show(Problem(units, 0).least + fixed)} of it the cache of "
+            f"{offer.context} tokens; raise the target, shorten the context, or offer smaller options"
         )
+    choice = solve(together, damages_of(together, DIVERGENCE)).choice[len(weights) :]
+    share = Problem(units, Problem(units, 0).nbytes(choice))
+    if estimator == RULE:
+        choice = raised(share)
+    elif estimator == OUTPUT_ERROR:
+        choice = solve(share, damages_of(share, OUTPUT_ERROR)).choice
+    return share.nbytes(choice) + fixed, choice
 
 
-def chosen(asked: Sequence[Unit], choice: Choice) -> dict[int, dict[str, str]]:
-    """Layer -> kind -> name of an option."""
-    found: dict[int, dict[str, str]] = {}
-    for unit, index in zip(asked, choice, strict=True):
+def described(offer: CacheOffer, choice: Choice) -> dict[str, Any]:
+    """Return the facts of a choice, as JSON values."""
+    chosen = [(unit, unit.entries[i]) for unit, i in zip(offer.units, choice, strict=True)]
+    of_kind = {kind: [pair for pair in chosen if pair[0].name.endswith(kind)] for kind in KINDS}
+    return {
+        "context": offer.context,
+        "nbytes": sum(entry.nbytes for _, entry in chosen) + offer.costs.fixed_nbytes,
+        "bits per element": {
+            kind: 8 * sum(entry.nbytes for _, entry in pairs) / sum(unit.numel for unit, _ in pairs)
+            for kind, pairs in of_kind.items()
+        },
+        "divergence": sum(entry.damage[DIVERGENCE] for _, entry in chosen),
+        "tokens": offer.costs.tokens,
+        "layers": {str(layer): by_kind for layer, by_kind in chosen_options(offer.units, choice).items()},
+        "layers of the model": offer.layers,
+    }
+
+
+def chosen_options(units: Sequence[Unit], choice: Choice) -> dict[int, dict[str, str]]:
+    """Return layer -> kind -> name of an option."""
+    by_layer: dict[int, dict[str, str]] = {}
+    for unit, index in zip(units, choice, strict=True):
         layer, kind = unit.name.removeprefix(PREFIX).split(".")
-        found.setdefault(int(layer), {})[kind] = unit.entries[index].option
-    return found
+        by_layer.setdefault(int(layer), {})[kind] = unit.entries[index].option
+    return by_layer
 
 
 def laid_out(
-    settings: CacheSettings, options_by_layer: Mapping[int, Mapping[str, str]], layers: int, offered: Sequence[Option]
+    settings: CacheSettings,
+    options_by_layer: Mapping[int, Mapping[str, str]],
+    layers: int,
+    options: Sequence[CacheOption],
 ) -> CacheSettings:
-    """Return the settings with what was chosen for each layer of the model; the rules that were there are worked in.
+    """Return the settings with the chosen option of each of the model's layers in place of the rules.
 
     A rule says what differs from the settings' keys and values; layers that got the same share one.
     """
-    named = {option.name: option for option in offered}
+    named = {option.name: option for option in options}
     codings = settings.by_layer(layers)
     alike: list[tuple[dict[str, Any], list[int]]] = []
     for layer, kinds in options_by_layer.items():

@@ -1,165 +1,173 @@
-"""Damages and scores that take passes of the whole model, each by its name: a function that measures it and keeps it.
+"""Measure damages and scores that take passes of the whole model, each metric by its name.
 
-A function is given the measurements of a folder (compress/allocate/sensitivity.py), measures, and writes a file there;
+A metric's function is given the measurements of a folder (compress/allocate/sensitivity.py) and writes a file there;
 block by block where it takes long, so that a killed run goes on (gradients need all blocks, and start over).
+
+    kl_one_at_a_time             KL(original || model) with one unit at one option, all others as they are
+    kl_one_at_a_time_from_base   the same with all others at their largest option (AdaQuant)
+    noise                        alpha t^2: the slope of the KL in random noise on the unit, times the relative error
+    gradient, fisher             sum |g dW| with the mean gradient g of the loss; sum F dW^2 with its mean square F
+    lim, zd                      scores of whole blocks (compress/allocate/block_scores.py)
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress import plugins
-from compress.allocate import block_scores
+from compress.allocate import block_scores, prepare_options
+from compress.allocate import table as tables
+from compress.allocate.groups import LinearGroup
+from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME
+from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.calib import fisher
-from compress.errors import RecipeError
-
-if TYPE_CHECKING:
-    from compress.allocate.groups import Group
-    from compress.allocate.sensitivity import Measured
+from compress.errors import NotMeasuredError, RecipeError
 
 
-def _swap(found: Measured, name: str, around: Mapping[str, str]) -> None:
-    """KL(original || model) with one unit at one option, for all; `around`: the levels of everything else."""
-    known = found.kept(name).get("damages", {}).get(name, {})
-    judge, blocks = found.judge(), len(found.skeleton.blocks)
-    before = judge.forwards - found.kept(name).get("forwards", 0.0)
-    for index in range(blocks):
-        groups = [group for group in found.groups if group.members[0].block == index and group.name not in known]
-        asked = [(group, option) for group in groups for option in found.options(group)]
-        if not asked:
+def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable:
+    """Return the table with these damages and scores, measured now where they are not known yet."""
+    for name in sorted(needs.difference({*WITH_OPTIONS, JOINT})):
+        if any(name in known for known in store.read()):
             continue
-        found.progress("trying one unit at a time", index, blocks)
-        tried = [_changed(found, group, option, around) for group, option in asked]
-        kls = judge.divergence(tried, range(found.samples))
-        for group in groups:
-            known[group.name] = [0.0] * len(found.opened.names)
-        for (group, option), kl in zip(asked, kls, strict=True):
-            known[group.name][option] = max(0.0, kl)
-        forwards = judge.forwards - before
-        found.keep(name, False, damages={name: known}, samples=found.samples, forwards=forwards)
-    found.keep(name, True, damages={name: known}, samples=found.samples, forwards=judge.forwards - before)
+        if name not in METRICS:
+            raise RecipeError(f"there is no measurement {name!r}; known: {', '.join([*WITH_OPTIONS, *METRICS])}")
+        if not store.opened.asked.measures:
+            raise NotMeasuredError(f"{store.database.folder} has no {name}")
+        started = time.monotonic()
+        METRICS[name](store)
+        store.seconds[name] = round(time.monotonic() - started, 2)
+    measured = store.table()
+    tables.save(measured, store.database.folder)
+    return measured
 
 
-def _changed(found: Measured, group: Group, option: int, around: Mapping[str, str]) -> dict[str, str]:
-    own = found.assignment(group, option)
-    return {**{name: level for name, level in around.items() if name not in _names(group)}, **own}
-
-
-def _names(group: Group) -> set[str]:
-    return {member.name for member in group.members}
-
-
-def _swap_base(found: Measured) -> None:
-    """The same over a base at which every unit is at its largest option (AdaQuant)."""
-    around: dict[str, str] = {}
-    for group in found.groups:
-        largest = max(found.options(group), key=lambda option: found.nbytes(group, option))
-        around |= found.assignment(group, largest)
-    _swap(found, "swap_base", around)
-
-
-def _noise(found: Measured) -> None:
-    """alpha t^2 of each unit and option: the slope of the KL in noise on the unit, and the option's relative error."""
-    judge = found.judge()
-    members = {group.name: [member.name for member in group.members] for group in found.groups}
-    known, blocks = found.kept("noise").get("slopes", {}), len(found.skeleton.blocks)
-    before = judge.forwards - found.kept("noise").get("forwards", 0.0)
+def _kl_one_at_a_time(store: Measurements, name: str, around: Mapping[str, str]) -> None:
+    """Measure KL(original || model) with each unit at each option alone; `around`: the variants of all others."""
+    known = store.kept(name).get("damages", {}).get(name, {})
+    evaluator, blocks = store.evaluators.on_calibration(store.samples), len(store.skeleton.blocks)
+    before = evaluator.forwards - store.kept(name).get("forwards", 0.0)
     for index in range(blocks):
-        some = {g.name: members[g.name] for g in found.groups if g.members[0].block == index and g.name not in known}
+        groups = [group for group in store.groups if group.members[0].block == index and group.name not in known]
+        pairs = [(group, option) for group in groups for option in store.options(group)]
+        if not pairs:
+            continue
+        store.progress("trying one unit at a time", index, blocks)
+        tried = [_changed(store, group, option, around) for group, option in pairs]
+        kls = evaluator.divergence(tried, range(store.samples))
+        for group in groups:
+            known[group.name] = [0.0] * len(store.opened.names)
+        for (group, option), kl in zip(pairs, kls, strict=True):
+            known[group.name][option] = max(0.0, kl)
+        forwards = evaluator.forwards - before
+        store.keep(name, False, damages={name: known}, samples=store.samples, forwards=forwards)
+    store.keep(name, True, damages={name: known}, samples=store.samples, forwards=evaluator.forwards - before)
+
+
+def _changed(store: Measurements, group: LinearGroup, option: int, around: Mapping[str, str]) -> dict[str, str]:
+    """Return the variants of all linears with one unit at an option."""
+    members = {member.name for member in group.members}
+    others = {name: variant for name, variant in around.items() if name not in members}
+    return others | store.assignment(group, option)
+
+
+def _kl_from_base(store: Measurements) -> None:
+    """Measure the same over a base at which every unit is at its largest option (AdaQuant)."""
+    around: dict[str, str] = {}
+    for group in store.groups:
+        largest = max(
+            store.options(group), key=lambda option: prepare_options.nbytes(store.opened, group.members, option)
+        )
+        around |= store.assignment(group, largest)
+    _kl_one_at_a_time(store, FROM_BASE, around)
+
+
+def _noise(store: Measurements) -> None:
+    """Measure alpha t^2 of each unit and option: the slope of the KL in noise, and the option's relative error."""
+    evaluator = store.evaluators.on_calibration(store.samples)
+    members = {group.name: [member.name for member in group.members] for group in store.groups}
+    known, blocks = store.kept("noise").get("slopes", {}), len(store.skeleton.blocks)
+    before = evaluator.forwards - store.kept("noise").get("forwards", 0.0)
+    for index in range(blocks):
+        some = {g.name: members[g.name] for g in store.groups if g.members[0].block == index and g.name not in known}
         if some:
-            found.progress("measuring the answer to noise", index, blocks)
-            known |= block_scores.slopes(judge, some, range(found.samples))
-            forwards = judge.forwards - before
-            found.keep("noise", False, slopes=known, samples=found.samples, forwards=forwards)
+            store.progress("measuring the answer to noise", index, blocks)
+            known |= block_scores.slopes(evaluator, some, range(store.samples))
+            forwards = evaluator.forwards - before
+            store.keep("noise", False, slopes=known, samples=store.samples, forwards=forwards)
     slopes = {name: block_scores.Slope(*known[name]) for name in members}
-    errors = found.relative_errors()
+    errors = store.relative_errors()
     damages = {
         name: [slope.alpha * error if not math.isnan(error) else 0.0 for error in errors[name]]
         for name, slope in slopes.items()
     }
     alphas = {name: slope.alpha for name, slope in slopes.items()}
     worst = min(slope.r2 for slope in slopes.values())
-    found.keep(
+    store.keep(
         "noise",
         damages={"noise": damages},
         scores={"alpha": alphas},
-        samples=found.samples,
-        forwards=judge.forwards - before,
+        samples=store.samples,
+        forwards=evaluator.forwards - before,
         least_r2=worst,
     )
 
 
-def _gradients(found: Measured) -> None:
-    """gradient: sum |g dW|, with the mean loss gradient g; fisher: sum F dW^2, with the mean square of gradients F."""
-    scopes = [plugins.load("transform", step.method).SCOPE for step in found.opened.asked.recipe.transform]
+def _gradients(store: Measurements) -> None:
+    """Measure sum |g dW| with the mean loss gradient g, and sum F dW^2 with the mean square of gradients F."""
+    scopes = [plugins.load("transform", step.method).SCOPE for step in store.opened.asked.recipe.transform]
     if "block" in scopes:
         raise RecipeError(
             "gradients are taken of the model as it is stored; use another estimator with such transforms"
         )
-    skeleton, _ = found.source()
-    tokens = found.calibration.tokens[: found.samples]
+    skeleton = store.source()
+    tokens = store.calibration.tokens[: store.samples]
     sums: dict[str, dict[str, list[float]]] = {name: {} for name in ("gradient", "fisher")}
     for rows in sums.values():
-        rows.update({group.name: [0.0] * len(found.opened.names) for group in found.groups})
+        rows.update({group.name: [0.0] * len(store.opened.names) for group in store.groups})
     blocks = len(skeleton.blocks)
-    file = found.database.folder / "stream"
-    for index, by_linear in fisher.gradients(skeleton, tokens, file, found.opened.asked.device):
-        found.progress("taking gradients", blocks - index, blocks)
-        originals = found.originals(skeleton, index)
-        for group in found.groups:
-            if group.members[0].block == index:
-                for member in group.members:
-                    change = partial(found.change, member, original=originals[member.name])
-                    _add_gradients(found, group, by_linear[member.name], change, sums)
-    found.keep("gradient", damages=sums, samples=found.samples)
+    file = store.database.folder / "stream"
+    for index, by_linear in fisher.gradients(skeleton, tokens, file, store.opened.asked.device):
+        store.progress("taking gradients", blocks - index, blocks)
+        originals = store.originals(skeleton, index)
+        for group, member in [(g, m) for g in store.groups for m in g.members if m.block == index]:
+            mean, squares = (part.cpu() / store.samples for part in by_linear[member.name])  # as the originals
+            for option in filter(partial(store.assignment, group), store.options(group)):
+                change = store.change(member, option, originals[member.name])
+                sums["gradient"][group.name][option] += (mean * change).abs().sum(dtype=torch.float64).item()
+                sums["fisher"][group.name][option] += (squares * change.square()).sum(dtype=torch.float64).item()
+    store.keep("gradient", damages=sums, samples=store.samples)
 
 
-def _add_gradients(
-    found: Measured,
-    group: Group,
-    gradient: fisher.Gradient,
-    change: Callable[[int], Tensor],
-    sums: dict[str, dict[str, list[float]]],
-) -> None:
-    """Add what one linear of a unit is damaged by each option; change: what an option adds to its weight [out, in]."""
-    mean, squares = (part.cpu() / found.samples for part in gradient)  # as the originals
-    for option in found.options(group):
-        if found.assignment(group, option):
-            difference = change(option)
-            sums["gradient"][group.name][option] += (mean * difference).abs().sum(dtype=torch.float64).item()
-            sums["fisher"][group.name][option] += (squares * difference.square()).sum(dtype=torch.float64).item()
+def _lim(store: Measurements) -> None:
+    skeleton = store.source()
+    tokens = store.calibration.tokens[: store.samples]
+    scores = block_scores.lim(skeleton, tokens, store.database.folder / "stream", store.opened.asked.device)
+    _keep_blocks(store, "lim", scores, samples=store.samples)
 
 
-def _lim(found: Measured) -> None:
-    skeleton, _ = found.source()
-    tokens = found.calibration.tokens[: found.samples]
-    scores = block_scores.lim(skeleton, tokens, found.database.folder / "stream", found.opened.asked.device)
-    _keep_blocks(found, "lim", scores, samples=found.samples)
-
-
-def _zd(found: Measured) -> None:
-    skeleton, _ = found.source()
+def _zd(store: Measurements) -> None:
+    skeleton = store.source()
     scores = []
     for index in range(len(skeleton.blocks)):
-        weights = found.originals(skeleton, index)
+        weights = store.originals(skeleton, index)
         scores.append(block_scores.zd(weights.values()) if weights else 0.0)
-    _keep_blocks(found, "zd", scores)
+    _keep_blocks(store, "zd", scores)
 
 
-def _keep_blocks(found: Measured, name: str, by_block: Sequence[float], **more: Any) -> None:
-    """A score of blocks as that of their units."""
-    found.keep(name, scores={name: {group.name: by_block[group.members[0].block] for group in found.groups}}, **more)
+def _keep_blocks(store: Measurements, name: str, by_block: Sequence[float], **more: Any) -> None:
+    """Keep a score of blocks as that of their units."""
+    store.keep(name, scores={name: {group.name: by_block[group.members[0].block] for group in store.groups}}, **more)
 
 
-MEASURES: dict[str, Callable[[Any], None]] = {
-    "swap": partial(_swap, name="swap", around={}),
-    "swap_base": _swap_base,
+METRICS: dict[str, Callable[[Measurements], None]] = {
+    KL_ONE_AT_A_TIME: partial(_kl_one_at_a_time, name=KL_ONE_AT_A_TIME, around={}),
+    FROM_BASE: _kl_from_base,
     "noise": _noise,
     "gradient": _gradients,
     "fisher": _gradients,

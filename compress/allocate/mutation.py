@@ -1,7 +1,7 @@
-"""Changes of a choice that keep it within the budget. What an entry is does not matter: only its place and bytes do.
+"""Change a choice at random and keep it within the budget, by the order and the bytes of entries alone.
 
 `switched` and `traded` are the level switches of EvoPress (arXiv 2410.14649), `rounded_down` is its start; `guided` is
-ours. Each gives a new choice, or None where chance has led to none.
+ours. Each returns a new choice, or None where chance has led to none.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from compress.allocate.problem import Choice, Problem
-from compress.allocate.surrogate import Table
+from compress.allocate.surrogate import UnitValues
 
 MOST_FLIPS = 3  # of one mutation
-MOST_CHANGES = 10  # of one mutation between units of different sizes
+MOST_CHANGES = 10  # of one mutation between units of different moves
 LEAST_USE = 0.8  # of the bytes that such a mutation frees, the share that it must use
-TOURNAMENTS = (1, 4, 16)  # sizes: the best of so many random changes is made; 1 is chance alone
+TOURNAMENTS = (1, 4, 16)  # moves: the best of so many random changes is made; 1 is chance alone
 
 
-class Sizes:
-    """Bytes of every entry, and what a choice may do within the budget."""
+class Moves:
+    """The moves between entries, with their bytes, and the budget of a choice."""
 
-    def __init__(self, problem: Problem, damages: Table) -> None:
+    def __init__(self, problem: Problem, damages: UnitValues) -> None:
         self.budget = problem.budget
         self.bytes = [[entry.nbytes for entry in unit.entries] for unit in problem.units]
         self.upgrades = [_upgrades(row, damage) for row, damage in zip(self.bytes, damages, strict=True)]
@@ -29,26 +29,29 @@ class Sizes:
         self.smaller = [[[j for j, b in enumerate(row) if b < a] for a in row] for row in self.bytes]
 
     def of(self, choice: Sequence[int]) -> int:
+        """Return the bytes of a choice."""
         return sum(row[i] for row, i in zip(self.bytes, choice, strict=True))
 
     def step(self, unit: int, old: int, new: int) -> int:
-        """Bytes that a unit takes more at entry `new`."""
+        """Return the bytes that a unit takes more at entry `new`."""
         return self.bytes[unit][new] - self.bytes[unit][old]
 
     def higher(self, choice: Sequence[int], units: Sequence[int]) -> list[int]:
+        """Return the units that can go an entry up."""
         return [u for u in units if choice[u] + 1 < len(self.bytes[u])]
 
     def lower(self, choice: Sequence[int], units: Sequence[int]) -> list[int]:
+        """Return the units that can go an entry down."""
         return [u for u in units if choice[u] > 0]
 
 
 def flips(rng: Random) -> int:
-    """Level switches of one mutation: few, mostly."""
+    """Draw the number of switches of one mutation: few, mostly."""
     return min(rng.randint(1, MOST_FLIPS), rng.randint(1, MOST_FLIPS))
 
 
 def groups(problem: Problem, rule: str) -> list[list[int]]:
-    """Units that may trade: of equal bytes ("size"), of one kind, or all ("none")."""
+    """Group the units that may trade: of equal bytes ("size"), of one kind, or all ("none")."""
     found: dict[object, list[int]] = {}
     for index, unit in enumerate(problem.units):
         key: object = tuple(entry.nbytes for entry in unit.entries) if rule == "size" else unit.kind
@@ -56,78 +59,78 @@ def groups(problem: Problem, rule: str) -> list[list[int]]:
     return list(found.values())
 
 
-def switched(sizes: Sizes, parent: Choice, among: Sequence[Sequence[int]], rng: Random) -> Choice | None:
-    """In a random group (as likely as it is large) one unit goes a level down and another up: exactly equal bytes."""
+def switched(moves: Moves, parent: Choice, among: Sequence[Sequence[int]], rng: Random) -> Choice | None:
+    """Move one unit of a random group an entry down and another up: exactly equal bytes; large groups are likelier."""
     choice = list(parent)
     for _ in range(flips(rng)):
         group = rng.choices(among, weights=[len(g) for g in among])[0]
-        down = sizes.lower(choice, group)
+        down = moves.lower(choice, group)
         if not down:
             continue
         giver = rng.choice(down)
-        freed = sizes.step(giver, choice[giver] - 1, choice[giver])
-        up = [u for u in sizes.higher(choice, group) if sizes.step(u, choice[u], choice[u] + 1) == freed]
+        freed = moves.step(giver, choice[giver] - 1, choice[giver])
+        up = [u for u in moves.higher(choice, group) if moves.step(u, choice[u], choice[u] + 1) == freed]
         if not up:
             continue
-        taker = rng.choice(up)  # may be the giver, if its levels are equally far apart: nothing is changed then
+        taker = rng.choice(up)  # may be the giver, if its entries are equally far apart: nothing is changed then
         choice[giver] -= 1
         choice[taker] += 1
     return _new(choice, parent)
 
 
-def traded(sizes: Sizes, parent: Choice, rng: Random) -> Choice | None:
-    """Random units go a level up, then random ones down until the budget is met, whatever their bytes."""
+def traded(moves: Moves, parent: Choice, rng: Random) -> Choice | None:
+    """Move random units an entry up, then random ones down until the budget is met, whatever their bytes."""
     choice, units = list(parent), range(len(parent))
     added = freed = changes = 0
     for _ in range(flips(rng)):
-        up = sizes.higher(choice, units)
+        up = moves.higher(choice, units)
         if not up:
             break
         taker = rng.choice(up)
         choice[taker] += 1
-        added += sizes.step(taker, choice[taker] - 1, choice[taker])
+        added += moves.step(taker, choice[taker] - 1, choice[taker])
         changes += 1
-    over = sizes.of(choice) - sizes.budget
+    over = moves.of(choice) - moves.budget
     while over > 0:
-        giver = rng.choice(sizes.lower(choice, units))
+        giver = rng.choice(moves.lower(choice, units))
         choice[giver] -= 1
-        step = sizes.step(giver, choice[giver], choice[giver] + 1)
+        step = moves.step(giver, choice[giver], choice[giver] + 1)
         over, freed, changes = over - step, freed + step, changes + 1
         if changes > MOST_CHANGES:
             return None
     return None if freed and added / freed < LEAST_USE else _new(choice, parent)
 
 
-def rounded_down(sizes: Sizes, rng: Random) -> Choice:
-    """The lowest level (the same for all units) that fills the budget; random units go down until it is met."""
-    levels = max(len(row) for row in sizes.bytes)
-    level = next((n for n in range(levels) if sizes.of(_level(sizes, n)) >= sizes.budget), levels - 1)
-    choice = list(_level(sizes, level))
-    over = sizes.of(choice) - sizes.budget
+def rounded_down(moves: Moves, rng: Random) -> Choice:
+    """Take the smallest entry (the same index for all units) that fills the budget; move units down until it is met."""
+    last = max(len(row) for row in moves.bytes) - 1
+    uniform = [[min(index, len(row) - 1) for row in moves.bytes] for index in range(last + 1)]
+    choice = next((at for at in uniform if moves.of(at) >= moves.budget), uniform[last])
+    over = moves.of(choice) - moves.budget
     while over > 0:
-        giver = rng.choice(sizes.lower(choice, range(len(choice))))
+        giver = rng.choice(moves.lower(choice, range(len(choice))))
         choice[giver] -= 1
-        over -= sizes.step(giver, choice[giver], choice[giver] + 1)
+        over -= moves.step(giver, choice[giver], choice[giver] + 1)
     return tuple(choice)
 
 
-def guided(sizes: Sizes, parent: Choice, values: Table, rng: Random) -> Choice | None:
-    """Units go up to any entry, others down until the budget is met, then up again while there is room.
+def guided(moves: Moves, parent: Choice, values: UnitValues, rng: Random) -> Choice | None:
+    """Move units up to any entry, others down until the budget is met, then up again while there is room.
 
     What looks best by `values` (of each unit, a value of each entry, less is better) wins tournaments of random size.
     """
     choice, size = list(parent), rng.choice(TOURNAMENTS)
-    room = sizes.budget - sizes.of(choice)
+    room = moves.budget - moves.of(choice)
     for _ in range(flips(rng)):
-        room -= _move(sizes, choice, values, (rng, size, sizes.larger))
+        room -= _move(moves, choice, values, (rng, size, moves.larger))
     for _ in range(MOST_CHANGES):
         if room >= 0:
-            return _new(filled(sizes, choice, values), parent)
-        room -= _move(sizes, choice, values, (rng, size, sizes.smaller))
+            return _new(filled(moves, choice, values), parent)
+        room -= _move(moves, choice, values, (rng, size, moves.smaller))
     return None
 
 
-def _move(sizes: Sizes, choice: list[int], values: Table, how: tuple[Random, int, list[list[list[int]]]]) -> int:
+def _move(moves: Moves, choice: list[int], values: UnitValues, how: tuple[Random, int, list[list[list[int]]]]) -> int:
     """Move one unit to the winner of a tournament by value a byte, if there is any; returns the bytes added.
 
     how: the source of chance, how many moves compete, and where each entry may move to.
@@ -140,44 +143,40 @@ def _move(sizes: Sizes, choice: list[int], values: Table, how: tuple[Random, int
         if reachable := targets[unit][now]:
             new = reachable[int(rng.random() * len(reachable))]
             row = values[unit]
-            move = ((row[new] - row[now]) / abs(sizes.step(unit, now, new)), unit, new)
+            move = ((row[new] - row[now]) / abs(moves.step(unit, now, new)), unit, new)
             best = move if best is None else min(best, move)
     if best is None:
         return 0
     _, unit, new = best
-    step = sizes.step(unit, choice[unit], new)
+    step = moves.step(unit, choice[unit], new)
     choice[unit] = new
     return step
 
 
-def filled(sizes: Sizes, choice: Sequence[int], values: Table) -> Choice:
-    """The choice with upgrades until none can be afforded; what gains most by `values` comes first."""
-    found = list(choice)
-    room = sizes.budget - sizes.of(found)
-    while best := min(_affordable(sizes, found, values, room), default=None):
+def filled(moves: Moves, choice: Sequence[int], values: UnitValues) -> Choice:
+    """Return the choice with upgrades until none can be afforded; what gains most by `values` comes first."""
+    upgraded = list(choice)
+    room = moves.budget - moves.of(upgraded)
+    while best := min(_affordable(moves, upgraded, values, room), default=None):
         _, unit, new = best
-        room -= sizes.step(unit, found[unit], new)
-        found[unit] = new
-    return tuple(found)
+        room -= moves.step(unit, upgraded[unit], new)
+        upgraded[unit] = new
+    return tuple(upgraded)
 
 
-def _affordable(sizes: Sizes, choice: Sequence[int], values: Table, room: int) -> Iterator[tuple[float, int, int]]:
+def _affordable(moves: Moves, choice: Sequence[int], values: UnitValues, room: int) -> Iterator[tuple[float, int, int]]:
     for unit, now in enumerate(choice):
-        for new in sizes.upgrades[unit][now]:
-            if sizes.step(unit, now, new) > room:
+        for new in moves.upgrades[unit][now]:
+            if moves.step(unit, now, new) > room:
                 break
             yield values[unit][new] - values[unit][now], unit, new
 
 
 def _upgrades(nbytes: Sequence[int], damages: Sequence[float]) -> list[list[int]]:
-    """Of every entry, those with more bytes and less damage, the smallest first."""
+    """Return for every entry those with more bytes and less damage, the smallest first."""
     count = range(len(nbytes))
     better = [[j for j in count if nbytes[j] > nbytes[i] and damages[j] < damages[i]] for i in count]
     return [sorted(row, key=nbytes.__getitem__) for row in better]
-
-
-def _level(sizes: Sizes, level: int) -> Choice:
-    return tuple(min(level, len(row) - 1) for row in sizes.bytes)
 
 
 def _new(choice: Sequence[int], parent: Choice) -> Choice | None:

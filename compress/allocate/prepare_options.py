@@ -90,7 +90,10 @@ def measurement_identity(opened: Options, calibration: Calibration) -> dict[str,
 def _fingerprint(recipe: Recipe, allocation: Allocation | None) -> str:
     """Return the fingerprint of a recipe as far as it is measured: without target, allocator, cache and pruning."""
     if allocation is not None:
-        allocation = Allocation("", _Nothing(), allocation.options, units=allocation.units, samples=0)
+        former: Any = "swap"  # as folders that were measured before its renaming spell the default cache_estimator
+        allocation = Allocation(
+            "", _Nothing(), allocation.options, units=allocation.units, samples=0, cache_estimator=former
+        )
     return fingerprint(dataclasses.replace(recipe, experts=None, kv_cache=None, allocate=allocation))
 
 

@@ -1,7 +1,9 @@
-"""What allocators are given and give back.
+"""Define what allocators are given and give back.
 
 A `Problem` is a table: for every unit (linears that a runtime keeps together) the ways to store it, each with its exact
-bytes and its damage by one or more estimators. A choice takes one entry of every unit within the budget.
+bytes and its damage by one or more estimators. A damage is the increase of a loss that storing the unit so causes.
+Estimators of `WholeModel` take passes over the whole model (metrics.py); others are errors of weights and of layers'
+outputs. A choice takes one entry of every unit within the budget.
 """
 
 from __future__ import annotations
@@ -9,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 from compress.errors import BudgetError
 
 Choice = tuple[int, ...]  # of each unit, the index of an entry
+JOINT: Final = "joint"  # among what an allocator needs: it measures choices
+KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
+FROM_BASE: Final = "kl_one_at_a_time_from_base"
+WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "noise"]
+Estimator = Literal["hessian", "output", "weight", WholeModel]
+BlockScale = Literal["none", WholeModel]
 
 
 @dataclass(frozen=True)
@@ -40,20 +48,23 @@ class Unit:
 
     @property
     def kind(self) -> str:
-        """The name without numbers: units of one kind are the same part of different blocks (or experts)."""
+        """Return the name without numbers: units of one kind are the same part of different blocks (or experts)."""
         return ".".join("*" if part.isdigit() else part for part in self.name.split("."))
 
 
 @dataclass(frozen=True)
 class Problem:
+    """The units, their entries and the bytes that a choice may take."""
+
     units: tuple[Unit, ...]
     budget: int  # bytes of all units together
 
     def nbytes(self, choice: Choice) -> int:
+        """Return the bytes of a choice."""
         return sum(unit.entries[i].nbytes for unit, i in zip(self.units, choice, strict=True))
 
     def damage(self, choice: Choice, estimator: str) -> float:
-        """Sum over units."""
+        """Return the sum over units."""
         return sum(unit.entries[i].damage[estimator] for unit, i in zip(self.units, choice, strict=True))
 
     @property
@@ -62,12 +73,12 @@ class Problem:
 
     @property
     def least(self) -> int:
-        """Bytes of the smallest choice."""
+        """Return the bytes of the smallest choice."""
         return sum(min(entry.nbytes for entry in unit.entries) for unit in self.units)
 
     @property
     def most(self) -> int:
-        """Bytes of the largest choice."""
+        """Return the bytes of the largest choice."""
         return sum(max(entry.nbytes for entry in unit.entries) for unit in self.units)
 
     def check(self) -> None:
@@ -80,8 +91,8 @@ class Problem:
             )
 
 
-class Bench(Protocol):
-    """What a search can measure with: the joint effect of a choice on the model's predictions."""
+class ChoiceEvaluator(Protocol):
+    """An evaluator of the joint effect of choices on the model's predictions."""
 
     samples: int  # calibration sequences there are
     seq_len: int  # tokens of each
@@ -91,12 +102,12 @@ class Bench(Protocol):
     forwards: float  # tokens that have gone through the whole model so far, shared prefixes counted once
 
     def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
-        """KL(original || choice), nats a token, of each choice on these sequences, whatever is asked beside it."""
+        """Return KL(original || choice), nats a token, of each choice on these sequences, alone or beside others."""
 
 
 @dataclass(frozen=True)
 class Allocated:
-    """What an allocator decides."""
+    """The decision of an allocator."""
 
     choice: Choice
     notes: tuple[str, ...] = ()  # for the report, each one sentence

@@ -1,4 +1,4 @@
-"""What the original model predicts, kept in a file: the reference of every measured divergence.
+"""Keep the original model's log-probabilities in a file, as the reference of every measured divergence.
 
 Of each position the `top_k` largest log-probabilities are kept with their token ids, and the mass of all other tokens
 as one more outcome. A model's divergence is then taken between distributions over top_k + 1 outcomes:
@@ -30,29 +30,29 @@ from compress.numerics import kl
 from compress.run import identity
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 
-NAME = "teacher.safetensors"
+NAME = "teacher.safetensors"  # as folders have it from before its renaming
 TOP_K = 512
 
 
-class Row(NamedTuple):
-    """The predictions for the positions of one sample; `tail` is None where nothing is left over."""
+class TopLogprobs(NamedTuple):
+    """The predictions for the positions of one sample; `tail` is None where no token is left over."""
 
     log_probs: Tensor  # [tokens, k] float32
     ids: Tensor  # [tokens, k] int64
     tail: Tensor | None  # [tokens] float32, log of the mass of all other tokens
 
 
-class Teacher:
+class ReferenceLogprobs:
     """The predictions of the original model on tokens [samples, seq_len]; read one sample at a time."""
 
     def __init__(self, file: Path) -> None:
         stored = read_header(file)
         self.log_probs, self.ids, self.tail = stored["log_probs"], stored["ids"], stored.get("tail")
 
-    def row(self, sample: int, device: torch.device) -> Row:
-        """The predictions on one sample."""
+    def row(self, sample: int, device: torch.device) -> TopLogprobs:
+        """Read the predictions on one sample."""
         tail = None if self.tail is None else _row(self.tail, sample).to(device)
-        return Row(_row(self.log_probs, sample).to(device), _row(self.ids, sample).to(device).long(), tail)
+        return TopLogprobs(_row(self.log_probs, sample).to(device), _row(self.ids, sample).to(device).long(), tail)
 
 
 def load(
@@ -62,8 +62,8 @@ def load(
     top_k: int = TOP_K,
     device: torch.device | str = "cpu",
     say: Callable[[str], None] = lambda _: None,
-) -> Teacher:
-    """The predictions in `folder`, made first where there are none of this model, these tokens and this top_k.
+) -> ReferenceLogprobs:
+    """Return the predictions in `folder`, made first where there are none of this model, these tokens and this top_k.
 
     Made one block at a time, sample by sample, with the model as it is stored, whatever its edits. Frees all weights.
     """
@@ -71,11 +71,11 @@ def load(
     if not _is_current(file, identity):
         say("predicting with the original model")
         _make(skeleton, tokens, file, identity, torch.device(device))
-    return Teacher(file)
+    return ReferenceLogprobs(file)
 
 
-def divergence(row: Row, part: slice, logits: Tensor) -> float:
-    """Sum over the positions `part` of KL(original || model), nats; logits [positions, vocabulary] float32.
+def divergence(row: TopLogprobs, part: slice, logits: Tensor) -> float:
+    """Return the sum over the positions `part` of KL(original || model), nats; logits [positions, vocabulary] float32.
 
     The logits are used up.
     """
@@ -89,8 +89,8 @@ def divergence(row: Row, part: slice, logits: Tensor) -> float:
     return float(torch.where(p > 0, p * (log_p - log_q) - p + q, q).sum())
 
 
-def predictions(logits: Tensor, top_k: int) -> Row:
-    """logits [positions, vocabulary] float32 -> the largest log-probabilities and the rest; uses the logits up."""
+def predictions(logits: Tensor, top_k: int) -> TopLogprobs:
+    """Return the top log-probabilities and the rest of logits [positions, vocabulary] float32; uses the logits up."""
     k = min(top_k, logits.shape[-1])
     top, ids = logits.topk(k, -1)
     joint = top.double()
@@ -100,7 +100,7 @@ def predictions(logits: Tensor, top_k: int) -> Row:
         joint = torch.cat((joint, rest), -1)
     total = joint.logsumexp(-1, keepdim=True)
     tail = None if rest is None else (rest - total)[:, 0].float()
-    return Row((top.double() - total).float(), ids, tail)
+    return TopLogprobs((top.double() - total).float(), ids, tail)
 
 
 def _row(stored: StoredTensor, sample: int) -> Tensor:
@@ -109,7 +109,7 @@ def _row(stored: StoredTensor, sample: int) -> Tensor:
 
 
 def _identity(skeleton: Skeleton, tokens: Tensor, top_k: int, device: torch.device) -> dict[str, Any]:
-    """What decides the predictions."""
+    """Return what decides the predictions."""
     return {
         "model": identity.fingerprint(skeleton.checkpoint),
         "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
@@ -121,7 +121,7 @@ def _identity(skeleton: Skeleton, tokens: Tensor, top_k: int, device: torch.devi
 
 
 def _is_current(file: Path, identity: dict[str, Any]) -> bool:
-    """Whether the file is whole and was made from just this."""
+    """Tell whether the file is whole and was made from just this."""
     try:
         stored = read_header(file)["identity"].read()
         return bool(json.loads(stored.numpy().tobytes()) == identity)

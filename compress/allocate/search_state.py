@@ -1,4 +1,4 @@
-"""The state of a search on disk, so that a killed one goes on.
+"""Keep the state of a search on disk, so that a killed one goes on.
 
 One JSON file a search, whose name and content carry a fingerprint of all that decides the course of it: entries, bytes,
 damages, budget, settings, seed and the number of sequences. A state of another search is never found, so a changed
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from compress.allocate.problem import Choice, Problem
-from compress.allocate.surrogate import WINDOW, Measured
+from compress.allocate.surrogate import WINDOW, Observation
 from compress.storage.checkpoint import write_text
 
 VERSION = 1  # of the search and its state: another one starts over
 
 
 @dataclass
-class State:
-    """After `generation` generations. Chance is drawn anew in each, from the seed and its number."""
+class SearchState:
+    """The state after `generation` generations. Chance is drawn anew in each, from the seed and its number."""
 
     start: Choice
     parent: Choice
@@ -33,42 +33,38 @@ class State:
     rejected: list[Choice] = field(default_factory=list)  # measured since then
     tokens: int = 0  # scored: of all candidates, whatever they share
     forwards: float = 0.0  # tokens that went through the whole model
-    measured: list[Measured] = field(default_factory=list)  # the latest
+    measured: list[Observation] = field(default_factory=list)  # the latest
     trace: list[dict[str, float]] = field(default_factory=list)
 
-    def learn(self, measured: Sequence[Measured]) -> None:
+    def learn(self, measured: Sequence[Observation]) -> None:
         self.measured = [*self.measured, *measured][-WINDOW:]
 
 
 def fingerprint(problem: Problem, damages: Sequence[Sequence[float]], settings: Mapping[str, Any]) -> str:
-    """Of all that the course of a search depends on; settings: JSON values."""
+    """Return the hash of all that the course of a search depends on; settings: JSON values."""
     units = [(unit.name, unit.block, [entry.nbytes for entry in unit.entries]) for unit in problem.units]
     content = [VERSION, units, problem.budget, damages, settings]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def path_of(folder: Path, identity: str) -> Path:
-    return folder / f"search-{identity}.json"
-
-
-def save(folder: Path, identity: str, state: State) -> None:
+def save(folder: Path, identity: str, state: SearchState) -> None:
     """Replace the file by one that is whole."""
-    write_text(path_of(folder, identity), json.dumps({"identity": identity, **asdict(state)}))
+    write_text(folder / f"search-{identity}.json", json.dumps({"identity": identity, **asdict(state)}))
 
 
-def load(folder: Path, identity: str) -> State | None:
-    """The state of this search; None if there is none, or what is there cannot be read."""
+def load(folder: Path, identity: str) -> SearchState | None:
+    """Read the state of this search; None if there is none, or what is there cannot be read."""
     try:
-        stored = json.loads(path_of(folder, identity).read_text(encoding="utf-8"))
+        stored = json.loads((folder / f"search-{identity}.json").read_text(encoding="utf-8"))
         if stored.pop("identity") != identity:
             return None
         stored["measured"] = [_measured(one) for one in stored["measured"]]
         stored["rejected"] = [tuple(choice) for choice in stored["rejected"]]
-        return State(**{**stored, "start": tuple(stored["start"]), "parent": tuple(stored["parent"])})
+        return SearchState(**{**stored, "start": tuple(stored["start"]), "parent": tuple(stored["parent"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _measured(stored: Mapping[str, Any]) -> Measured:
+def _measured(stored: Mapping[str, Any]) -> Observation:
     change = {int(unit): (old, new) for unit, (old, new) in stored["change"].items()}
-    return Measured(change, stored["difference"], stored["sequences"])
+    return Observation(change, stored["difference"], stored["sequences"])

@@ -1,4 +1,4 @@
-"""One choice of entries for all units: least total damage within the bytes there are.
+"""Choose one entry for each unit: least total damage within a budget of bytes.
 
 Two solvers of the multiple-choice knapsack: greedy on convex hulls (hull.py, any number of units, with a certificate of
 how far from the best it can be) and a 0/1 program (exact.py, exact to a gap, with side constraints). A dynamic program
@@ -17,7 +17,7 @@ import numpy as np
 
 from compress.allocate import exact, hull
 from compress.allocate.exact import Limits, LinearSide
-from compress.allocate.hull import Ints, Table
+from compress.allocate.hull import EntryTable, Ints
 from compress.allocate.problem import Allocated, Choice, Problem
 from compress.errors import BudgetError, NumericalError
 
@@ -29,6 +29,8 @@ Solver = Literal["hull", "milp"]
 
 @dataclass(frozen=True)
 class Solution:
+    """A choice with its damage and a bound of the least damage."""
+
     choice: Choice
     damage: float
     bound: float  # no choice within the budget that keeps the constraints has less damage
@@ -36,15 +38,16 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far above the bound the damage is, as a fraction of the damage."""
+        """Return how far above the bound the damage is, as a fraction of the damage."""
         return (self.damage - self.bound) / self.damage if self.damage > 0 else 0.0
 
     def allocated(self) -> Allocated:
+        """Return the choice as the answer of an allocator."""
         return Allocated(self.choice, self.notes, facts={"damage": self.damage, "bound": self.bound})
 
 
 def damages_of(problem: Problem, estimator: str) -> list[list[float]]:
-    """The table of one estimator."""
+    """Return the damages of all units and entries by one estimator."""
     return [[entry.damage[estimator] for entry in unit.entries] for unit in problem.units]
 
 
@@ -55,10 +58,11 @@ def solve(
     constraints: Sequence[LinearSide] = (),
     limits: Limits | None = None,
 ) -> Solution:
-    """The choice of least damage within the budget, exactly or nearly so; no upgrade that fits is left.
+    """Find the choice of least damage within the budget, exactly or nearly so; no upgrade that fits is left.
 
     Constraints need "milp". Where the 0/1 solver finds nothing in its time the greedy's choice is returned, with a
-    note; with constraints that is an error. Damage may be negative. BudgetError: there is no such choice.
+    note; with constraints that is an error. Damage may be negative. Raises BudgetError where
+    there is no such choice.
     """
     if constraints and solver != "milp":
         raise ValueError(f"solver {solver!r} keeps no constraints; use 'milp'")
@@ -87,15 +91,15 @@ def solve(
     return _solution(pareto, found if pareto.loss(found) < known else at, bound, notes)
 
 
-def _nothing(problem: Problem, answer: exact.Answer) -> str:
+def _nothing(problem: Problem, answer: exact.ProgramAnswer) -> str:
     if answer.is_impossible:
         what = f"no choice within the budget of {problem.budget} bytes keeps the constraints"
         return f"{what}; raise the target, or ask for fewer units at large options"
     return f"{answer.note}; allow it more time or a larger gap, or raise the target"
 
 
-def _table(problem: Problem, damages: Damages) -> Table:
-    """Allowed entries by their bytes, then damage, then place; NumericalError for nan."""
+def _table(problem: Problem, damages: Damages) -> EntryTable:
+    """Sort allowed entries by their bytes, then damage, then index. Raises NumericalError for nan."""
     width = max((len(unit.entries) for unit in problem.units), default=1)
     shape = len(problem.units), width
     nbytes, damage = np.zeros(shape, np.int64), np.full(shape, np.inf)
@@ -111,16 +115,16 @@ def _table(problem: Problem, damages: Damages) -> Table:
         raise NumericalError(f"{unit.name}: the damage of {unit.entries[column].option} is {damage[row, column]}")
     index = np.broadcast_to(np.arange(width), shape)
     order = np.lexsort((index, damage, nbytes, ~np.isfinite(damage)), axis=1)
-    return Table(*(np.take_along_axis(array, order, 1) for array in (nbytes, damage, index)))
+    return EntryTable(*(np.take_along_axis(array, order, 1) for array in (nbytes, damage, index)))
 
 
-def _solution(table: Table, at: Ints, bound: float, notes: tuple[str, ...] = ()) -> Solution:
+def _solution(table: EntryTable, at: Ints, bound: float, notes: tuple[str, ...] = ()) -> Solution:
     damage = math.fsum(table.damage[table.rows, at])
     return Solution(tuple(table.index[table.rows, at].tolist()), damage, min(bound, damage), notes)
 
 
-def _polished(table: Table, at: Ints, budget: int, sides: Sequence[LinearSide]) -> Ints:
-    """Single upgrades that fit and keep the sides, best first: the 0/1 solver stops a gap before the best."""
+def _polished(table: EntryTable, at: Ints, budget: int, sides: Sequence[LinearSide]) -> Ints:
+    """Make single upgrades that fit and keep the sides, best first: the 0/1 solver stops a gap before the best."""
     at = at.copy()
     counted: dict[tuple[int, int], list[int]] = {}
     for number, side in enumerate(sides):

@@ -1,4 +1,4 @@
-"""What a search has learnt of its landscape: damages that add up, corrected by what has been measured.
+"""Predict the KL of choices by damages that add up, corrected by the measurements of a search.
 
 The value of an entry is c d (1 + f): d its damage by an estimator, c the scale from damages to KL, and f the sum of
 corrections of the whole table, of the unit's kind, of its block, of the unit and of the entry, each normal and
@@ -7,7 +7,7 @@ same kind or block, and most about the entries that it was taken of; a model wit
 measurements as there are entries. A measurement is the KL of a choice less that of another on the same sequences. It
 differs from the sum of values by what does not add up (it stays, however many sequences are measured) and by noise
 (which falls with their number); both are taken to grow with the size of the change, as do the corrections, so that
-nothing has a unit. Sizes of corrections and of noise are the most likely ones of a small grid.
+nothing has a unit. Moves of corrections and of noise are the most likely ones of a small grid.
 
 This is ridge regression in as many unknowns as there are measurements (at most `WINDOW`, the latest), float64, always
 from all measurements at once, so that a search that goes on computes what it would have computed. Memory: WINDOW times
@@ -24,7 +24,7 @@ from itertools import accumulate, product
 import torch
 from torch import Tensor
 
-Table = list[list[float]]  # of each unit, a value of each entry
+UnitValues = list[list[float]]  # of each unit, a value of each entry; less is better
 
 WINDOW = 256  # measurements that are used
 CORRECTIONS = (0.25, 0.5, 1.0)  # grid: standard deviation of the corrections but for that of the scale, which has 1
@@ -33,8 +33,8 @@ UNEXPLAINED = 0.5  # of what does not add up, in sizes of the change
 
 
 @dataclass(frozen=True)
-class Measured:
-    """KL of a choice less that of another on the same sequences."""
+class Observation:
+    """A measurement: the KL of a choice less that of another on the same sequences."""
 
     change: Mapping[int, tuple[int, int]]  # unit -> entry of the other, entry of the choice; not empty
     difference: float  # nats a token
@@ -42,13 +42,13 @@ class Measured:
 
 
 class Surrogate:
-    """What is known after some measurements; `sizes` are the (corrections, noise) that explain them best."""
+    """A ridge regression on measurements; `sizes` are the (corrections, noise) that explain them best."""
 
     def __init__(
         self,
         values: Sequence[Sequence[float]],
         alike: Sequence[Sequence[int]],
-        measured: Sequence[Measured],
+        measured: Sequence[Observation],
         sizes: tuple[float, float] | None = None,
     ) -> None:
         """values: c d. alike: groupings of the units (by kind, by block), each the number of every unit's group."""
@@ -65,7 +65,7 @@ class Surrogate:
             grid = [(CORRECTIONS[1], NOISE[2])]
         self._fit(grid)
 
-    def _observe(self, measured: Sequence[Measured]) -> None:
+    def _observe(self, measured: Sequence[Observation]) -> None:
         starts = [0, *accumulate(self._lengths)]
         changes = [(n, unit, *pair) for n, one in enumerate(measured) for unit, pair in one.change.items()]
         rows = torch.tensor([n for n, *_ in changes], dtype=torch.long)
@@ -86,7 +86,7 @@ class Surrogate:
         self._sequences = torch.tensor([one.sequences for one in measured], dtype=torch.float64)
 
     def _fit(self, grid: Sequence[tuple[float, float]]) -> None:
-        """Take the sizes under which the measurements are most likely."""
+        """Fit with the sizes under which the measurements are most likely."""
         residual, best = self._differences - self._predicted, -math.inf
         for correction, noise in grid:
             scaled = self._features * self._deviations(correction)
@@ -102,19 +102,19 @@ class Surrogate:
         self._explained = self._predicted + self._features @ self._mean
 
     def _deviations(self, correction: float) -> Tensor:
-        """Standard deviation of every unknown."""
+        """Return the standard deviation of every unknown."""
         sizes = [1.0] + [correction] * (len(self._counts) - 1)
         return torch.repeat_interleave(torch.tensor(sizes, dtype=torch.float64), torch.tensor(self._counts))
 
-    def _table(self, unknowns: Tensor) -> Table:
+    def _table(self, unknowns: Tensor) -> UnitValues:
         parts = (unknowns * self._deviations(self.sizes[0])).split(self._counts)
         factor = 1 + sum(part[group] for part, group in zip(parts, self._groups, strict=True))
         return [row.tolist() for row in (self._values * factor).split(self._lengths)]
 
-    def mean(self) -> Table:
-        """The values to expect."""
+    def mean(self) -> UnitValues:
+        """Return the values to expect."""
         return self._table(self._mean)
 
     def expected(self) -> list[float]:
-        """Of each measurement, the difference to expect on all sequences: the measured one, drawn to what is known."""
+        """Return of each measurement the difference to expect on all sequences: the measured one, drawn to the fit."""
         return ((self._explained + UNEXPLAINED**2 * self._solved) * self._size).tolist()

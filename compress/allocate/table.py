@@ -1,16 +1,17 @@
-"""The table that allocators choose from, as sensitivity.json, and what a target means in bytes of it."""
+"""Assemble the table that allocators choose from, keep it as sensitivity.json, and turn targets into bytes of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.allocate import groups, prepare_options
 from compress.allocate.problem import Choice, Entry, Problem, Unit
-from compress.allocate.variants import TABLE
+from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
 from compress.process_memory import UNITS, show
 from compress.recipe.schema import Target
@@ -18,8 +19,8 @@ from compress.storage.checkpoint import read_json, write_text
 
 
 @dataclass(frozen=True)
-class Table:
-    """Units with their entries, and what else the model stores. `samples` and `tokens`: of the calibration."""
+class SensitivityTable:
+    """Units with their entries, and what else the model stores."""
 
     units: tuple[Unit, ...]
     options: tuple[str, ...]  # names, as the recipe lists them
@@ -27,16 +28,19 @@ class Table:
     fixed_numel: int
     other_nbytes: int  # of all tensors that are not packed
     source_nbytes: int  # of the whole model as it is
-    tokens: int
+    tokens: int  # of the calibration
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # seconds, token-forwards, notes of measuring
 
     @property
     def numel(self) -> int:
-        """Quantized weights, those that rules decide included."""
+        """Return the number of quantized weights, those that rules decide included."""
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
     def problem(self, target: Target) -> Problem:
-        """Raises BudgetError for a target that no choice reaches, or that is above the model's own size."""
+        """Return the allocation of a target's bytes.
+
+        Raises BudgetError for a target that no choice reaches, or that is above the model's own size.
+        """
         if target.unit == "bpw":
             total = int(target.value * self.numel / 8)
         else:
@@ -57,15 +61,15 @@ class Table:
         return problem
 
     def bpw(self, choice: Choice) -> float:
-        """Stored bits a quantized weight of a choice."""
+        """Return the stored bits a quantized weight of a choice."""
         return 8 * (Problem(self.units, 0).nbytes(choice) + self.fixed_nbytes) / self.numel
 
     def nbytes(self, choice: Choice) -> int:
-        """Of the whole model."""
+        """Return the bytes of the whole model with a choice."""
         return Problem(self.units, 0).nbytes(choice) + self.fixed_nbytes + self.other_nbytes
 
-    def levels(self, choice: Choice) -> dict[str, int]:
-        """Linear -> number of its option."""
+    def option_numbers(self, choice: Choice) -> dict[str, int]:
+        """Return linear -> number of its option."""
         numbers = {name: number for number, name in enumerate(self.options)}
         return {
             member: numbers[unit.entries[i].option]
@@ -74,17 +78,61 @@ class Table:
         }
 
     def uniform(self, option: str) -> Choice | None:
-        """Every unit at one option; None if some unit has no such entry."""
-        found = [next((i for i, e in enumerate(unit.entries) if e.option == option), None) for unit in self.units]
-        return tuple(i for i in found if i is not None) if None not in found else None
+        """Return the choice of one option for every unit; None if some unit has no such entry."""
+        entries = [next((i for i, e in enumerate(unit.entries) if e.option == option), None) for unit in self.units]
+        return tuple(i for i in entries if i is not None) if None not in entries else None
 
 
-def save(table: Table, folder: Path) -> None:
+def open_groups(opened: prepare_options.Options) -> list[groups.LinearGroup]:
+    """Group the linears that an allocation decides on, those without a fixed option, into units."""
+    plans = [plan for plan in opened.levels.values() if FIXED not in plan]
+    specs = [next(iter(by_option.values())).spec for by_option in plans]
+    return groups.groups(opened.prepared.skeleton, specs, opened.allocation.units)
+
+
+def assemble(
+    opened: prepare_options.Options,
+    damages: Mapping[str, Mapping[str, Sequence[float]]],
+    scores: Mapping[str, Mapping[str, float]],
+    tokens: int,
+    facts: Mapping[str, Any],
+) -> SensitivityTable:
+    """Make the table of a model at every option, with the planned bytes, which are exact.
+
+    damages: estimator -> unit -> by option. scores: name -> unit -> score.
+    """
+    made = []
+    for group in open_groups(opened):
+        numel = sum(member.numel for member in group.members)
+        entries = []
+        for option in prepare_options.offered(opened, group.members):
+            nbytes = prepare_options.nbytes(opened, group.members, option)
+            damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
+            entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
+        entries.sort(key=lambda entry: entry.nbytes)
+        first, names = group.members[0], tuple(member.name for member in group.members)
+        known = {name: units[group.name] for name, units in scores.items() if group.name in units}
+        made.append(Unit(group.name, names, first.block, numel, tuple(entries), first.is_expert, known))
+    fixed = [by_option[FIXED] for by_option in opened.levels.values() if FIXED in by_option]
+    return SensitivityTable(
+        tuple(made),
+        tuple(opened.names),
+        sum(layer.nbytes for layer in fixed),
+        sum(layer.spec.numel for layer in fixed),
+        sum(opened.prepared.plan.kept_nbytes.values()),
+        opened.prepared.skeleton.checkpoint.nbytes,
+        tokens,
+        facts,
+    )
+
+
+def save(table: SensitivityTable, folder: Path) -> None:
+    """Write the table as sensitivity.json."""
     write_text(folder / TABLE, json.dumps(dataclasses.asdict(table), indent=1) + "\n")
 
 
-def load(folder: Path) -> Table:
-    """The table in a folder; CheckpointError if it is damaged."""
+def load(folder: Path) -> SensitivityTable:
+    """Read the table in a folder; CheckpointError if it is damaged."""
     values = read_json(folder / TABLE)
     try:
         units = tuple(
@@ -97,6 +145,6 @@ def load(folder: Path) -> Table:
             )
             for unit in values.pop("units")
         )
-        return Table(units, tuple(values.pop("options")), **values)
+        return SensitivityTable(units, tuple(values.pop("options")), **values)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / TABLE} is not a table of this version; remove it to measure anew") from error

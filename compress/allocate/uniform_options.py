@@ -1,4 +1,4 @@
-"""Options of a whole model by name, for allocators that speak of levels and not of damage."""
+"""Look up options of a whole model by name, for allocators that rank options and not damages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compress.errors import RecipeError
 
 
 def ranked(units: Sequence[Unit]) -> list[str]:
-    """All options, by the bytes that they take a weight where they are offered, ascending; ties by name."""
+    """Rank all options by the bytes that they take a weight where they are offered, ascending; ties by name."""
     nbytes: dict[str, int] = {}
     numel: dict[str, int] = {}
     for unit in units:
@@ -20,7 +20,7 @@ def ranked(units: Sequence[Unit]) -> list[str]:
 
 
 def named(units: Sequence[Unit], key: str, option: str | None, default: int) -> str:
-    """The option that the setting `key` names, None: that of place `default` of the ranking. RecipeError: unknown."""
+    """Return the option that the setting `key` names; None: the one at `default` of the ranking. Raises RecipeError."""
     known = ranked(units)
     if option is None:
         return known[default]
@@ -30,14 +30,14 @@ def named(units: Sequence[Unit], key: str, option: str | None, default: int) -> 
 
 
 def at(units: Sequence[Unit], option: str) -> list[int]:
-    """Of each unit the entry of this option; where it is not offered, the largest of no higher rank, else the smallest.
+    """Return of each unit the index of the entry of this option.
 
-    Entries are indices.
+    Where it is not offered, the largest of no higher rank is taken, else the smallest.
     """
-    rank = {name: place for place, name in enumerate(ranked(units))}
+    rank = {name: number for number, name in enumerate(ranked(units))}
     chosen = []
     for unit in units:
         ranks = [rank[entry.option] for entry in unit.entries]
-        allowed = [place for place in ranks if place <= rank[option]] or [min(ranks)]
+        allowed = [number for number in ranks if number <= rank[option]] or [min(ranks)]
         chosen.append(ranks.index(max(allowed)))
     return chosen

@@ -27,7 +27,7 @@
       units: fused             # what gets one option together: fused, linear, expert, block
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
-      cache_estimator: swap    # how the cache's share is spent: swap, output_error, or rule (KV-AdaQuant)
+      cache_estimator: kl_one_at_a_time  # how the cache's share is spent; or output_error, rule (KV-AdaQuant)
     kv_cache:                  # how generation stores keys and values (compress/kv/settings.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
@@ -57,6 +57,7 @@ from compress import plugins
 from compress.errors import RecipeError
 from compress.recipe.blocks import built, cache, method, scheme
 from compress.recipe.overrides import overridden
+from compress.recipe.renamed import current
 from compress.recipe.schema import (
     ALLOCATE_KEYS,
     KEEP,
@@ -234,7 +235,7 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
     if "allocate" not in entries:
         return None
     at, node = entries["allocate"]
-    block = mapping(node, "allocate")
+    block = current(mapping(node, "allocate"))
     if "method" in block:
         module, name = method(block, "allocate"), value(block, "method", str)
     else:
@@ -264,7 +265,7 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
             raise ValueError(f"a target with a context is a size (24GiB), not {target}")
     except ValueError as error:
         raise error_at(block["target"][0], f"allocate: {error}") from error
-    estimator = value(block, "cache_estimator", CacheEstimator, "swap")
+    estimator = value(block, "cache_estimator", CacheEstimator, Allocation.cache_estimator)
     return Allocation(name, config, options, wanted, units, samples, context, bits, estimator)
 
 

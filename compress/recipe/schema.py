@@ -82,7 +82,7 @@ class Rule:
 
 
 Units = Literal["fused", "linear", "expert", "block"]
-CacheEstimator = Literal["swap", "output_error", "rule"]
+CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ class Allocation:
     # weights
     cache_bits: tuple[float, ...] = ()  # [bits] offered to the keys and values of each layer; empty: those that the
     # method takes
-    cache_estimator: CacheEstimator = "swap"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
+    cache_estimator: CacheEstimator = (
+        "kl_one_at_a_time"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
+    )
 
 
 def option_names(options: tuple[Scheme | None, ...]) -> list[str]:

@@ -16,38 +16,33 @@ import math
 from dataclasses import dataclass
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem, Unit
+from compress.allocate.problem import FROM_BASE, Allocated, ChoiceEvaluator, Problem, Unit
 from compress.allocate.solver import Limits, solve
 
 LEAST = 1e-6  # nats a token
 
 
 @dataclass(frozen=True)
-class Config:
-    low: str | None = None  # name of the option that layers below the base may get; null: any smaller one
-    seconds: float = 60.0  # [seconds] that the solver may take
-    gap: float = 1e-6  # [fraction] between the solution and the bound at which the solver stops
-
-    def __post_init__(self) -> None:
-        Limits(self.seconds, self.gap)
+class Config(Limits):
+    low: str | None = None  # the option below the base; none: any smaller one
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The loss with each unit changed alone, all others at the base."""
-    return frozenset({"swap_base"})
+    """Return the loss with each unit changed alone, all others at the base."""
+    return frozenset({FROM_BASE})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     low = uniform_options.named(problem.units, "low", config.low, 0) if config.low is not None else None
     damages = [_changes(unit, low) for unit in problem.units]
-    return solve(problem, damages, "milp", limits=Limits(config.seconds, config.gap)).allocated()
+    return solve(problem, damages, "milp", limits=config).allocated()
 
 
 def _changes(unit: Unit, low: str | None) -> list[float]:
-    """Change of the loss for each entry against the base, whose own is 0; inf for those not offered."""
+    """Return the change of the loss of each entry against the base, whose own is 0; inf for those not offered."""
     base = max(range(len(unit.entries)), key=lambda i: (unit.entries[i].nbytes, i))
-    loss = [entry.damage["swap_base"] for entry in unit.entries]
+    loss = [entry.damage[FROM_BASE] for entry in unit.entries]
     changes = [max(value - loss[base], LEAST) for value in loss]
     if low is not None:
         changes = [c if e.option == low else math.inf for c, e in zip(changes, unit.entries, strict=True)]

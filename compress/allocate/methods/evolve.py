@@ -1,7 +1,7 @@
 """Evolutionary search on the joint effect of a choice (EvoPress, arXiv 2410.14649).
 
-What units damage together is not what they damage alone: errors of one unit meet, and cancel or add to, those of
-others. The search takes the KL of the whole model's predictions for what it is. A choice has offspring that differ in a
+Units together do not damage what they damage alone: errors of one unit meet, and cancel or add to, those of others.
+The search measures the KL of the whole model's predictions. A choice has offspring that differ in a
 few entries and take no more bytes; they are measured in stages, fewer of them on more tokens in each, and the best
 takes the place of its parent if it is better.
 
@@ -34,12 +34,10 @@ from random import Random
 from typing import Literal
 
 from compress.allocate import mutation, search_state, solver
-from compress.allocate.mutation import Sizes
-from compress.allocate.problem import Allocated, Bench, Choice, Problem
-from compress.allocate.search_state import State
-from compress.allocate.surrogate import Measured, Surrogate, Table
-
-Estimator = Literal["hessian", "output", "weight", "fisher", "gradient", "swap", "swap_base", "noise"]
+from compress.allocate.mutation import Moves
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Allocated, Choice, ChoiceEvaluator, Estimator, Problem
+from compress.allocate.search_state import SearchState
+from compress.allocate.surrogate import Observation, Surrogate, UnitValues
 
 PROPOSALS = 32  # random changes of which the surrogate takes the best, for one offspring
 TRIES = 100  # at random changes, for each that is wanted; small problems have few
@@ -47,23 +45,19 @@ TRIES = 100  # at random changes, for each that is wanted; small problems have f
 
 @dataclass(frozen=True)
 class Config:
-    start: Literal["hull", "uniform"] = "hull"  # first choice: the solution of the table (hull), or the best of random
-    # near-uniform choices
-    estimator: Estimator = "swap"  # measured damage from which the hull and the surrogate start
-    generations: int = 80  # [generations] of the search, at most
-    offspring: int = 8  # [choices] that are measured in a generation
-    survivors: tuple[int, ...] = (3, 1, 1)  # [choices] that remain after each stage of a generation
-    tokens: tuple[int, ...] = (2048, 8192, 16384)  # [tokens] on which each stage measures a choice: whole sequences, at
-    # least one
-    selection: Literal["racing", "stages"] = "racing"  # racing: losers on the same sequences drop out early; stages:
-    # fresh sequences in each, as published
-    groups: Literal["size", "kind", "none"] = "none"  # units between which random changes trade bytes: of equal size,
-    # of one kind, or any (none)
-    surrogate: bool = True  # propose offspring by what has been measured so far; false: at random
-    random_share: float = 0.25  # [fraction] of the offspring that is random all the same
-    patience: int = 20  # [generations] without a better choice after which the search ends; 0: never
-    initial: int = 64  # [choices] from which the uniform start is taken
-    initial_tokens: int = 2048  # [tokens] on which the choices of the uniform start are measured
+    start: Literal["hull", "uniform"] = "hull"  # from the table's solution, or from random near-uniform choices
+    estimator: Estimator = KL_ONE_AT_A_TIME  # damages that the hull and the surrogate start from
+    generations: int = 80
+    offspring: int = 8  # choices that are measured in a generation
+    survivors: tuple[int, ...] = (3, 1, 1)  # of each stage
+    tokens: tuple[int, ...] = (2048, 8192, 16384)  # that each stage measures a choice on; whole sequences, at least one
+    selection: Literal["racing", "stages"] = "racing"
+    groups: Literal["size", "kind", "none"] = "none"  # between which units random changes trade
+    surrogate: bool = True  # offspring by what has been measured so far, instead of at random
+    random_share: float = 0.25  # of the offspring, as fraction: random all the same
+    patience: int = 20  # generations without a better choice after which the search ends; 0: never
+    initial: int = 64  # choices that the uniform start is taken from
+    initial_tokens: int = 2048  # that they are measured on
 
     def __post_init__(self) -> None:
         self._check_stages()
@@ -108,32 +102,32 @@ def needs(config: Config) -> frozenset[str]:
     return frozenset({"joint", config.estimator} if _has_table(config) else {"joint"})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None) -> Allocated:
-    """The choice that the search ends with, or its start where that is better on all sequences."""
-    assert bench is not None, "needs() asks for a bench"
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None) -> Allocated:
+    """Return the choice that the search ends with, or its start where that is better on all sequences."""
+    assert evaluator is not None, "needs() asks for an evaluator"
     began = time.monotonic()
     state = None
-    for state in search(problem, config, bench):
+    for state in search(problem, config, evaluator):
         row = state.trace[-1]
-        bench.say(f"generation {state.generation} of {config.generations}: KL {row['kl']:.5f}")
+        evaluator.say(f"generation {state.generation} of {config.generations}: KL {row['kl']:.5f}")
     assert state is not None, "a search has a start"
-    before = bench.forwards
-    candidates = list(dict.fromkeys([state.start, state.parent]))
-    everything = range(bench.samples)
-    kls = bench.divergence(candidates, everything)
+    before = evaluator.forwards
+    ends = list(dict.fromkeys([state.start, state.parent]))
+    everything = range(evaluator.samples)
+    kls = evaluator.divergence(ends, everything)
     best = kls.index(min(kls))
     facts = {
         "start_kl": kls[0],
         "kl": kls[best],
         "generations": float(state.generation),
-        "forwards": state.forwards + bench.forwards - before,
-        "tokens": float(state.tokens + len(candidates) * len(everything) * bench.seq_len),
+        "forwards": state.forwards + evaluator.forwards - before,
+        "tokens": float(state.tokens + len(ends) * len(everything) * evaluator.seq_len),
         "seconds": time.monotonic() - began,
     }
-    return Allocated(candidates[best], (_told(state, kls, best),), tuple(state.trace), facts)
+    return Allocated(ends[best], (_told(state, kls, best),), tuple(state.trace), facts)
 
 
-def _told(state: State, kls: Sequence[float], best: int) -> str:
+def _told(state: SearchState, kls: Sequence[float], best: int) -> str:
     after = f"after {state.generation} generations"
     if best:
         return f"On all sequences the search lowered KL from {kls[0]:.5f} to {kls[best]:.5f} {after}."
@@ -142,10 +136,10 @@ def _told(state: State, kls: Sequence[float], best: int) -> str:
     return f"The search found nothing better than its start, KL {kls[0]:.5f} on all sequences, {after}."
 
 
-def search(problem: Problem, config: Config, bench: Bench) -> Iterator[State]:
-    """The state at the start and after each generation, the same object each time; goes on where one was killed."""
+def search(problem: Problem, config: Config, evaluator: ChoiceEvaluator) -> Iterator[SearchState]:
+    """Yield the state at the start and after each generation, the same object; goes on where a search was killed."""
     problem.check()
-    return _Search(problem, config, bench).run()
+    return _Search(problem, config, evaluator).run()
 
 
 def _has_table(config: Config) -> bool:
@@ -155,75 +149,80 @@ def _has_table(config: Config) -> bool:
 class _Search:
     """One search. Chance is that of the seed and the number of the generation, so that nothing of it must be kept."""
 
-    def __init__(self, problem: Problem, config: Config, bench: Bench) -> None:
-        self.problem, self.config, self.bench = problem, config, bench
-        self.damages: Table = (
+    def __init__(self, problem: Problem, config: Config, evaluator: ChoiceEvaluator) -> None:
+        self.problem, self.config, self.evaluator = problem, config, evaluator
+        self.damages: UnitValues = (
             solver.damages_of(problem, config.estimator)
             if _has_table(config)
             else [[-float(entry.nbytes) for entry in unit.entries] for unit in problem.units]
         )
-        self.sizes = Sizes(problem, self.damages)
+        self.moves = Moves(problem, self.damages)
         self.groups = mutation.groups(problem, config.groups)
         kinds = {kind: i for i, kind in enumerate(dict.fromkeys(unit.kind for unit in problem.units))}
         self.alike = [[kinds[unit.kind] for unit in problem.units], [unit.block for unit in problem.units]]
-        settings = {**asdict(config), "seed": bench.seed, "samples": bench.samples, "seq_len": bench.seq_len}
+        settings = {
+            **asdict(config),
+            "seed": evaluator.seed,
+            "samples": evaluator.samples,
+            "seq_len": evaluator.seq_len,
+        }
         self.identity = search_state.fingerprint(problem, self.damages, settings)
         self.tokens = 0
 
-    def run(self) -> Iterator[State]:
-        state = search_state.load(self.bench.folder, self.identity)
+    def run(self) -> Iterator[SearchState]:
+        state = search_state.load(self.evaluator.folder, self.identity)
         if state is None:
-            before = self.bench.forwards
+            before = self.evaluator.forwards
             state = self._first()
             self._finish(state, before)
         else:
             self.tokens = state.tokens
-            self.bench.say(f"the search goes on after generation {state.generation}")
+            self.evaluator.say(f"the search goes on after generation {state.generation}")
         yield state
         while not self._is_done(state):
-            before = self.bench.forwards
+            before = self.evaluator.forwards
             self._generation(state)
             self._finish(state, before)
             yield state
 
-    def _is_done(self, state: State) -> bool:
+    def _is_done(self, state: SearchState) -> bool:
         config = self.config
         return state.generation >= config.generations or 0 < config.patience <= state.idle
 
-    def _finish(self, state: State, before: float) -> None:
+    def _finish(self, state: SearchState, before: float) -> None:
         """Account for a generation, and keep its state."""
-        state.forwards += self.bench.forwards - before
+        state.forwards += self.evaluator.forwards - before
         state.tokens = self.tokens
         state.trace[-1] |= {"forwards": state.forwards, "tokens": float(state.tokens)}
-        search_state.save(self.bench.folder, self.identity, state)
+        search_state.save(self.evaluator.folder, self.identity, state)
 
     def _count(self, tokens: int) -> int:
-        """Sequences of so many tokens, as far as there are any."""
-        return min(self.bench.samples, math.ceil(tokens / self.bench.seq_len))
+        """Return the number of sequences of so many tokens, as far as there are any."""
+        return min(self.evaluator.samples, math.ceil(tokens / self.evaluator.seq_len))
 
     def _subset(self, tokens: int, rng: Random) -> list[int]:
-        return rng.sample(range(self.bench.samples), self._count(tokens))
+        return rng.sample(range(self.evaluator.samples), self._count(tokens))
 
     def _kl(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
-        self.tokens += len(choices) * len(samples) * self.bench.seq_len
-        return self.bench.divergence(choices, samples)
+        self.tokens += len(choices) * len(samples) * self.evaluator.seq_len
+        return self.evaluator.divergence(choices, samples)
 
-    def _first(self) -> State:
-        config, rng = self.config, Random(f"{self.bench.seed} start")
+    def _first(self) -> SearchState:
+        config, rng = self.config, Random(f"{self.evaluator.seed} start")
         if config.start == "hull":
             choices = [solver.solve(self.problem, self.damages).choice]
         else:
-            choices = list(dict.fromkeys(mutation.rounded_down(self.sizes, rng) for _ in range(config.initial)))
+            choices = list(dict.fromkeys(mutation.rounded_down(self.moves, rng) for _ in range(config.initial)))
         kls = self._kl(choices, self._subset(config.initial_tokens, rng))
         kl, start = min(zip(kls, choices, strict=True))
-        state = State(start, start, trace=[{"generation": 0.0, "kl": kl}])
+        state = SearchState(start, start, trace=[{"generation": 0.0, "kl": kl}])
         damage = sum(row[i] for row, i in zip(self.damages, start, strict=True))
         if kl > 0 and damage > 0:
             state.scale = kl / damage
         return state
 
-    def _generation(self, state: State) -> None:
-        rng = Random(f"{self.bench.seed} {state.generation}")
+    def _generation(self, state: SearchState) -> None:
+        rng = Random(f"{self.evaluator.seed} {state.generation}")
         select = {"racing": self._race, "stages": self._stages}[self.config.selection]
         model = self._surrogate(state, ()) if self.config.surrogate else None
         children = self._children(state, model, rng)
@@ -235,12 +234,14 @@ class _Search:
         state.generation += 1
         state.trace.append({"generation": float(state.generation), "kl": kl})
 
-    def _surrogate(self, state: State, more: Sequence[Measured], sizes: tuple[float, float] | None = None) -> Surrogate:
+    def _surrogate(
+        self, state: SearchState, more: Sequence[Observation], sizes: tuple[float, float] | None = None
+    ) -> Surrogate:
         values = [[state.scale * damage for damage in row] for row in self.damages]
         return Surrogate(values, self.alike, [*state.measured, *more], sizes)
 
-    def _children(self, state: State, model: Surrogate | None, rng: Random) -> list[Choice]:
-        """Different choices, none of them the parent; fewer than asked for where there are no more to be found.
+    def _children(self, state: SearchState, model: Surrogate | None, rng: Random) -> list[Choice]:
+        """Return different choices, none of them the parent; fewer than asked for where no more are found.
 
         A race does not try again what has lost to this parent, until there is nothing else.
         """
@@ -257,31 +258,31 @@ class _Search:
                 break
             if child := self._random(parent, rng):
                 if model is not None:
-                    child = mutation.filled(self.sizes, child, self.damages)
+                    child = mutation.filled(self.moves, child, self.damages)
                 if child not in known:
                     found[child] = None
         return list(found)
 
     def _random(self, parent: Choice, rng: Random) -> Choice | None:
         if self.config.groups == "none":
-            return mutation.traded(self.sizes, parent, rng)
-        return mutation.switched(self.sizes, parent, self.groups, rng)
+            return mutation.traded(self.moves, parent, rng)
+        return mutation.switched(self.moves, parent, self.groups, rng)
 
-    def _promising(self, parent: Choice, known: Set[Choice], values: Table, rng: Random) -> Choice | None:
-        """The best new choice by `values` of some guided changes; None if there is none."""
+    def _promising(self, parent: Choice, known: Set[Choice], values: UnitValues, rng: Random) -> Choice | None:
+        """Return the best new choice by `values` of some guided changes; None if there is none."""
 
         def worth(choice: Choice) -> tuple[float, Choice]:
             pairs = zip(values, choice, parent, strict=True)
             return float(f"{sum(row[i] - row[j] for row, i, j in pairs if i != j):.9g}"), choice
 
-        drawn = {mutation.guided(self.sizes, parent, values, rng) for _ in range(PROPOSALS)}
+        drawn = {mutation.guided(self.moves, parent, values, rng) for _ in range(PROPOSALS)}
         new = [choice for choice in drawn if choice is not None and choice not in known]
         return min(new, key=worth, default=None)
 
     def _stages(
-        self, state: State, children: Sequence[Choice], model: Surrogate | None, rng: Random
+        self, state: SearchState, children: Sequence[Choice], model: Surrogate | None, rng: Random
     ) -> tuple[Choice, float]:
-        """As published: fresh sequences in each stage, the parent joins the last."""
+        """Select as published: fresh sequences in each stage, the parent joins the last."""
         alive, kls, last = list(children), [math.inf], len(self.config.survivors) - 1
         for stage, (keep, tokens) in enumerate(zip(self.config.survivors, self.config.tokens, strict=True)):
             if stage == last:
@@ -292,13 +293,13 @@ class _Search:
         return alive[0], kls[0]
 
     def _race(
-        self, state: State, children: Sequence[Choice], model: Surrogate | None, rng: Random
+        self, state: SearchState, children: Sequence[Choice], model: Surrogate | None, rng: Random
     ) -> tuple[Choice, float]:
-        """Each stage adds sequences to what its entrants were measured on; all are compared with the parent on them."""
-        order = rng.sample(range(self.bench.samples), self.bench.samples)
+        """Select in a race: each stage adds sequences, and all are compared with the parent on the same ones."""
+        order = rng.sample(range(self.evaluator.samples), self.evaluator.samples)
         sums, counts = dict.fromkeys(children, 0.0), dict.fromkeys(children, 0)
         alive, total, used = list(children), 0.0, 0
-        measured: list[Measured] = []
+        measured: list[Observation] = []
         gains: dict[Choice, float] = {}
         for keep, tokens in zip(self.config.survivors, self.config.tokens, strict=True):
             samples = order[used : used + self._count(tokens)]
@@ -323,7 +324,7 @@ class _Search:
         return (alive[0], kl + gains[alive[0]]) if alive else (state.parent, kl)
 
 
-def _measured(parent: Choice, child: Choice, differences: float, sequences: int) -> Measured:
-    """differences: their sum over the sequences."""
+def _measured(parent: Choice, child: Choice, differences: float, sequences: int) -> Observation:
+    """Return the observation of a child; differences: their sum over the sequences."""
     change = {unit: (old, new) for unit, (old, new) in enumerate(zip(parent, child, strict=True)) if old != new}
-    return Measured(change, differences / sequences, sequences)
+    return Observation(change, differences / sequences, sequences)

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem, Unit
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit
 from compress.allocate.solver import Limits, LinearSide, Solution, solve
 from compress.errors import BudgetError, RecipeError
 
@@ -46,33 +46,30 @@ ERRORS = {"squares": "expert_squares", "norms": "expert"}  # their names among d
 
 
 @dataclass(frozen=True)
-class Config:
-    error: Literal["squares", "norms"] = "squares"  # of the block's output with one expert alone at the option, summed
-    # over tokens: squared norms, or norms
-    alpha: float = 0.0  # exponent of an expert's share of the tokens
-    beta: float = 0.0  # exponent of its share of the routing probabilities
-    gamma: float = 1.0  # exponent of the error
-    at_least: int = 1  # [experts] of each block at each option of `spread`
-    spread: tuple[str, ...] = ()  # names of the options that `at_least` experts of each block get; empty: the two
-    # largest
-    scope: Literal["model", "block"] = "model"  # one budget for all blocks (model), or to each block its share
-    dense: str | None = None  # name of the option of all units that are no experts; null: the largest
-    seconds: float = 60.0  # [seconds] that the solver may take, in all
-    gap: float = 1e-4  # [fraction] between the solution and the bound at which the solver stops
+class Config(Limits):
+    error: Literal["squares", "norms"] = "squares"  # of the change of the output, summed over tokens
+    alpha: float = 0.0  # exponent of the share of tokens
+    beta: float = 0.0  # of the routing probabilities
+    gamma: float = 1.0  # of the error
+    at_least: int = 1  # experts of each block at each option of `spread`
+    spread: tuple[str, ...] = ()  # options' names; none: the two largest
+    scope: Literal["model", "block"] = "model"  # one budget for all blocks, or to each block its share
+    dense: str | None = None  # option of all other units; none: the largest
+    gap: float = 1e-4  # between the answer and its bound at which the solver stops, as fraction of the damage
 
     def __post_init__(self) -> None:
-        Limits(self.seconds, self.gap)
+        super().__post_init__()
         for key in ("alpha", "beta", "gamma", "at_least"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} {getattr(self, key)} is negative")
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The error of each expert, and the two scores of its routing."""
+    """Return the error of each expert, and the two scores of its routing."""
     return frozenset({ERRORS[config.error], "share", "routing"})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     units = problem.units
     experts = [i for i, unit in enumerate(units) if unit.is_expert]
@@ -100,7 +97,7 @@ def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Al
 
 
 def _solved(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
-    """(places of units, their solution) of every program: one, or one a block."""
+    """Return (indices of units, their solution) of every program: one, or one a block."""
     damages = _damages(experts, config)
     spread = [uniform_options.named(experts, "spread", name, 0) for name in config.spread] or uniform_options.ranked(
         experts
@@ -133,7 +130,7 @@ def _damages(experts: Sequence[Unit], config: Config) -> list[list[float]]:
 
 
 def _normalized(experts: Sequence[Unit], score: str) -> list[float]:
-    """The score of each, as a fraction of its block's sum."""
+    """Return the score of each, as a fraction of its block's sum."""
     total = defaultdict[int, float](float)
     for unit in experts:
         total[unit.block] += unit.scores[score]
@@ -141,7 +138,7 @@ def _normalized(experts: Sequence[Unit], score: str) -> list[float]:
 
 
 def _sides(experts: Sequence[Unit], spread: Sequence[str], at_least: int) -> list[LinearSide]:
-    """In every block at least so many experts at each of the options."""
+    """Ask for at least so many experts of every block at each of the options."""
     pairs = defaultdict[tuple[int, str], list[tuple[int, int]]](list)
     for i, unit in enumerate(experts):
         for place, entry in enumerate(unit.entries):

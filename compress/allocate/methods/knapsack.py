@@ -1,7 +1,7 @@
 """Knapsack: least summed damage within the bytes, by measured or estimated damage of each unit and option.
 
-Takes any of the estimators, cheap ones from statistics to a swap of each unit in the whole model, and adds damages up;
-hull greedy, or the exact 0/1 program (allocate/solver.py).
+Takes any of the estimators, from cheap ones by statistics to the KL of the whole model with one unit changed at a time,
+and adds damages up; hull greedy, or the exact 0/1 program (allocate/solver.py).
 
 Errors of a layer's output are not comparable between blocks: a given error weighs more in one block than in another.
 `scale` names a second estimator that knows: the damages of each block are multiplied so that their sum over the block's
@@ -16,47 +16,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
 
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Allocated, BlockScale, ChoiceEvaluator, Estimator, Problem
 from compress.allocate.solver import Limits, Solver, damages_of, solve
-
-Estimator = Literal["hessian", "output", "weight", "fisher", "gradient", "swap", "swap_base", "noise"]
-Scale = Literal["none", "fisher", "gradient", "swap", "swap_base", "noise"]
 
 
 @dataclass(frozen=True)
-class Config:
-    estimator: Estimator = "swap"  # measured or estimated damage of each unit at each option, which is added up
-    scale: Scale = "none"  # damage to which the sum of each block is scaled; none: not scaled
-    solver: Solver = "hull"  # hull: greedy on convex hulls; milp: a 0/1 program, exact to `gap`
-    seconds: float = 60.0  # [seconds] that milp may take
-    gap: float = 1e-6  # [fraction] between the solution and the bound at which milp stops
+class Config(Limits):
+    estimator: Estimator = KL_ONE_AT_A_TIME  # damage that is added up
+    scale: BlockScale = "none"  # damage that sets the scale of each block
+    solver: Solver = "hull"
 
     def __post_init__(self) -> None:
-        Limits(self.seconds, self.gap)
+        super().__post_init__()
         if self.scale == self.estimator:
             raise ValueError(f"scale {self.scale!r} is the estimator itself")
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The damages that must be in the table."""
+    """Return the damages that must be in the table."""
     return frozenset({config.estimator, config.scale} - {"none"})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     damages = damages_of(problem, config.estimator)
     if config.scale != "none":
         damages = _scaled(problem, damages, damages_of(problem, config.scale))
-    return solve(problem, damages, config.solver, limits=Limits(config.seconds, config.gap)).allocated()
+    return solve(problem, damages, config.solver, limits=config).allocated()
 
 
-def _scaled(problem: Problem, damages: list[list[float]], levels: list[list[float]]) -> list[list[float]]:
-    """The damages times one factor a block, after which a block's sum is that of `levels`; 0 stays 0."""
+def _scaled(problem: Problem, damages: list[list[float]], scales: list[list[float]]) -> list[list[float]]:
+    """Multiply the damages by one factor a block, after which a block's sum is that of `scales`; 0 stays 0."""
     have, want = defaultdict[int, float](float), defaultdict[int, float](float)
-    for unit, losses, level in zip(problem.units, damages, levels, strict=True):
+    for unit, losses, scale in zip(problem.units, damages, scales, strict=True):
         have[unit.block] += sum(losses)
-        want[unit.block] += sum(level)
+        want[unit.block] += sum(scale)
     factor = {block: want[block] / have[block] if have[block] > 0 else 1.0 for block in have}
     return [[loss * factor[unit.block] for loss in losses] for unit, losses in zip(problem.units, damages, strict=True)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.errors import BudgetError, RecipeError
 
 
@@ -32,11 +32,11 @@ class Config:
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The score of the units."""
+    """Return the score of the units."""
     return frozenset({config.score})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     low = uniform_options.named(problem.units, "low", config.low, 0)
     high = uniform_options.named(problem.units, "high", config.high, -1)
@@ -63,7 +63,7 @@ def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Al
 
 
 def _order(problem: Problem, score: str) -> list[int]:
-    """Blocks, those first that matter most."""
+    """Return the blocks, those first that matter most."""
     total, numel = defaultdict[int, float](float), defaultdict[int, int](int)
     for unit in problem.units:
         total[unit.block] += unit.scores[score] * unit.numel

@@ -16,27 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.allocate.solver import Limits, damages_of, solve
 
 
 @dataclass(frozen=True)
-class Config:
-    estimator: Literal["weight", "fisher"] = "weight"  # damage that is added up: squared weight error, or that weighted
-    # by the Fisher information
-    seconds: float = 60.0  # [seconds] that the solver may take
-    gap: float = 1e-6  # [fraction] between the solution and the bound at which the solver stops
-
-    def __post_init__(self) -> None:
-        Limits(self.seconds, self.gap)
+class Config(Limits):
+    estimator: Literal["weight", "fisher"] = "weight"
 
 
 def needs(config: Config) -> frozenset[str]:
-    """The damage that must be in the table."""
+    """Return the damage that must be in the table."""
     return frozenset({config.estimator})
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     damages = damages_of(problem, config.estimator)
-    return solve(problem, damages, "milp", limits=Limits(config.seconds, config.gap)).allocated()
+    return solve(problem, damages, "milp", limits=config).allocated()

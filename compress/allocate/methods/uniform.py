@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, Bench, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.errors import BudgetError
 
 
@@ -26,12 +26,12 @@ class Config:
 
 
 def needs(config: Config) -> frozenset[str]:
-    """No measurements."""
+    """Ask for no measurements."""
     return frozenset()
 
 
-def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Allocated:
-    """The same option for every unit; where a unit is not offered it, the largest of its own below."""
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
+    """Take the same option for every unit; where a unit is not offered it, the largest of its own below."""
     problem.check()
     if config.option is not None:
         option = uniform_options.named(problem.units, "option", config.option, 0)
@@ -50,7 +50,7 @@ def allocate(problem: Problem, config: Config, bench: Bench | None = None) -> Al
 
 
 def _largest(problem: Problem) -> tuple[str, list[int]]:
-    """The largest option whose bytes are within the budget, and its choice."""
+    """Return the largest option whose bytes are within the budget, and its choice."""
     for option in reversed(uniform_options.ranked(problem.units)):
         chosen = uniform_options.at(problem.units, option)
         if problem.nbytes(tuple(chosen)) <= problem.budget:
@@ -60,7 +60,7 @@ def _largest(problem: Problem) -> tuple[str, list[int]]:
 
 
 def _fill(problem: Problem, chosen: list[int]) -> None:
-    """Steps to each unit's next larger entry, in order, while they fit."""
+    """Step to each unit's next larger entry, in order, while the steps fit."""
     last = max(unit.block for unit in problem.units)
     order = sorted(
         range(len(problem.units)),

@@ -1,0 +1,125 @@
+"""Let an allocator choose from an opened table for a target, and describe what it chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from typing import Any
+
+from compress import plugins
+from compress.allocate import choices, kv_share, metrics
+from compress.allocate.problem import JOINT, Allocated, Problem
+from compress.allocate.sensitivity import Measurements
+from compress.allocate.table import SensitivityTable
+from compress.errors import BudgetError
+from compress.recipe import fingerprint
+from compress.recipe.schema import Allocation, Target
+from compress.storage.checkpoint import read_json, write_text
+from compress.storage.workdir import writing
+
+BISECTIONS = 12  # of the budget, for a bound on the divergence
+
+
+def decision(store: Measurements, allocation: Allocation, target: Target) -> dict[str, Any]:
+    """Return what is allocated, as JSON values; kept in the folder, so that a resumed run does not search again."""
+    decided = dataclasses.replace(store.opened.asked.recipe, allocate=dataclasses.replace(allocation, target=target))
+    name = hashlib.sha256(json.dumps([fingerprint(decided), store.opened.asked.seed]).encode()).hexdigest()[:16]
+    path = store.database.folder / f"choice-{name}.json"
+    if path.is_file():
+        return read_json(path)
+    started = time.monotonic()
+    cache = None
+    weights = target
+    if allocation.context is not None:
+        cache, weights = kv_share.beside(store, allocation, target)
+    table, problem, result = solve(store, allocation, weights)
+    facts = described(store, allocation, target, table, result)
+    if cache is not None:
+        facts |= {"cache": cache, "nbytes": facts["nbytes"] + cache["nbytes"]}
+    facts["budget"] = problem.budget
+    facts["seconds"] = round(time.monotonic() - started, 2)
+    write_text(path, json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+def solve(store: Measurements, allocation: Allocation, target: Target) -> tuple[SensitivityTable, Problem, Allocated]:
+    """Let the allocator choose. Raises BudgetError."""
+    module = plugins.load("allocate", allocation.method)
+    needs = module.needs(allocation.config)
+    table = metrics.table(store, needs)
+    bound = target.value if target.unit == "kl" else None
+    if bound is not None:
+        target = _within(store, allocation, bound)
+    problem = table.problem(target)
+    evaluator = choices.evaluator(store, table) if JOINT in needs else None
+    with writing(store.database.folder, "--measurements"):
+        result: Allocated = module.allocate(problem, allocation.config, evaluator)
+    if problem.nbytes(result.choice) > problem.budget:
+        raise AssertionError(f"{allocation.method} went over its budget")
+    if bound is not None:
+        evaluator = choices.evaluator(store, table)
+        if (kl := evaluator.divergence([result.choice], range(evaluator.samples))[0]) > bound:
+            raise BudgetError(
+                f"{allocation.method} leaves a divergence of {kl:.4g} nats a token where the knapsack stays within "
+                f"{bound:g}; use the knapsack, or give a target in bytes"
+            )
+    return table, problem, result
+
+
+def _within(store: Measurements, allocation: Allocation, bound: float) -> Target:
+    """Return the smallest budget, to 1 / 2^BISECTIONS of the range, whose choice stays within a divergence."""
+    module, config = plugins.load("allocate", allocation.method), allocation.config
+    if JOINT in module.needs(config):  # a search from the knapsack's answer ends no worse than that
+        module = plugins.load("allocate", "knapsack")
+        config = module.Config(estimator=config.estimator)
+    table = metrics.table(store, module.needs(config))
+    evaluator = choices.evaluator(store, table)
+    empty = Problem(table.units, 0)
+    everything = list(range(evaluator.samples))
+
+    def kl(budget: int) -> float:
+        try:
+            choice = module.allocate(Problem(table.units, budget), config, None).choice
+        except BudgetError:  # a method may need more than the least
+            return math.inf
+        return evaluator.divergence([choice], everything)[0]
+
+    low, high = empty.least, empty.most
+    if (best := kl(high)) > bound:
+        raise BudgetError(
+            f"the largest options leave a divergence of {best:.4g} nats a token, above the bound of {bound:g}; raise "
+            "it, or offer larger options"
+        )
+    if kl(low) <= bound:
+        high = low
+    for _ in range(BISECTIONS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if kl(middle) <= bound else (middle, high)
+    return Target(f"{high + table.fixed_nbytes + table.other_nbytes}B")
+
+
+def described(
+    store: Measurements, allocation: Allocation, target: Target, table: SensitivityTable, result: Allocated
+) -> dict[str, Any]:
+    """Return the facts of an allocation, and the choices, as JSON values."""
+    entries = [unit.entries[i] for unit, i in zip(table.units, result.choice, strict=True)]
+    shares = {option: 0 for option in table.options}
+    for unit, entry in zip(table.units, entries, strict=True):
+        shares[entry.option] += unit.numel
+    return {
+        "method": allocation.method,
+        "target": target.text,
+        "bpw": table.bpw(result.choice),
+        "nbytes": table.nbytes(result.choice),
+        "weights by option": {option: numel / sum(shares.values()) for option, numel in shares.items()},
+        "units": {unit.name: entry.option for unit, entry in zip(table.units, entries, strict=True)},
+        "measured on": {"tokens": table.tokens, **table.facts},
+        "database_nbytes": store.database.nbytes,
+        "notes": list(result.notes),
+        "trace": [dict(row) for row in result.trace],
+        **result.facts,
+        "choices": table.option_numbers(result.choice),
+    }

@@ -1,0 +1,56 @@
+"""Measure the bytes and damages of every option of a cache on the original model.
+
+The whole model is loaded, as it is stored for the bytes and in float32 for the divergence, and a measurement that is
+killed starts over. Half of the calibration text calibrates codecs, the other half is scored. What the loss of weights
+adds to that of the cache is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from compress import process_memory
+from compress.allocate import kv_options, kv_sizes
+from compress.allocate.kv_budget import CacheCosts, CacheOption
+from compress.errors import BudgetError
+from compress.evaluate import cache, cache_candidates
+from compress.evaluate.scores import Execution
+from compress.progress import Progress
+from compress.run import prepare
+from compress.run.job import Job
+from compress.storage.checkpoint import open_checkpoint
+
+CALIBRATED = 32  # samples, at most
+SCORED = 8192  # tokens, at most
+
+
+def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor, progress: Progress) -> CacheCosts:
+    """Return the costs of the options of a job's cache at a context; tokens int64 [samples, seq_len].
+
+    Raises BudgetError where the model does not fit into the job's memory.
+    """
+    recipe, directory = job.recipe.kv_cache, prepare.resolve(job.model)
+    assert recipe is not None, "the recipe was checked"
+    whole = 4 * sum(math.prod(stored.shape) for stored in open_checkpoint(directory).tensors.values())
+    if job.max_memory is not None and process_memory.resident() + whole > job.max_memory:
+        raise BudgetError(
+            f"measuring a cache takes the whole model in float32, {process_memory.show(whole)}, more than --max-memory "
+            "leaves; raise it, or give the bits of the cache in the recipe"
+        )
+    half = min(CALIBRATED, max(1, len(tokens) // 2))
+    samples, scored = tokens[:half], tokens[half:] if len(tokens) > half else tokens
+    scored = scored[: max(1, SCORED // tokens.shape[1])]
+    progress("measuring the bytes of caches", 0, 0)
+    stored = cache_candidates.load_model(directory, Execution("auto", job.device))
+    caches = kv_options.offered(stored, recipe, options, samples)
+    sizes = kv_sizes.sized(stored, scored[:1], caches, context)
+    del stored
+    model = cache_candidates.load_model(directory, Execution("float32", job.device))
+    caches = kv_options.offered(model, recipe, options, samples)
+    say = cache.counter(progress, "measuring the divergence of caches", len(scored))
+    measured = kv_options.measure(model, scored, caches, sizes, say)
+    process_memory.check(job.max_memory)
+    return measured

@@ -1,0 +1,46 @@
+"""Open a model with the stored variants of its linears, in any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress import plugins
+from compress.allocate.block_scores import Noise
+from compress.allocate.variants import Database
+from compress.model.edits import EditContext
+from compress.model.skeleton import Skeleton
+from compress.run.job import Job
+from compress.storage.checkpoint import open_checkpoint
+from compress.types import Plan
+
+
+class StoredVariants:
+    """The variants of linears in a database, by the linears' full names (`VariantWeights` of prefix_tree.py)."""
+
+    def __init__(self, skeleton: Skeleton, database: Database) -> None:
+        self.prefix, self.database = f"{skeleton.blocks_name}.", database
+
+    def weight(self, name: str, variant: Any, original: Tensor) -> Tensor:
+        """Decode the weight [out, in] of a linear at an option, in the dtype of `original`."""
+        block = int(name.removeprefix(self.prefix).partition(".")[0])
+        return self.database.weight(block, name, variant, original)
+
+    def prepare(self, index: int, block: nn.Module) -> None:
+        """Bring a loaded block into the state that the transforms have left."""
+        self.database.restore_state(index, block)
+
+
+def build(directory: Path, job: Job, folder: Path) -> tuple[Skeleton, Noise]:
+    """Return the model, transformed as a whole where the recipe says so, and its variants, noise among them."""
+    skeleton, device = Skeleton(open_checkpoint(directory)), torch.device(job.device)
+    for step in job.recipe.transform:
+        module = plugins.load("transform", step.method)
+        if module.SCOPE == "model":
+            skeleton.edits = module.apply(skeleton, step.config, job.seed)
+            skeleton.edits.choose(EditContext(device, None, Plan(()), 1, folder, job.max_memory, lambda _: None))
+            skeleton.edits.begin(device)
+    return skeleton, Noise(job.seed, StoredVariants(skeleton, Database(folder)))
