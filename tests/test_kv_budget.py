@@ -165,7 +165,7 @@ def test_measured_errors_and_divergences() -> None:
     model = build("llama")
     hooks.attach(model)
     windows = torch.randint(0, 250, (2, 160), generator=torch.Generator().manual_seed(0))
-    candidates = kv_options.offered(model, RECIPE, OFFERED[:2], windows)
+    candidates = kv_options.offered(model, cache_settings(RECIPE), OFFERED[:2], windows)
     sizes = kv_sizes.sized(model, windows[:1], candidates, 1000)
     costs = kv_options.measure(model, windows, candidates, sizes, lambda done: None)
     assert [(unit.layer, unit.kind) for unit in costs.units] == list(product(range(2), KINDS))

@@ -19,14 +19,13 @@ from compress.numerics import hadamard as reference
 def test_transform_is_that_of_the_package(size: int, rows: int) -> None:
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).half()
     assert hadamard.supports(x)
-    for apply, exact in ((hadamard.transform, reference.transform), (hadamard.transpose, reference.transpose)):
-        wanted = exact(x.double())
-        found = apply(x)
-        assert found.dtype == torch.float16
-        assert torch.equal(found, wanted.half()) or (found - wanted).abs().max() < 2**-10 * wanted.abs().max()
-        if reference.order(size).K == 1:
-            torch.testing.assert_close(apply(x.float()).double(), wanted, rtol=0, atol=5e-6)
-            assert (apply(x.bfloat16()) - wanted).abs().max() < 2**-7 * wanted.abs().max()
+    wanted = reference.transform(x.double())
+    found = hadamard.transform(x)
+    assert found.dtype == torch.float16
+    assert torch.equal(found, wanted.half()) or (found - wanted).abs().max() < 2**-10 * wanted.abs().max()
+    if reference.order(size).K == 1:
+        torch.testing.assert_close(hadamard.transform(x.float()).double(), wanted, rtol=0, atol=5e-6)
+        assert (hadamard.transform(x.bfloat16()) - wanted).abs().max() < 2**-7 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("size", [64, 320])
@@ -36,11 +35,10 @@ def test_signs_before_and_after(size: int) -> None:
     before, after = (pack_signs(torch.rand(size, generator=generator) < 0.5) for _ in range(2))
     flipped = x.double() * unpack_signs(before, size, torch.float64)
     signs = unpack_signs(after, size, torch.float64)
-    for apply, exact in ((hadamard.transform, reference.transform), (hadamard.transpose, reference.transpose)):
-        found = apply(x, before, after)
-        assert found.shape == x.shape
-        torch.testing.assert_close(found.double(), exact(flipped) * signs, rtol=0, atol=3e-3)
-        torch.testing.assert_close(apply(x, before).double(), exact(flipped), rtol=0, atol=3e-3)
+    found, exact = hadamard.transform(x, before, after), reference.transform(flipped)
+    assert found.shape == x.shape
+    torch.testing.assert_close(found.double(), exact * signs, rtol=0, atol=3e-3)
+    torch.testing.assert_close(hadamard.transform(x, before).double(), exact, rtol=0, atol=3e-3)
 
 
 def test_memory_is_written_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +58,6 @@ def test_other_sizes_are_left_to_the_package(size: int) -> None:
     signs = pack_signs(torch.rand(size) < 0.5)
     flipped = x * unpack_signs(signs, size, x.dtype)
     assert torch.equal(hadamard.transform(x, signs), reference.transform(flipped))
-    assert torch.equal(hadamard.transpose(x), reference.transpose(x))
 
 
 SIGNATURE = {

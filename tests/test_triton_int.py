@@ -145,7 +145,7 @@ def test_parts_of_unequal_length(parts: int) -> None:
     shape = (24, 640)
     params, tensors = stored(4, 64, False, shape)
     x = activations(3, shape[1])
-    plan = kernel.Plan(configs.Config(16, 32, 4, 3, 4), 8, parts)
+    plan = kernel.Launch(configs.Config(16, 32, 4, 3, 4), 8, parts)
     found = [torch.empty(3, shape[0], dtype=torch.float32) for _ in range(2)]
     for out in found:
         kernel.launch(x.half(), tensors, params, out, plan)

@@ -36,7 +36,7 @@ def case(params: Params, rows: int, config: configs.Config, arch: int, kind: str
     """A product with fp16 or bf16 activations, split along the columns."""
     fitted = configs.fitted(config, params.bits, rows, kernel.most_words(params), SHARED[arch])
     settings = {"BF16": kind == "bf16", "USE_ASM": True, "RANK": rank}
-    constants: dict[str, Any] = kernel.constants(params, kernel.Plan(fitted, rows, 2)) | settings
+    constants: dict[str, Any] = kernel.constants(params, kernel.Launch(fitted, rows, 2)) | settings
     signature = SIGNATURE | {name: f"*{kind}" for name in ("x", "out", "hidden", "factor")}
     aligned = ("out_features", "stored_rows")
     return offline.Case(

@@ -34,7 +34,7 @@ PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is
 
 
 class Processor(NamedTuple):
-    """What the choice of a kernel depends on, beside the weight."""
+    """The properties of a device that the choice of a kernel depends on."""
 
     type: str
     capability: tuple[int, int] | None = None  # of an NVIDIA GPU; None where there is none: Triton's interpreter
@@ -55,7 +55,7 @@ def processor(device: torch.device | str) -> Processor:
 
 @cache
 def _gpu(index: int) -> Processor:
-    """Looked up once: a GPU keeps its index for as long as a process lives."""
+    """Return the processor of a GPU, looked up once: it keeps its index for as long as a process lives."""
     return Processor("cuda", torch.cuda.get_device_capability(index))
 
 
@@ -193,7 +193,7 @@ class Weight:
         return self._kernel if x.dtype in self._most else None
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """As the function `product`, of the tensors of a layer; None if the weight has to be decoded by its format."""
+        """Run the function `product` on the tensors of a layer; None if the weight has to be decoded by its format."""
         kernel = self.prepared(x, tensors)
         if kernel is None:
             return None
@@ -215,12 +215,12 @@ class Weight:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
+    """Make the device current: kernels are launched on the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """y [..., out] + x A^T B; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
+    """Return y [..., out] + x A^T B; y is a result that nobody else holds, x [..., in], A [rank, in], B [rank, out].
 
     The second product is added where the first kernel has left its results: no other pass over them.
     """
@@ -235,32 +235,35 @@ def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def before(x: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The operations on the inputs of a stored matrix: x [..., in] -> [..., in] of the same type."""
-    if _one_launch(x, ops.input, ("signs", "hadamard")):
-        with _on(x.device):
-            return _module(processor(x.device), "hadamard").transform(x, before=tensors["in_signs"])
-    return operations.apply_input(x, ops, tensors)
+    """Return x [..., in] after the operations on the inputs of a stored matrix, of the same type."""
+    kernel = _hadamard(x) if ops.input == ("signs", "hadamard") else None
+    if kernel is None:
+        return operations.apply_input(x, ops, tensors)
+    with _on(x.device):
+        return kernel.transform(x, before=tensors["in_signs"])
 
 
 def after(y: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The operations on its outputs [..., out]."""
-    if _one_launch(y, ops.output, ("hadamard", "signs")):
-        with _on(y.device):
-            return _module(processor(y.device), "hadamard").transform(y, after=tensors["out_signs"])
-    return operations.apply_output(y, ops, tensors)
+    """Return y [..., out] after the operations on the outputs of a stored matrix."""
+    kernel = _hadamard(y) if ops.output == ("hadamard", "signs") else None
+    if kernel is None:
+        return operations.apply_output(y, ops, tensors)
+    with _on(y.device):
+        return kernel.transform(y, after=tensors["out_signs"])
 
 
-def _one_launch(x: Tensor, names: tuple[str, ...], fused: tuple[str, ...]) -> bool:
-    if names != fused or x.device.type != "cuda" or torch.compiler.is_compiling():
-        return False
-    return _has_triton(processor(x.device)) and not (x.requires_grad and torch.is_grad_enabled())
+def _hadamard(x: Tensor) -> Any:
+    """Return the kernel that transforms x and changes signs in one launch; None: there is none, or x has a gradient."""
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    return _module(processor(x.device), "hadamard")
 
 
 # For torch.compile and CUDA graphs: one operator, opaque to the compiler.
 
 
 def described(format: str, params: Any, shape: Shape) -> str:
-    """What `linear` needs to know beside tensors, as text: operators take no objects."""
+    """Return what `linear` needs to know beside tensors, as text: operators take no objects."""
     return json.dumps({"format": format, "params": dataclasses.asdict(params), "shape": shape})
 
 
@@ -274,7 +277,7 @@ def _read(description: str) -> tuple[str, Any, Shape, list[str]]:
 
 @torch.library.custom_op("compress::linear", mutates_args=())
 def linear(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
-    """`product` as an operator; tensors in the order of the format's specs, description from `described`."""
+    """Run `product` as an operator; tensors in the order of the format's specs, description from `described`."""
     format, params, shape, names = _read(description)
     return product(x, dict(zip(names, tensors, strict=True)), format, params, shape)
 
@@ -286,7 +289,7 @@ def _(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
 
 @torch.library.custom_op("compress::linear_backward", mutates_args=())
 def linear_backward(gradient: Tensor, tensors: list[Tensor], description: str) -> Tensor:
-    """gradient [..., out] of `linear` -> that of its x [..., in]."""
+    """Return the gradient of x [..., in] from that of the result [..., out] of `linear`."""
     format, params, shape, names = _read(description)
     stored = dict(zip(names, tensors, strict=True))
     return gradient @ formats.get(format).decode(stored, params, shape, gradient.dtype)

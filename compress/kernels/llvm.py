@@ -1,4 +1,4 @@
-"""Functions compiled for this CPU at run time, by LLVM through llvmlite: no compiler on the machine is needed.
+"""Compile functions for this CPU at run time, by LLVM through llvmlite: no compiler on the machine is needed.
 
 An `Emitter` writes a function in LLVM's language, `compiled` turns it into machine code for the CPU at hand within a
 second or two, and the function is called through ctypes, which lets go of the interpreter lock, so that `parallel` runs
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def available() -> bool:
-    """Whether code can be compiled here."""
+    """Return whether code can be compiled here."""
     try:
         _machine()
     except (ImportError, OSError, RuntimeError) as error:
@@ -44,7 +44,7 @@ def available() -> bool:
 
 @cache
 def features() -> frozenset[str]:
-    """Names of the instruction sets of this CPU, as LLVM has them: "avx512vnni", "neon"."""
+    """Return the names of the instruction sets of this CPU, as LLVM has them: "avx512vnni", "neon"."""
     from llvmlite import binding
 
     return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
@@ -58,7 +58,7 @@ def llvm_version() -> tuple[int, ...]:
 
 
 def _machine() -> Any:
-    """What LLVM compiles for; one for each module, because an engine takes its own."""
+    """Return what LLVM compiles for; one for each module, because an engine takes its own."""
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -69,7 +69,7 @@ def _machine() -> Any:
 
 @cache
 def _processor() -> tuple[str, str]:
-    """Name and flags of this CPU, as LLVM has them."""
+    """Return the name and flags of this CPU, as LLVM has them."""
     from llvmlite import binding
 
     flags = binding.get_host_cpu_features().flatten()
@@ -108,7 +108,7 @@ class Emitter:
         return self.ir.VectorType(kind, lanes)
 
     def variable(self, kind: Any) -> Any:
-        """Memory for one value of the function, which LLVM turns into a register; made in the first block."""
+        """Take memory for one value of the function, which LLVM turns into a register; made in the first block."""
         with self.b.goto_block(self._entry):
             return self.b.alloca(kind)
 
@@ -116,7 +116,7 @@ class Emitter:
         return self.b.gep(pointer, [offset], source_etype=kind)
 
     def load(self, pointer: Any, offset: Any, kind: Any, lanes: int = 0) -> Any:
-        """The element, or `lanes` of them as a vector."""
+        """Load the element, or `lanes` of them as a vector."""
         loaded = self.vector(kind, lanes) if lanes else kind
         return self.b.load(self.at(pointer, offset, kind), typ=loaded, align=_bytes(kind))
 
@@ -133,7 +133,7 @@ class Emitter:
         return self.b.shuffle_vector(single, kind(self.ir.Undefined), self.constant(self.word, lanes, 0))
 
     def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
-        """Elements of a, then b, in this order."""
+        """Return elements of a, then b, in this order."""
         return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
 
     def smaller(self, a: Any, b: Any) -> Any:
@@ -141,7 +141,7 @@ class Emitter:
 
     @contextmanager
     def loop(self, stop: Any, start: Any = None) -> Iterator[Any]:
-        """for index in range(start, stop): the index is the value of the block; what follows comes after the loop."""
+        """Loop over range(start, stop): the index is the value of the block; what follows comes after the loop."""
         b, before = self.b, self.b.block
         head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
         b.branch(head)
@@ -158,7 +158,7 @@ class Emitter:
 
 @cache
 def _bfloat() -> Any:
-    """LLVM's type, which llvmlite does not have."""
+    """Return LLVM's type, which llvmlite does not have."""
     from llvmlite import ir
 
     class BFloat(ir.Type):
@@ -169,7 +169,7 @@ def _bfloat() -> Any:
 
 
 def _bytes(kind: Any) -> int:
-    """Of an element."""
+    """Return the bytes of an element."""
     return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
 
 
@@ -199,7 +199,7 @@ def compiled(emitter: Emitter) -> Callable[..., None]:
 
 
 def _key(source: str) -> bytes:
-    """Of all that machine code depends on."""
+    """Return the key of all that machine code depends on."""
     import llvmlite
     from llvmlite import binding
 
@@ -225,7 +225,7 @@ if hasattr(os, "register_at_fork"):  # threads do not live on in a child
 
 
 def parallel(work: Callable[[int, int], None], total: int, least: int = 1) -> None:
-    """work(first, last) for ranges of `least` or more that cover range(total), on at most torch's number of threads."""
+    """Run work(first, last) for ranges of `least` or more that cover range(total), on the threads of torch."""
     threads = min(torch.get_num_threads(), total // max(1, least))
     if threads <= 1:
         work(0, total)

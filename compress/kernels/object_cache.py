@@ -1,4 +1,4 @@
-"""Object code on disk, so that a process does not compile what another one has compiled.
+"""Keep object code on disk, so that a process does not compile what another one has compiled.
 
 A file has the name of its key, which is a hash of all that the code depends on, and holds a mark, the key, the hash of
 the object code and the object code. Anything else is as good as no file: cut off, damaged, put under another name.
@@ -25,16 +25,16 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def key(parts: Iterable[str]) -> bytes:
-    """The hash of these texts, which are told apart: no two lists of texts have the same key."""
-    found = hashlib.sha256()
+    """Return the hash of these texts, which are told apart: no two lists of texts have the same key."""
+    digest = hashlib.sha256()
     for part in parts:
         text = part.encode()
-        found.update(len(text).to_bytes(8, "little") + text)
-    return found.digest()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()
 
 
 def load(key: bytes) -> bytes | None:
-    """The object code that was stored under a key; None if there is none that can be trusted."""
+    """Return the object code that was stored under a key; None if there is none that can be trusted."""
     try:
         folder = _folder()
         if folder is None or not _is_ours(os.stat(folder)):
@@ -69,7 +69,7 @@ def store(key: bytes, code: bytes) -> None:
 
 
 def _folder() -> Path | None:
-    """Where object code is kept; None for a user without a home."""
+    """Return where object code is kept; None for a user without a home."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA", "")
     else:
@@ -84,7 +84,7 @@ def _folder() -> Path | None:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, and nobody else may write it; yes where there are no such rights."""
+    """Return whether this user owns a file or folder and nobody else may write it; yes where rights are unknown."""
     return not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & OTHERS)
 
 
@@ -103,13 +103,13 @@ def _write(path: Path, content: bytes) -> None:
 
 def _shrink(folder: Path) -> None:
     """Delete the files that were used the longest time ago until the rest is within the limit."""
-    found = []
+    files = []
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # another process may delete it
             status = entry.stat(follow_symlinks=False)
-            found.append((status.st_mtime_ns, entry.path, status.st_size))
-    total = sum(size for _, _, size in found)
-    for _, path, size in sorted(found):
+            files.append((status.st_mtime_ns, entry.path, status.st_size))
+    total = sum(size for _, _, size in files)
+    for _, path, size in sorted(files):
         if total <= LIMIT:
             return
         with suppress(FileNotFoundError):

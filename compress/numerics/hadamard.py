@@ -1,4 +1,4 @@
-"""Orthonormal Hadamard transforms of any size.
+"""Apply orthonormal Hadamard transforms of any size.
 
 For n = K * 2^k the matrix is H = (T_K (x) H_2 (x) ... (x) H_2) / sqrt(n) with a table T of order K:
 - K = 1 for powers of two (Sylvester);
@@ -28,7 +28,7 @@ CHUNK = 1 << 20  # numbers transformed at a time, to bound the float32 temporari
 
 @dataclass(frozen=True)
 class Order:
-    """What a size n = K * 2^power is made of."""
+    """The construction for a size n = K * 2^power."""
 
     kind: Literal["sylvester", "paley1", "paley2", "hartley"]
     K: int  # order of the table
@@ -37,7 +37,7 @@ class Order:
 
 @lru_cache(maxsize=1024)
 def order(n: int) -> Order:
-    """The construction for size n >= 1; ValueError if there is none."""
+    """Return the construction for size n >= 1; ValueError if there is none."""
     odd, power = n, 0
     while odd % 2 == 0:
         odd, power = odd // 2, power + 1
@@ -59,17 +59,17 @@ def order(n: int) -> Order:
 
 
 def transform(x: Tensor) -> Tensor:
-    """x [..., n] of any floating type -> x H^T, each vector H x; same type."""
+    """Return x H^T, each vector H x, for x [..., n] of any floating type; same type."""
     return _chunked(x, _factors)
 
 
 def transpose(x: Tensor) -> Tensor:
-    """x [..., n] -> x H, each vector H^T x: undoes `transform`."""
+    """Return x H, each vector H^T x, for x [..., n]: undoes `transform`."""
     return _chunked(x, partial(_factors, transposed=True))
 
 
 def table(order: Order) -> Tensor:
-    """T [K, K] with T T^T = K I: int8, for Hartley float64."""
+    """Return T [K, K] with T T^T = K I: int8, for Hartley float64."""
     return _TABLES[order.kind](order.K)
 
 
@@ -88,7 +88,7 @@ def _chunked(x: Tensor, factors_of: Callable[[int, torch.dtype, torch.device], t
 
 
 def _apply(x: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
-    """x [rows, n], each row multiplied by the Kronecker product of the factors [f, f], whose sizes multiply to n."""
+    """Multiply each row of x [rows, n] by the Kronecker product of the factors [f, f], whose sizes multiply to n."""
     rows, n = x.shape
     left = 1
     for factor in factors[:-1]:
@@ -101,15 +101,15 @@ def _apply(x: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _factors(n: int, dtype: torch.dtype, device: torch.device, transposed: bool = False) -> tuple[Tensor, ...]:
-    """The matrices whose Kronecker product is H (or its transpose); the last one carries 1 / sqrt(n)."""
-    found = order(n)
-    blocks = -(-found.power // BLOCK_BITS)
-    bits = [found.power // blocks + (i < found.power % blocks) for i in range(blocks)]
+    """Return the matrices whose Kronecker product is H (or its transpose); the last one carries 1 / sqrt(n)."""
+    size = order(n)
+    blocks = -(-size.power // BLOCK_BITS)
+    bits = [size.power // blocks + (i < size.power % blocks) for i in range(blocks)]
     # Kept: tensors of inference mode could not be trained through, and meta may be the default device.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        parts = [table(found)] if found.K > 1 or not bits else []
-        parts += [_sylvester(1 << k) for k in bits]
-        factors = [part.to(torch.float64) for part in parts]
+        matrices = [table(size)] if size.K > 1 or not bits else []
+        matrices += [_sylvester(1 << k) for k in bits]
+        factors = [matrix.to(torch.float64) for matrix in matrices]
         factors[-1] = factors[-1] / n**0.5
         return tuple((f.T if transposed else f).contiguous().to(device, dtype) for f in factors)
 
@@ -122,7 +122,7 @@ def _sylvester(size: int) -> Tensor:
 
 
 def _paley1(K: int) -> Tensor:
-    """I + S, S = [[0, 1], [-1, Q]] antisymmetric."""
+    """Return I + S, S = [[0, 1], [-1, Q]] antisymmetric."""
     matrix = torch.ones(K, K, dtype=torch.int8)
     matrix[1:, 0] = -1
     matrix[1:, 1:] = _residues(K - 1)
@@ -131,7 +131,7 @@ def _paley1(K: int) -> Tensor:
 
 
 def _paley2(K: int) -> Tensor:
-    """C (x) [[1, 1], [1, -1]] + I (x) [[1, -1], [-1, -1]], C = [[0, 1], [1, Q]] symmetric."""
+    """Return C (x) [[1, 1], [1, -1]] + I (x) [[1, -1], [-1, -1]], C = [[0, 1], [1, Q]] symmetric."""
     size = K // 2
     core = torch.ones(size, size, dtype=torch.int8)
     core[1:, 1:] = _residues(size - 1)
@@ -156,7 +156,7 @@ _TABLES: dict[str, Callable[[int], Tensor]] = {
 
 
 def _residues(q: int) -> Tensor:
-    """Q [q, q] int8, Q_ab = chi(a - b): 1 if the difference is a square of GF(q), -1 if not, 0 if it is zero."""
+    """Return Q [q, q] int8, Q_ab = chi(a - b): 1 if the difference is a square of GF(q), -1 if not, 0 if it is zero."""
     power = _prime_power(q)
     assert power is not None
     p, k = power
@@ -169,7 +169,7 @@ def _residues(q: int) -> Tensor:
 
 
 def _character(p: int, k: int) -> Tensor:
-    """chi of all elements of GF(p^k), [p^k] int8; element sum_i d_i x^i has index sum_i d_i p^i.
+    """Return chi of all elements of GF(p^k), [p^k] int8; element sum_i d_i x^i has index sum_i d_i p^i.
 
     Reduces by x^k = sum_i c_i x^i for the first c of which x generates all nonzero elements; the even powers of x are
     then the squares.
@@ -192,7 +192,7 @@ def _character(p: int, k: int) -> Tensor:
 
 
 def _prime_power(q: int) -> tuple[int, int] | None:
-    """(p, k) with q = p^k >= 2 and p prime, if q is one."""
+    """Return (p, k) with q = p^k >= 2 and p prime, if q is one."""
     p = next((d for d in range(2, int(q**0.5) + 1) if q % d == 0), q)
     k, rest = 0, q
     while rest % p == 0:

@@ -1,4 +1,4 @@
-"""Factorizations with the precision rules that quantization needs.
+"""Factor matrices with the precision rules that quantization needs.
 
 Hessians are damped by a fraction of their mean diagonal before they are factored; a failed factorization is repeated
 with twice the damping, and the number of retries is reported, never hidden. Matrices up to FLOAT64_COLUMNS columns
@@ -23,7 +23,7 @@ ITERATIONS = 4  # of the subspace
 
 
 class Factor(NamedTuple):
-    """Upper factor of a damped Hessian: upper @ upper.T = hessian + damp * mean(diag) * I."""
+    """The upper factor of a damped Hessian: upper @ upper.T = hessian + damp * mean(diag) * I."""
 
     upper: Tensor  # [n, n] float32, upper triangular
     damp: float  # the fraction that was needed
@@ -31,18 +31,18 @@ class Factor(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What the report should say."""
-        said = f"damping raised to {self.damp:.3g} of the mean diagonal to factor the Hessian"
-        return [said] if self.retries else []
+        """Return the lines for the report."""
+        note = f"damping raised to {self.damp:.3g} of the mean diagonal to factor the Hessian"
+        return [note] if self.retries else []
 
 
 def squares(n: int, count: int) -> int:
-    """Bytes of `count` n x n matrices in the precision in which Hessians of this size are factored."""
+    """Return the bytes of `count` n x n matrices in the precision in which Hessians of this size are factored."""
     return (8 if n <= FLOAT64_COLUMNS else 4) * count * n * n
 
 
 def upper_factor(hessian: Tensor, damp: float, order: Tensor | None = None) -> Factor:
-    """Upper-triangular C with C C^T = H + damp * mean(diag H) * I, rows and columns taken in `order`.
+    """Return an upper-triangular C with C C^T = H + damp * mean(diag H) * I, rows and columns taken in `order`.
 
     hessian: [n, n] float32, symmetric, not modified. order: permutation [n] or None. No inverse is formed: both axes
     are flipped, a lower Cholesky factor is taken and flipped back.
@@ -58,19 +58,19 @@ def upper_factor(hessian: Tensor, damp: float, order: Tensor | None = None) -> F
         raise NumericalError(f"the Hessian has a mean diagonal of {mean}")
     added = 0.0
     for attempt in range(RETRIES + 1):
-        wanted = damp * 2**attempt
-        diagonal += (wanted - added) * mean
-        added = wanted
+        fraction = damp * 2**attempt
+        diagonal += (fraction - added) * mean
+        added = fraction
         lower, info = torch.linalg.cholesky_ex(matrix)
         if not info and torch.isfinite(lower.diagonal()).all():
             del matrix, diagonal
-            return Factor(lower.to(torch.float32).flip(0, 1), wanted, attempt)
+            return Factor(lower.to(torch.float32).flip(0, 1), fraction, attempt)
         damp = damp or 1e-6  # undamped and singular: start from a small fraction
     raise NumericalError(f"the Hessian is not positive definite even with damping {added:.3g} of its mean diagonal")
 
 
 class Truncation(NamedTuple):
-    """left @ right, the product of rank k that is nearest to a matrix in the metric of its inputs."""
+    """The product left @ right of rank k that is nearest to a matrix in the metric of its inputs."""
 
     left: Tensor  # [m, k] float32, orthonormal columns, the most important first
     right: Tensor  # [k, n] float32: left.T @ matrix
@@ -78,7 +78,7 @@ class Truncation(NamedTuple):
 
 
 def truncated(matrix: Tensor, hessian: Tensor | None, rank: int, seed: int | None = None) -> Truncation:
-    """min over L of rank k of tr((M - L) H (M - L)^T), M [m, n], H [n, n] >= 0, possibly singular; None: the identity.
+    """Minimize tr((M - L) H (M - L)^T) over L of rank k; M [m, n], H [n, n] >= 0, maybe singular; None: the identity.
 
     L = V V^T M with V the first eigenvectors of M H M^T (LoRD, arXiv 2309.14021): no root and no inverse of H is
     needed, and what is left is the sum of the other eigenvalues, so that `losses` is exact for every rank on the way.
@@ -110,23 +110,23 @@ def truncated(matrix: Tensor, hessian: Tensor | None, rank: int, seed: int | Non
 def truncated_together(
     matrices: Sequence[Tensor], hessian: Tensor | None, rank: int, seed: int | None = None
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """One right factor for matrices [m_i, n] that read the same input: left factors [m_i, k], right [k, n], losses.
+    """Fit one right factor to matrices [m_i, n] that read the same input: left factors [m_i, k], right [k, n], losses.
 
     The best rank k for all of them at once: `truncated` of the matrices on top of each other.
     """
-    found = truncated(torch.cat(list(matrices)), hessian, rank, seed)
-    return list(found.left.split([matrix.shape[0] for matrix in matrices])), found.right, found.losses
+    whole = truncated(torch.cat(list(matrices)), hessian, rank, seed)
+    return list(whole.left.split([matrix.shape[0] for matrix in matrices])), whole.right, whole.losses
 
 
 def truncation_workspace(shape: tuple[int, int]) -> int:
-    """Bytes that `truncated` takes beside the matrix and the Hessian, an upper bound."""
+    """Return the bytes that `truncated` takes beside the matrix and the Hessian, an upper bound."""
     rows, columns = shape
     least, item = min(shape), 8 if max(shape) <= FLOAT64_COLUMNS else 4
     return item * (3 * rows * columns + columns * columns + 3 * least * least)
 
 
 def _principal(matrix: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Eigenvectors [m, min(m, n)] and eigenvalues of M H M^T, largest first."""
+    """Return eigenvectors [m, min(m, n)] and eigenvalues of M H M^T, largest first."""
     tall = matrix.shape[0] > matrix.shape[1]
     outer, inner = torch.linalg.qr(matrix) if tall else (None, matrix)
     image = inner if metric is None else inner @ metric
@@ -140,7 +140,7 @@ def _principal(matrix: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _subspace(matrix: Tensor, metric: Tensor | None, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`_principal`, the first `rank` of them by subspace iteration with M H M^T (Halko et al., arXiv 0909.4061)."""
+    """Return the first `rank` of `_principal` by subspace iteration with M H M^T (Halko et al., arXiv 0909.4061)."""
 
     def multiply(vectors: Tensor) -> Tensor:
         inner = matrix.T @ vectors
@@ -158,6 +158,6 @@ def _subspace(matrix: Tensor, metric: Tensor | None, rank: int, seed: int) -> tu
 
 
 def _inner(matrix: Tensor, metric: Tensor | None) -> Tensor:
-    """tr(M H M^T)."""
+    """Return tr(M H M^T)."""
     image = matrix if metric is None else matrix @ metric
     return (image * matrix).sum(dtype=torch.float64)

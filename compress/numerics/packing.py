@@ -1,4 +1,4 @@
-"""n-bit fields <-> words, nothing else.
+"""Pack n-bit fields into words and unpack them, nothing else.
 
 Two layouts, both exact for every width:
 - `pack_planar` / `unpack_planar`: the weight codes, in the order a matmul kernel reads them; `pack_planes` /
@@ -24,13 +24,13 @@ WIDE = 16  # bits of a code that fills a word by itself
 
 
 def planar_shape(rows: int, columns: int, width: int) -> tuple[int, ...]:
-    """Shape of the int16 words for codes [rows, columns]; columns must be a multiple of FIELDS[width]."""
+    """Return the shape of the int16 words for codes [rows, columns]; columns must be a multiple of FIELDS[width]."""
     words = columns // FIELDS[width]
     return (rows, words) if WORDS[width] == 1 else (rows, WORDS[width], words)
 
 
 def pack_planar(codes: Tensor, width: int, tile_words: int) -> Tensor:
-    """codes [rows, columns] uint8 < 2**width -> int16 words of `planar_shape`.
+    """Pack codes [rows, columns] uint8 < 2**width into int16 words of `planar_shape`.
 
     columns must be a multiple of tile_words * FIELDS[width].
     """
@@ -50,7 +50,7 @@ def pack_planar(codes: Tensor, width: int, tile_words: int) -> Tensor:
 
 
 def unpack_planar(words: Tensor, width: int, tile_words: int) -> Tensor:
-    """Inverse of `pack_planar`: codes [rows, columns] uint8."""
+    """Unpack what `pack_planar` packed: codes [rows, columns] uint8."""
     rows, fields = words.shape[0], FIELDS[width]
     tiles = words.reshape(*words.shape[:-1], -1, tile_words)  # row, (plane,) tile, j
     out = torch.empty(rows, tiles.shape[-2], fields, tile_words, dtype=torch.uint8, device=words.device)
@@ -68,21 +68,21 @@ def unpack_planar(words: Tensor, width: int, tile_words: int) -> Tensor:
 
 
 def pack_stream(codes: Tensor, width: int) -> Tensor:
-    """codes [..., n] uint8 < 2**width, n * width a multiple of 8 -> uint8 [..., n * width / 8], lowest bit first."""
+    """Pack codes [..., n] uint8 < 2**width, n * width a multiple of 8: uint8 [..., n * width / 8], lowest bit first."""
     bits = (codes.unsqueeze(-1) >> torch.arange(width, dtype=torch.uint8, device=codes.device)) & 1
     octets = bits.reshape(*codes.shape[:-1], -1, 8)
     return (octets << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_stream(stream: Tensor, width: int) -> Tensor:
-    """Inverse of `pack_stream`: codes [..., n] uint8."""
+    """Unpack what `pack_stream` packed: codes [..., n] uint8."""
     bits = (stream.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=stream.device)) & 1
     fields = bits.reshape(*stream.shape[:-1], -1, width)
     return (fields << torch.arange(width, dtype=torch.uint8, device=stream.device)).sum(-1, dtype=torch.uint8)
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
-    """The planes that hold a code of `bits` bits (1..16), high bits first: 9 = 8 + 1; 3 and 16 are planes of their own.
+    """Return the widths of the planes of codes of 1 to 16 bits, high bits first: 9 = 8 + 1; 3 and 16 stand alone.
 
     A plane of 16 is one int16 word for each code (WIDE), the others are planar.
     """
@@ -92,17 +92,17 @@ def plane_widths(bits: int) -> tuple[int, ...]:
 
 
 def plane_fields(bits: int) -> int:
-    """Codes that the narrowest plane puts in a word: columns are padded to a multiple of tile_words * this."""
+    """Return the codes of a word of the narrowest plane: columns are padded to a multiple of tile_words * this."""
     return max(FIELDS.get(width, 1) for width in plane_widths(bits))
 
 
 def planes_shape(rows: int, columns: int, bits: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the int16 tensors that `pack_planes` gives for codes [rows, columns]."""
+    """Return names and shapes of the int16 tensors that `pack_planes` gives for codes [rows, columns]."""
     return {f"words{w}": (rows, columns) if w == WIDE else planar_shape(rows, columns, w) for w in plane_widths(bits)}
 
 
 def pack_planes(codes: Tensor, bits: int, tile_words: int) -> dict[str, Tensor]:
-    """codes [rows, columns] of any integer type, 0 <= code < 2**bits, bits 1..16 -> {"words<width>": int16}.
+    """Pack codes [rows, columns] of any integer type, 0 <= code < 2**bits, bits 1..16: {"words<width>": int16}.
 
     columns must be a multiple of tile_words * plane_fields(bits).
     """
@@ -117,7 +117,7 @@ def pack_planes(codes: Tensor, bits: int, tile_words: int) -> dict[str, Tensor]:
 
 
 def unpack_planes(planes: Mapping[str, Tensor], bits: int, tile_words: int) -> Tensor:
-    """Inverse of `pack_planes`: codes [rows, columns] int32."""
+    """Unpack what `pack_planes` packed: codes [rows, columns] int32."""
     if bits == WIDE:
         return planes[f"words{WIDE}"].int() & 0xFFFF
     first, *rest = plane_widths(bits)

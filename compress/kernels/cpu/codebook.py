@@ -1,4 +1,4 @@
-"""The `codebook` format on a CPU with byte permutations (AVX-512 VBMI): one stage, int8 entries of 1, 2 or 4 weights.
+"""Multiply with the `codebook` format by byte permutations (AVX-512 VBMI): one stage, entries of 1, 2 or 4 int8.
 
 For each dimension of a vector the entries of a codebook are a table of 256 bytes, four registers, so that two
 permutations look up 64 codes at once. Vectors along the input meet activations that are sorted by dimension first;
@@ -53,7 +53,7 @@ def span_codes(params: Params) -> int:
 
 
 class _Product(Product):
-    """With vectors along the input, an order of columns, and outliers."""
+    """The product with vectors along the input, an order of columns, and outliers."""
 
     most = emitter.MOST_OF_CODEBOOKS
 

@@ -1,4 +1,4 @@
-"""Decoding of the `codebook` format on a CPU: entries are looked up in tables, a row of codes at a time.
+"""Decode the `codebook` format on a CPU: look entries up in tables, a row of codes at a time.
 
 A lookup is one load and one store of a whole vector, which needs no instruction that only some processors have. The
 tables are of the type that is asked for, or float32 where outliers are added before rounding.

@@ -1,4 +1,4 @@
-"""The `e8p` format on a CPU: the eight points of a code are two table entries of eight bytes, xored.
+"""Multiply with the `e8p` format on a CPU: the eight points of a code are two table entries of eight bytes, xored.
 
     y[m, r] = row_scale[r] scale / 4 * sum over spans u of x_scale[m, u] (sum_c point4[r, c] x16[m, c]
                                                                          + ratio sum_c residual[r, c] x16[m, c])
@@ -26,7 +26,7 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.small_matmul import Factors, Layout, Product
+from compress.kernels.cpu.small_matmul import Factors, Layout, Product, SpanSums
 
 SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
 CHUNK = 2 * LANES  # columns of one vector
@@ -74,7 +74,7 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Points(row_decoder.Writer):
-    """What both functions do: from codes to bytes. Their first arguments are the codes, the residuals if there are any,
+    """Turns codes into bytes, for both functions. Their first arguments are the codes, the residuals if there are any,
     and the tables."""
 
     def __init__(self, name: str, pointers: int, integers: int, bits: int, dtype: torch.dtype) -> None:
@@ -105,54 +105,27 @@ class _Points(row_decoder.Writer):
         return vectors[0]
 
 
-class _Sums(_Points):
+class _Sums(_Points, SpanSums):
     """void sums(codes[, residuals], tables..., x16, x_scales, x_sums, out, space, first, last, columns, rows, span)."""
 
     def __init__(self, bits: int, tokens: int) -> None:
         super().__init__("sums", 5, 5, bits, torch.float32)
-        self.tokens, self.together = tokens, TOGETHER[tokens]
         self.x16, self.x_scales, self.x_sums, self.out, _ = self.pointers[-5:]
         first, last, self.columns, self.rows, self.span = self.integers
-        b, int32 = self.b, self.vector(self.word, LANES)
-        self.kind = self.vector(self.float, LANES)
-        cells = list(pairs(range(self.together), range(tokens)))
-        self.sums = {cell: self.variable(self.kind) for cell in cells}
-        self.partial = {(*cell, p): self.variable(int32) for cell in cells for p in range(self.parts)}
+        b = self.b
         self.spans = b.udiv(self.columns, self.span)
-        self.ratios = [1.0, emitter.float32(4 * UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
+        ratios = [1.0, emitter.float32(4 * UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
+        self.allocate(TOGETHER[tokens], tokens, ratios, BIAS)
         some = self.i64(LANES // self.together)
         with self.loop(b.mul(last, some), b.mul(first, some)) as number:
-            self._rows(b.mul(number, self.i64(self.together)))
+            row = b.mul(number, self.i64(self.together))
+            self.sum_rows(row, partial(self._add_span, row))
         b.ret_void()
 
-    def _rows(self, row: Any) -> None:
-        b = self.b
-        for variable in self.sums.values():
-            b.store(self.floats(0.0), variable)
-        with self.loop(self.spans) as u:
-            self._span(row, u)
-        for m in range(self.tokens):
-            bias = b.fmul(
-                self.scaled_sums(self.x_scales, self.x_sums, m, self.spans), self.float(BIAS * sum(self.ratios))
-            )
-            for i in range(self.together):
-                place = b.add(b.mul(self.rows, self.i64(m)), b.add(row, self.i64(i)))
-                self.store(b.fsub(self.total(b.load(self.sums[i, m])), bias), self.out, place)
-
-    def _span(self, row: Any, u: Any) -> None:
-        b = self.b
-        for variable in self.partial.values():
-            b.store(self.constant(self.word, LANES, 0), variable)
-        first = b.mul(u, self.span)
-        with self.loop(b.udiv(self.span, self.i64(CHUNK))) as chunk:
-            self._chunk(row, b.add(first, b.mul(chunk, self.i64(CHUNK))))
-        for m in range(self.tokens):
-            scale = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
-            for p in range(self.parts):
-                factor = self.splat(b.fmul(scale, self.float(self.ratios[p])), LANES)
-                for i in range(self.together):
-                    partial = b.sitofp(b.load(self.partial[i, m, p]), self.kind)
-                    b.store(self.multiply_add(partial, factor, b.load(self.sums[i, m])), self.sums[i, m])
+    def _add_span(self, row: Any, u: Any) -> None:
+        first = self.b.mul(u, self.span)
+        with self.loop(self.b.udiv(self.span, self.i64(CHUNK))) as chunk:
+            self._chunk(row, self.b.add(first, self.b.mul(chunk, self.i64(CHUNK))))
 
     def _chunk(self, row: Any, column: Any) -> None:
         b, shorts = self.b, self.vector(self.short, CHUNK)

@@ -1,4 +1,4 @@
-"""What compiled products of packed weights with few activations share: activations as int16, sums in int32.
+"""Write pieces of compiled products of packed weights with few activations: activations as int16, sums in int32.
 
 An activation is an int16 times a float32 scale for each span of columns, so that its error, 2^-16 of the largest of its
 span, is below that of bfloat16 activations; a weight is a small integer times a scale. Pairs of products are summed in
@@ -29,12 +29,12 @@ THREAD = 1 << 21  # products of a weight and an activation that are worth waking
 
 
 def worthwhile(shape: tuple[int, int]) -> bool:
-    """Whether code can be compiled here and a weight is so large that reading less of it saves time."""
+    """Return whether code can be compiled here and a weight is so large that reading less of it saves time."""
     return shape[0] * shape[1] > SMALL and llvm.available()
 
 
 def float32(value: float) -> float:
-    """The nearest float32, which a constant of this type has to be."""
+    """Return the nearest float32, which a constant of this type has to be."""
     return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
@@ -44,17 +44,17 @@ def most_rows(dtype: torch.dtype, bfloat16: int = MOST) -> int:
 
 
 class Emitter(llvm.Emitter):
-    """Pieces of the kernels."""
+    """Writes pieces of the kernels."""
 
     def pair_sums(self, a: Any, b: Any) -> Any:
-        """Sums of the products of neighbours of two int16 vectors, as int32 vector of half the length."""
+        """Return the sums of the products of neighbours of two int16 vectors, as int32 vector of half the length."""
         kind = self.vector(self.word, a.type.count)
         product = self.b.mul(self.b.sext(a, kind), self.b.sext(b, kind))
         even, odd = (range(first, a.type.count, 2) for first in (0, 1))
         return self.b.add(self.shuffled(product, product, list(even)), self.shuffled(product, product, list(odd)))
 
     def total(self, vector: Any) -> Any:
-        """The sum of a float vector's elements, in a fixed order."""
+        """Return the sum of a float vector's elements, in a fixed order."""
         lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
@@ -63,7 +63,7 @@ class Emitter(llvm.Emitter):
         return self.b.extract_element(vector, self.word(0))
 
     def scaled_sums(self, scales: Any, sums: Any, m: int, spans: Any) -> Any:
-        """The sum over all spans of scale times sum of the activations of row m."""
+        """Return the sum over all spans of scale times sum of the activations of row m."""
         b, total = self.b, self.variable(self.float)
         b.store(self.float(0.0), total)
         with self.loop(spans) as u:
@@ -73,7 +73,7 @@ class Emitter(llvm.Emitter):
         return b.load(total)
 
     def byte_pairs(self, words: Any) -> Any:
-        """int32 vector -> the sums of its first and second two unsigned bytes, as int16 vector of twice the length."""
+        """Return the sums of the first and the second two bytes of int32 words, as int16 vector of twice the length."""
         b, lanes = self.b, words.type.count
         shorts, octets = self.vector(self.short, 2 * lanes), self.vector(self.byte, 4 * lanes)
         if lanes == LANES and "avx512bw" in llvm.features():
@@ -84,7 +84,7 @@ class Emitter(llvm.Emitter):
         return b.bitcast(b.add(b.and_(words, low), high), shorts)
 
     def load_floats(self, pointer: Any, offset: Any, dtype: torch.dtype, lanes: int = 0, count: Any = None) -> Any:
-        """The element, or `lanes` of them, of this type as float32; with `count` only so many, 0 for the others."""
+        """Load the element, or `lanes` of them, of this type as float32; with `count` so many, 0 for the others."""
         kind = {torch.float32: self.float, torch.float16: self.half, torch.bfloat16: self.short}[dtype]
         value = self.load_some(pointer, offset, kind, lanes, count) if lanes else self.load(pointer, offset, kind)
         if dtype == torch.float32:
@@ -141,13 +141,13 @@ class Emitter(llvm.Emitter):
             body(b.mul(whole, self.i64(size)), rest)
 
     def clamped(self, index: Any, size: Any) -> Any:
-        """A stored index, unsigned, as an offset below size: a damaged file leads nowhere out of a tensor."""
+        """Return a stored index, unsigned, as an offset below size: a damaged file leads nowhere out of a tensor."""
         b, last = self.b, self.b.sub(size, self.i64(1))
         wide = index if index.type == self.index else b.zext(index, self.index)
         return b.select(b.icmp_unsigned("<", wide, last), wide, last)
 
     def bit_field(self, stream: Any, index: Any, bits: int) -> Any:
-        """The field `index` of 1 to 8 bits of a little-endian bit stream, as int32."""
+        """Return the field `index` of 1 to 8 bits of a little-endian bit stream, as int32."""
         b = self.b
         first = b.mul(index, self.i64(bits))
         ends = [b.lshr(place, self.i64(3)) for place in (first, b.add(first, self.i64(bits - 1)))]
@@ -157,7 +157,7 @@ class Emitter(llvm.Emitter):
         return b.and_(b.lshr(both, shift), self.word(2**bits - 1))
 
     def bit_fields(self, stream: Any, offset: Any, bits: int) -> Any:
-        """Sixteen fields of 2 to 8 bits of a little-endian bit stream, from a whole byte on, as floats."""
+        """Return sixteen fields of 2 to 8 bits of a little-endian bit stream, from a whole byte on, as floats."""
         b, halves = self.b, []
         for half in range(2):
             pointer = self.at(stream, b.add(offset, self.i64(half * bits)), self.byte)
@@ -174,7 +174,7 @@ class Emitter(llvm.Emitter):
         return self.b.call(function, values)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        """a * b + c of float vectors, in one instruction where there is one."""
+        """Return a * b + c of float vectors, in one instruction where there is one."""
         return self.intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
 
     def prefetch(self, pointer: Any, offset: Any, kind: Any) -> None:

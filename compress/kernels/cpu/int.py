@@ -1,4 +1,4 @@
-"""The `int` format on a CPU: codes of 2 to 8 bits are taken apart in registers, for a few rows of activations.
+"""Multiply with the `int` format on a CPU: take codes of 2 to 8 bits apart in registers, for a few rows of activations.
 
     y[m, n] = sum over spans u of scale[u, n] x_scale[m, u] (sum_k code[n, k] x16[m, k] - zero[u, n] sum_k x16[m, k])
 
@@ -202,7 +202,7 @@ class _Decode(row_decoder.Writer):
             self.store_some(weights, self.out, b.add(line, column), left)
 
     def _values(self, row: Any, column: Any) -> Callable[[Any], Any]:
-        """What takes vectors of codes in the group of this column to rounded weights.
+        """Return what takes vectors of codes in the group of this column to rounded weights.
 
         Where 2 to 5 bits meet registers of 512, that is a table in one: half of the time.
         """

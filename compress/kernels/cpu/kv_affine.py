@@ -1,4 +1,4 @@
-"""Attention of a few queries over packed keys and values: codes are taken apart in registers and meet int16 queries.
+"""Read min-max integers of keys and values for a few queries: take codes apart in registers, multiply int16 queries.
 
 Keys have a scale and a minimum for each channel and group of tokens, values for each token and group of channels
 (compress/kv/codecs/kivi.py), codes lie in planar words, a row of words for each token (compress/kv/codecs/packed.py):
@@ -145,20 +145,11 @@ class Packed(emitter.Emitter):
         return field_codes(self, self.sizes.bits, field, words.__getitem__)
 
     def largest(self, vectors: Sequence[Any]) -> Any:
-        """The largest element of float vectors, a scalar."""
-        b, found = self.b, list(vectors)
-        while len(found) > 1:
-            pairs = zip(found[::2], found[1::2], strict=False)
-            found = [*(self._more(x, y) for x, y in pairs), *(found[-1:] if len(found) % 2 else [])]
-        lanes = found[0].type.count
-        while lanes > 1:
-            lanes //= 2
-            low = self.shuffled(found[0], found[0], list(range(lanes)))
-            found = [self._more(low, self.shuffled(found[0], found[0], list(range(lanes, 2 * lanes))))]
-        return b.extract_element(found[0], self.word(0))
-
-    def _more(self, x: Any, y: Any) -> Any:
-        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+        """Return the largest element of float vectors, a scalar."""
+        most, lanes = vectors[0], vectors[0].type.count
+        for vector in vectors[1:]:
+            most = self.intrinsic(f"llvm.maxnum.v{lanes}f32", most.type, most, vector)
+        return self.intrinsic(f"llvm.vector.reduce.fmax.v{lanes}f32", self.float, most)
 
     def factors(self, largest: Any) -> tuple[Any, Any]:
         """(what takes numbers up to `largest` to int16, its inverse); zeros where there is nothing to scale."""

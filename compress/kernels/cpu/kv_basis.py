@@ -1,4 +1,4 @@
-"""The matrices that turn codes into keys, in the order in which compiled code multiplies with them.
+"""Lay out the matrices that turn codes into keys in the order in which compiled code multiplies with them.
 
 With AMX the product takes levels in bfloat16, in which they are exact, and `back` in bfloat16, with its error as a
 second number: for all channels of the codes where keys are float32, else for the first SECOND * STEP, where nearly all
@@ -35,7 +35,7 @@ class Transform(NamedTuple):
 
 @cache
 def has_tiles() -> bool:
-    """Whether this process may use AMX."""
+    """Return whether this process may use AMX."""
     start = getattr(torch.cpu, "_init_amx", None)
     return {"amx-tile", "amx-bf16"} <= llvm.features() and start is not None and bool(start())
 

@@ -1,4 +1,4 @@
-"""Packed keys and values (kernels/cpu/kv_affine.py) written out as floating-point numbers, decoded in registers.
+"""Write packed keys and values (kernels/cpu/kv_affine.py) as floating-point numbers, decoded in registers.
 
     x[t, c] = scale code[t, c] + min, in float32, rounded once
 
@@ -24,7 +24,7 @@ LEAST = 4  # words of a plane and token
 
 
 def supports(codes: PlanarCodes, by_token: bool) -> bool:
-    """Whether `decode` can read such codes here: whole vectors of LEAST words or more of a token, of one scale each."""
+    """Return whether `decode` can read such codes: vectors of LEAST words or more of a token, of one scale each."""
     if codes.bits not in FIELDS or codes.width % (FIELDS[codes.bits] * LEAST) or not llvm.available():
         return False
     lanes = min(LANES, codes.words)

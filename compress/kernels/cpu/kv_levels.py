@@ -1,4 +1,4 @@
-"""Attention of a few queries over keys and values of table codes (kv/codecs/lloyd.py), on CPUs with AVX-512 BW.
+"""Read keys and values of table codes (kv/codecs/lloyd.py) for a few queries, on CPUs with AVX-512 BW.
 
 A code chooses one of up to 16 levels, small integers, by a permutation of a register; a norm belongs to each token:
 
@@ -99,7 +99,7 @@ class _Scores(_Levels, kv_affine._Scores):
 
 
 class _Mix(_Levels, kv_affine._Mix):
-    """As `kv_affine._Mix` with a group of the whole width; norms stand for scales, sums of minima are dropped."""
+    """The sums of `kv_affine._Mix` with one group; norms stand for scales, and sums of minima are dropped."""
 
     def __init__(self, levels: tuple[int, ...], width: int, tokens: int) -> None:
         self.levels = levels

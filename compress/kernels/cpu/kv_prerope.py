@@ -1,4 +1,4 @@
-"""Keys that are stored before the rotary embedding, as codes of a linear transform, on CPUs with AVX-512.
+"""Read keys stored before the rotary embedding, as codes of a linear transform, on CPUs with AVX-512.
 
 A key of a head is mean + norm back level(code), turned by the position of its token. BLOCK tokens of a head at a time:
 codes become levels (compress/kernels/cpu/kv_mixed.py); then, for two times 16 channels that turn together, a
@@ -10,6 +10,7 @@ The product is one of matrices in AMX tiles, or float32: see compress/kernels/cp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class _Sizes(NamedTuple):
 
 
 def supports(width: int) -> bool:
-    """Whether keys of this width are read here, where half of the channels that turn fill registers, too."""
+    """Return whether keys of this width are read here, where half of the channels that turn fill registers, too."""
     return width % (2 * LANES) == 0 and kv_mixed.supports(width)
 
 
@@ -94,7 +95,7 @@ def _function(sizes: _Sizes, tables: LevelTables, count: int, dtype: torch.dtype
     return llvm.function(_Tiles if has_tiles() else _Plain, sizes, tables, count, dtype)
 
 
-class _Turned(Writer, Unpacker):
+class _Turned(Writer, Unpacker, ABC):
     """void turned(codes, starts, bounds, norms, back, firsts, mean, cos, sin, q, out, turns, a, c, sums, config,
     blocks, heads, bytes of a token, norms between heads, numbers of cos and sin between tokens, of out between heads
     and between rows, numbers of a row of a, steps with a second number).
@@ -124,17 +125,18 @@ class _Turned(Writer, Unpacker):
         self.end()
         self.b.ret_void()
 
+    @abstractmethod
     def entries(self, tables: LevelTables) -> list[list[int]]:
-        raise NotImplementedError
+        """Return the words by bits that codes are looked up in."""
 
+    @abstractmethod
     def keep(self, words: Any, offset: Any) -> None:
-        """Sixteen levels into a."""
-        raise NotImplementedError
+        """Store sixteen levels in a."""
 
+    @abstractmethod
     def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
         """c [2, BLOCK, 16] = a times the `back` that begins at `first`, over `fields` columns of a, for two times 16
         channels; place: their number as a pair and the first channel of each."""
-        raise NotImplementedError
 
     def begin(self) -> None:
         """Before the first product."""
@@ -182,7 +184,7 @@ class _Turned(Writer, Unpacker):
             self._read(head, token, place, False)
 
     def _read(self, head: Any, token: Any, place: tuple[Any, Any, Any], turns: bool) -> None:
-        """What is done with two times 16 channels of a block of tokens."""
+        """Add up or write two times 16 channels of a block of tokens."""
         b, sizes, channels = self.b, self.sizes, place[1:]
         first = b.mul(head, self.i64(sizes.width))
         mean = [self.load(self.mean, b.add(first, channel), self.float, LANES) for channel in channels]

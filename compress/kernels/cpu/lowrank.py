@@ -1,4 +1,4 @@
-"""The `lowrank` format: two thin products, by PyTorch's own operators on any device.
+"""Multiply with the `lowrank` format: two thin products, by PyTorch's own operators on any device.
 
 One row of activations on a CPU, which is one word of generated text, takes two compiled functions in their place, if
 the factors have 16 bits: they read each factor once, as it is stored, sum in float32, and keep what lies between the

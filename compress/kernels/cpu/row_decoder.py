@@ -1,4 +1,4 @@
-"""Weights decoded by compiled code: what the decoders of the formats share.
+"""Write decoded rows of weights: what the compiled decoders of the formats share.
 
 A decoder computes in float32 what the format's own one computes, in the same order, and rounds once to the type that is
 asked for, so that both give the same bits (but for bfloat16 below 2^-126, zero on CPUs with avx512bf16).

@@ -1,4 +1,4 @@
-"""The `trellis` format on a CPU, for the codes that sum the bytes of a product (mul1, 1mad).
+"""Multiply with the `trellis` format on a CPU, for the codes that sum the bytes of a product (mul1, 1mad).
 
     y[m, r] = row_scale[r] scale / divisor * sum over spans u of x_scale[m, u] sum_c (bytes[r, c] - 510) x16[m, c]
 
@@ -22,7 +22,7 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.small_matmul import Factors, Layout, Product
+from compress.kernels.cpu.small_matmul import Factors, Layout, Product, SpanSums
 
 ROWS = trellis_format.ROW_MULTIPLE
 SPAN = 512  # columns that share the scale of an activation: their sums stay below 2^31
@@ -56,7 +56,7 @@ class _Product(Product):
 
 
 class _Trellis(row_decoder.Writer):
-    """What both functions do: from words to the bytes that are summed."""
+    """Turns words into the bytes that are summed, for both functions."""
 
     words: Any
     columns: Any
@@ -119,49 +119,26 @@ class _Trellis(row_decoder.Writer):
         return sums[0], sums[1]
 
 
-class _Sums(_Trellis):
+class _Sums(_Trellis, SpanSums):
     """void product(words, x16, x_scales, x_sums, out, space, first, last, columns, spans, rows, blocks of a tile)."""
 
     def __init__(self, bits: int, state_bits: int, factor: int, addend: int, tokens: int) -> None:
         super().__init__("product", 6, 6, bits, state_bits, (factor, addend))
-        self.tokens = tokens
         self.words, self.x16, self.x_scales, self.x_sums, self.out, _ = self.pointers
         first, last, self.columns, self.spans, self.rows, self.tile_blocks = self.integers
-        self.together = ROWS // tokens  # rows whose sums fit the registers
-        self.sums = [[self.variable(self.kind) for _ in range(tokens)] for _ in range(self.together)]
-        self.partial = [[self.variable(self.int32) for _ in range(tokens)] for _ in range(self.together)]
+        self.allocate(ROWS // tokens, tokens, bias=CENTRE)  # rows whose sums fit the registers
         with self.loop(last, first) as block:
             lines = self._lines(block)
             for row in range(0, ROWS, self.together):
-                self._rows(block, lines, row)
+                start = self.b.add(self.b.mul(block, self.i64(ROWS)), self.i64(row))
+                self.sum_rows(start, partial(self._add_span, lines, row))
         self.b.ret_void()
 
-    def _rows(self, block: Any, lines: list[Any], row: int) -> None:
+    def _add_span(self, lines: list[Any], row: int, u: Any) -> None:
         b = self.b
-        for variable in (variable for row_sums in self.sums for variable in row_sums):
-            b.store(self.floats(0.0), variable)
-        with self.loop(self.spans) as u:
-            self._span(u, lines, row)
-        for m in range(self.tokens):
-            taken = b.fmul(self.scaled_sums(self.x_scales, self.x_sums, m, self.spans), self.float(float(CENTRE)))
-            for i in range(self.together):
-                offset = b.add(b.mul(self.rows, self.i64(m)), b.add(b.mul(block, self.i64(ROWS)), self.i64(row + i)))
-                self.store(b.fsub(self.total(b.load(self.sums[i][m])), taken), self.out, offset)
-
-    def _span(self, u: Any, lines: list[Any], row: int) -> None:
-        b = self.b
-        for variable in (variable for row_partials in self.partial for variable in row_partials):
-            b.store(self.constant(self.word, LANES, 0), variable)
         start = b.mul(u, self.i64(SPAN))
-        left = b.sub(self.columns, start)
-        width = b.select(b.icmp_signed("<", left, self.i64(SPAN)), left, self.i64(SPAN))
+        width = self.smaller(b.sub(self.columns, start), self.i64(SPAN))
         self.in_chunks(width, CHUNK, lambda first, rest: self._chunk(b.add(start, first), rest, lines, row))
-        for m in range(self.tokens):
-            scale = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
-            factor = self.splat(scale, LANES)
-            for i in range(self.together):
-                span_sums = b.sitofp(b.load(self.partial[i][m]), self.kind)
-                b.store(self.multiply_add(span_sums, factor, b.load(self.sums[i][m])), self.sums[i][m])
 
     def _chunk(self, column: Any, rest: Any, lines: list[Any], row: int) -> None:
         """Add the products of a vector of columns, of `rest` ones only if it is given."""
@@ -172,8 +149,8 @@ class _Sums(_Trellis):
             states = self._windows(words, lines, row + i, column, rest)
             for sums, part in zip(self._byte_sums(states), (0, 1), strict=True):
                 for m in range(self.tokens):
-                    total = b.add(b.load(self.partial[i][m]), self.pair_sums(sums, inputs[m][part]))
-                    b.store(total, self.partial[i][m])
+                    total = b.add(b.load(self.partial[i, m, 0]), self.pair_sums(sums, inputs[m][part]))
+                    b.store(total, self.partial[i, m, 0])
 
     def _inputs(self, column: Any, m: int) -> tuple[Any, Any]:
         """Each even, and each odd, activation twice, as int16."""

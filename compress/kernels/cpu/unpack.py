@@ -1,4 +1,4 @@
-"""Codes taken out of planar words (numerics/packing.py) in registers: pieces for the kernels that read such words."""
+"""Take codes out of planar words (numerics/packing.py) in registers: pieces for the kernels that read such words."""
 
 from __future__ import annotations
 

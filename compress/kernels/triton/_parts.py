@@ -1,4 +1,4 @@
-"""What the kernels of codes share on the device: activations as float16, and the sum of the parts of a product.
+"""Share pieces among the kernels of codes: activations as float16, and the sum of the parts of a product.
 
 Activations of wider types than float16 are multiplied by a power of two of each row, the one that puts the largest of
 those that a program reads near 2**15, and what comes of them is divided by it: no size of activations is lost.

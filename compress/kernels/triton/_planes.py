@@ -1,4 +1,4 @@
-"""Codes of numerics/packing.py on the device, at any columns: for kernels that gather, and need no order of fields."""
+"""Read codes of numerics/packing.py on the device, at any columns: for kernels that gather, in no order of fields."""
 
 # ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
 # mypy: ignore-errors

@@ -1,4 +1,4 @@
-"""The `codebook` format on a GPU: gathered entries become tensor-core operands, for a few rows of activations.
+"""Multiply with the `codebook` format on a GPU: gathered entries become operands of tensor cores, for a few rows.
 
     out^T [n, m] = sum over codes of entry(code) x, times the scale of the codebook
 
@@ -55,7 +55,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prod
 
 
 def four_bytes(params: Params) -> bool:
-    """Whether the kernel of `_codebook.py` can take it: groups are those that steps of 16 words can respect."""
+    """Return whether the kernel of `_codebook.py` can take it, in groups that steps of 16 words can respect."""
     plain = not (params.svd_rank or params.scale_columns) and params.codebook_dtype == "int8"
     if params.bits != (8,) or params.vector_dim != 4 or not plain or params.tile_words < LEAST_WORDS:
         return False
@@ -152,7 +152,7 @@ class _Codebook(Product):
 
 
 def general(params: Params) -> dict[str, Any]:
-    """What the constants of the general kernels have in common."""
+    """Return the constants that the general kernels have in common."""
     columns, rows = group_codes(params)
     return {
         "BITS": params.bits[0], "BITS2": params.bits[1] if len(params.bits) > 1 else 0, "DIM": params.vector_dim,
@@ -199,7 +199,7 @@ def _sizes(params: Params, shape: tuple[int, int]) -> tuple[int, ...]:
 
 
 def _pointers(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> list[Tensor]:
-    """What the general kernels read, in order; another tensor in place of what there is not."""
+    """Return the tensors that the general kernels read, in order; another one in place of what there is not."""
     stages = []
     for stage, bits in enumerate(params.bits):
         prefix = f"stage{stage}_" if stage else ""

@@ -1,4 +1,4 @@
-"""Launch configurations of the `int` kernel, by bits and rows of activations.
+"""Choose launch configurations of the `int` kernel by bits and rows of activations.
 
 Chosen by the instructions, registers and shared memory of the code compiled for sm_90, not by timings: a sweep on a
 device may replace any row. tests/test_triton_int_code.py compiles all of them. Steps of 512 columns of every width:

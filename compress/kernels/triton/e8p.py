@@ -1,4 +1,4 @@
-"""The `e8p` format on a GPU: lattice points become tensor-core operands in registers, for a few rows of activations.
+"""Multiply with the `e8p` format on a GPU: lattice points become operands of tensor cores in registers, for a few rows.
 
     out^T [n, m] = sum over codes of point(code) x, times scale and row scale
 

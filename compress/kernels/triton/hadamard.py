@@ -1,4 +1,4 @@
-"""The Hadamard transform of compress/numerics/hadamard.py on a GPU: one launch, signs included.
+"""Apply the Hadamard transform of compress/numerics/hadamard.py on a GPU in one launch, signs included.
 
 For sizes K * 2^k with a table of +-1 of order K the table is multiplied first, by tensor cores and exactly, then the
 power of two follows in registers.
@@ -30,18 +30,11 @@ def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = No
     """
     if not supports(x):
         return _flipped(hadamard.transform(_flipped(x, before)), after)
-    return _launch(x, before, after, transposed=False)
-
-
-def transpose(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
-    """The same with H transposed."""
-    if not supports(x):
-        return _flipped(hadamard.transpose(_flipped(x, before)), after)
-    return _launch(x, before, after, transposed=True)
+    return _launch(x, before, after)
 
 
 def supports(x: Tensor) -> bool:
-    """Whether the transforms of x take one launch."""
+    """Return whether the transforms of x take one launch."""
     order = hadamard.order(x.shape[-1])
     numbers = _padded(order.K) << order.power
     known = order.kind != "hartley" and order.K <= LARGEST_TABLE and x.dtype in (torch.float16, torch.bfloat16)
@@ -62,7 +55,7 @@ def warps(constants: dict[str, int]) -> int:
     return min(32, max(1, constants["BLOCK"] * constants["SIZE"] // (32 * PER_THREAD)))
 
 
-def _launch(x: Tensor, before: Tensor | None, after: Tensor | None, transposed: bool) -> Tensor:
+def _launch(x: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
     from compress.kernels.triton import _hadamard
 
     n = x.shape[-1]
@@ -70,7 +63,7 @@ def _launch(x: Tensor, before: Tensor | None, after: Tensor | None, transposed: 
     lines = x.reshape(-1, constants["SIZE"]).contiguous()
     out = torch.empty_like(lines)
     of_program = constants["BLOCK"] if constants["TABLE"] == 1 else constants["TABLE"]
-    table = out if constants["TABLE"] == 1 else _table(n, x.dtype, x.device, transposed)
+    table = out if constants["TABLE"] == 1 else _table(n, x.dtype, x.device)
     _hadamard.transform[(-(-lines.shape[0] // of_program),)](
         lines, table, out if before is None else before, out if after is None else after, out, lines.shape[0], n**-0.5,
         BEFORE=before is not None, AFTER=after is not None, num_warps=warps(constants), **constants,
@@ -79,9 +72,8 @@ def _launch(x: Tensor, before: Tensor | None, after: Tensor | None, transposed: 
 
 
 @cache
-def _table(n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> Tensor:
-    matrix = hadamard.table(hadamard.order(n)).to(device, dtype)
-    return (matrix.T if transposed else matrix).contiguous()
+def _table(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return hadamard.table(hadamard.order(n)).to(device, dtype).contiguous()
 
 
 def _padded(K: int) -> int:

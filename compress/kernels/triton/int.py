@@ -1,4 +1,4 @@
-"""`int` weights times up to 64 rows of activations on a GPU, read as they are stored.
+"""Multiply `int` weights with up to 64 rows of activations on a GPU, read as they are stored.
 
 float16 and bfloat16 activations are multiplied as they are; codes are exact in both types, sums are float32, scales
 and zero points are applied in float32 to the sums of each group. Other activations are rounded to float16. The kernels
@@ -84,7 +84,7 @@ class _Int(Product):
         return out
 
 
-class Plan(NamedTuple):
+class Launch(NamedTuple):
     """How one launch is cut up."""
 
     config: Config
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 
 @cache
-def choose(params: Params, shape: tuple[int, int], rows: int, device: split_k.Device) -> Plan:
+def choose(params: Params, shape: tuple[int, int], rows: int, device: split_k.Device) -> Launch:
     """The first configuration that can give every multiprocessor its programs, split as far as they run at once."""
     stored_rows, columns = padded_shape(params, shape)
     block_m, known = next(item for item in configs.table(params.bits, device.major).items() if rows <= item[0])
@@ -106,7 +106,7 @@ def choose(params: Params, shape: tuple[int, int], rows: int, device: split_k.De
         parts = split_k.count(tiles, steps, slots, config.block_n * block_m)
         if tiles * parts * 3 >= slots * 2:
             break
-    return Plan(config, block_m, parts)
+    return Launch(config, block_m, parts)
 
 
 def launch(
@@ -114,7 +114,7 @@ def launch(
     tensors: Mapping[str, Tensor],
     params: Params,
     out: Tensor,
-    plan: Plan,
+    plan: Launch,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """out [rows, out] = x [rows, stored columns] W^T, at most plan.rows rows; x is float16 or bfloat16."""
@@ -135,7 +135,7 @@ def launch(
 
 
 @cache
-def constants(params: Params, plan: Plan) -> dict[str, Any]:
+def constants(params: Params, plan: Launch) -> dict[str, Any]:
     """The constants of the kernel that depend on the weight and the plan only."""
     return {
         **_layout(params),

@@ -1,4 +1,4 @@
-"""Attention of one new token over packed keys and values on a GPU: codes are read as they are stored, once.
+"""Attend with one new token to packed keys and values on a GPU: codes are read as they are stored, once.
 
 The sequence is cut into parts (Flash-Decoding); each keeps a running softmax, and the program that ends last weighs the
 parts by their maxima, in order: one launch, no result depends on which part came last. Codes become float16 in
@@ -37,7 +37,7 @@ PROGRAMS = 8  # that a multiprocessor of sm_90 runs at once, by registers and sh
 
 
 class Tiling(NamedTuple):
-    """How products are cut up, for two layouts and a number of query heads."""
+    """How the products of a launch are cut up, for two layouts and a number of query heads."""
 
     tokens: int  # of a row of a matrix
     rows: int  # queries, with zeros
@@ -53,12 +53,12 @@ def _words(layout: HeadLayout) -> int:
 
 
 def supports(keys: HeadLayout, values: HeadLayout, groups: int) -> bool:
-    """Whether the kernel can read these, `groups` query heads to a KV head."""
+    """Return whether the kernel can read these, `groups` query heads to a KV head."""
     return all(_fits(layout) for layout in (keys, values)) and _plan(keys, values, groups) is not None
 
 
 def has_room(heads: int, keys: HeadLayout, values: HeadLayout, groups: int) -> bool:
-    """Whether the workspace holds the results of so many KV heads, those of all sequences."""
+    """Return whether the workspace holds the results of so many KV heads, those of all sequences."""
     plan = _plan(keys, values, groups)
     if plan is None:
         return False
@@ -73,7 +73,7 @@ def attend(
     scaling: float,
     mask: Tensor | None = None,
 ) -> Attended:
-    """Attention of query.q [B, H, width]; B * h must be a number that `has_room` for. Launches one kernel.
+    """Return the attention of query.q [B, H, width]; B * h must be a number that `has_room` for. Launches one kernel.
 
     exact: (keys, values [B, h, n, width]) of the first, the last and the new tokens, n may be 0, of one type; mask:
     bool or uint8 [B, tokens], false for tokens that are not seen, in the order first, coded, last, new.
@@ -85,7 +85,7 @@ def attend(
     plan = _plan(keys.layout, values.layout, groups)
     assert plan is not None
     parts = _parts(batch * heads, coded, plan, groups * (width + 2), q.device)
-    found = _empty(q, values.layout)
+    attended = _empty(q, values.layout)
     stored = [_tensors(side) for side in (keys, values)]
     segments = [_by_head(x) for pair in exact for x in pair]
     seen = q if mask is None else mask.to(torch.uint8).contiguous()
@@ -94,7 +94,8 @@ def attend(
     _kv_attention.attend[batch * heads, parts + (parts > 1)](
         q, q if query.coded is None else query.coded.contiguous(),
         q if query.bias is None else query.bias.contiguous(),
-        found.out, found.out if found.exact is None else found.exact, found.out if found.mass is None else found.mass,
+        attended.out, attended.out if attended.exact is None else attended.exact,
+        attended.out if attended.mass is None else attended.mass,
         seen, *stored[0], *stored[1], *segments, workspace.partials, workspace.counters,
         *(x.stride(1) for i in (0, 1) for x in (stored[i][0], stored[i][3])), *(x.stride(1) for x in segments),
         coded, first, last, new, seen.shape[-1], heads, parts, scaling * math.log2(math.e),
@@ -102,7 +103,7 @@ def attend(
         PRECISION="tf32x3" if segments[0].dtype == torch.float32 else "tf32", USE_ASM=_kv_attention.COMPILED,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
-    return found
+    return attended
 
 
 def _empty(q: Tensor, values: HeadLayout) -> Attended:
@@ -114,7 +115,7 @@ def _empty(q: Tensor, values: HeadLayout) -> Attended:
 
 @cache
 def constants(keys: HeadLayout, values: HeadLayout, groups: int) -> dict[str, Any]:
-    """The constants of the kernel that depend on the layouts only."""
+    """Return the constants of the kernel that depend on the layouts only."""
     plan = _plan(keys, values, groups)
     assert plan is not None
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The `lattice` format on a GPU: products with the lattice's coordinates, for a few rows of activations.
+"""Multiply with the `lattice` format on a GPU by the lattice's coordinates, for a few rows of activations.
 
     x . (G z) = (G^T x) . z
 

@@ -1,4 +1,4 @@
-"""Multiply a few rows of activations with a stored weight on a GPU: what the kernels of the formats share."""
+"""Multiply a few rows of activations with a stored weight on a GPU: the base of the kernels of the formats."""
 
 from __future__ import annotations
 

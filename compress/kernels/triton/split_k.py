@@ -1,4 +1,4 @@
-"""Products split along their columns: how many parts, and the memory in which the parts meet.
+"""Split products along their columns: how many parts, their launch, and the memory in which the parts meet.
 
 Each part writes its sums (float32) to the workspace and counts itself in; the last one adds them in the order of the
 parts, so that results do not depend on which part came last, and sets the counter back to zero.
@@ -39,7 +39,7 @@ _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def workspace(device: torch.device) -> Workspace:
-    """The workspace of the current stream of a device, or that of its CUDA graphs.
+    """Return the workspace of the current stream of a device, or that of its CUDA graphs.
 
     RuntimeError if it would have to be allocated inside a CUDA graph.
     """
@@ -75,16 +75,16 @@ def _allocated(device: torch.device) -> Workspace:
 
 @cache
 def properties(device: torch.device) -> Device:
-    """What configurations depend on; for the interpreter a small device, on which products are split too."""
+    """Return what configurations depend on; for the interpreter a small device, on which products are split too."""
     if device.type != "cuda":
         return Device(4, 1 << 18)
-    found = torch.cuda.get_device_properties(device)
-    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return Device(found.multi_processor_count, shared, found.major)
+    known = torch.cuda.get_device_properties(device)
+    shared = getattr(known, "shared_memory_per_block_optin", known.shared_memory_per_block)
+    return Device(known.multi_processor_count, shared, known.major)
 
 
 def count(tiles: int, steps: int, slots: int, size: int) -> int:
-    """Parts for each of `tiles` tiles of `size` sums and `steps` steps, so that `slots` programs run at once."""
+    """Return the parts of each of `tiles` tiles of `size` sums and `steps` steps, for `slots` programs at once."""
     return max(1, min(steps // LEAST_STEPS, slots // tiles, FLOATS // (tiles * size)))
 
 

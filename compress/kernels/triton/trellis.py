@@ -1,4 +1,4 @@
-"""The `trellis` format on a GPU: windows become tensor-core operands in registers, for a few rows of activations.
+"""Multiply with the `trellis` format on a GPU: windows become operands of tensor cores in registers, for a few rows.
 
     out^T [n, m] = sum over columns of code(window of row n) x[m, column], times scale and row scale
 

@@ -1,4 +1,4 @@
-"""PTX that turns packed words (compress/numerics/packing.py) into pairs of floating-point numbers, two words at a time.
+"""Write PTX that turns packed words (compress/numerics/packing.py) into pairs of floating-point numbers.
 
 A register holds two adjacent int16 words of a row. A field that is masked in place and or-ed with the exponent of
 1024 (float16) or 128 (bfloat16) is the number 1024 + q * 2**bit; one multiply-add takes it to q - middle, exactly:
