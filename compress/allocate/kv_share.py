@@ -12,7 +12,6 @@ import dataclasses
 from typing import Any
 
 from compress.allocate import kv_budget, kv_session, metrics, prepare_options
-from compress.allocate.problem import Problem
 from compress.allocate.sensitivity import Measurements
 from compress.process_memory import parse_size
 from compress.progress import Progress
@@ -32,7 +31,7 @@ def beside(store: Measurements, allocation: Allocation, target: Target) -> tuple
     table = metrics.table(store, frozenset({kv_budget.DIVERGENCE}))
     size, exact = parse_size(target.text), table.other_nbytes + table.fixed_nbytes
     nbytes, choice = kv_budget.divided(offer, table.units, size - exact, allocation.cache_estimator)
-    left = min(size - nbytes, Problem(table.units, 0).most + exact)  # there may be more than enough
+    left = min(size - nbytes, table.most_nbytes)  # there may be more than enough
     return kv_budget.described(offer, choice), Target(f"{left}B")
 
 

@@ -19,7 +19,7 @@ from compress.allocate.sensitivity import Measurements
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
-from compress.run import calibration_text, memory_plan
+from compress.run import calibration_text
 from compress.run.job import Job
 from compress.storage.workdir import writing
 
@@ -38,7 +38,7 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     assert calibration is not None, "measuring always has a text"
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
-    arrangement = memory_plan.first_arrangement(prepared.arrangement)
+    arrangement = prepared.arrangement.as_stored()
     with database.opened(prepare_options.measurement_identity(opened, calibration), arrangement):
         quantize_options.quantize_all(opened, database, calibration.tokens, progress)
         evaluators = Evaluators(opened, database.folder, calibration, progress)

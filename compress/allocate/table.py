@@ -68,6 +68,11 @@ class SensitivityTable:
         """Return the bytes of the whole model with a choice."""
         return Problem(self.units, 0).nbytes(choice) + self.fixed_nbytes + self.other_nbytes
 
+    @property
+    def most_nbytes(self) -> int:
+        """Return the bytes of the whole model with every unit at its largest entry."""
+        return Problem(self.units, 0).most + self.fixed_nbytes + self.other_nbytes
+
     def option_numbers(self, choice: Choice) -> dict[str, int]:
         """Return linear -> number of its option."""
         numbers = {name: number for number, name in enumerate(self.options)}

@@ -49,6 +49,10 @@ class Arrangement:
     statistics_nbytes: int  # what the statistics of one pass may take
     peak_nbytes: int  # predicted peak of the process
 
+    def as_stored(self) -> dict[str, Any]:
+        """Return what a run stores of its arrangement for those that resume it: as JSON values, with the threads."""
+        return {**dataclasses.asdict(self), "threads": torch.get_num_threads()}
+
 
 class Extras(NamedTuple):
     """Demands of a recipe that take memory of their own."""
@@ -87,11 +91,6 @@ def arrange(
     )
 
 
-def first_arrangement(planned: Arrangement) -> dict[str, Any]:
-    """Return what a run stores of its arrangement for those that resume it: as JSON values, with the threads."""
-    return {**dataclasses.asdict(planned), "threads": torch.get_num_threads()}
-
-
 @contextmanager
 def resumed(
     planned: Arrangement, first: Callable[[dict[str, Any]], dict[str, Any]], limit: int | None
@@ -102,7 +101,7 @@ def resumed(
     Raises BudgetError if that was made for more than the limit.
     """
     before = torch.get_num_threads()
-    stored = first(first_arrangement(planned))
+    stored = first(planned.as_stored())
     threads = stored.pop("threads")
     arrangement = Arrangement(**stored)
     if limit is not None and arrangement.peak_nbytes > limit:
