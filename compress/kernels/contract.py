@@ -5,7 +5,7 @@ A kernel for a format on a device is the file `compress/kernels/<folder of the d
     prepare(tensors, params, shape) -> Prepared | None
 
 None means that the weight has to be decoded by its format. The file is found by its name: a kernel for an existing
-format is one new file and no changed line elsewhere (tests/test_kernel_contract.py adds one).
+format is one new file and no changed line elsewhere (tests/kernels/test_kernel_contract.py adds one).
 
 `prepare` must not read the elements of the tensors. They may be on the meta device, where dispatch asks what a kernel
 would do, and their elements may change afterwards as long as they stay where they are.

@@ -21,7 +21,7 @@ from compress.errors import CalibrationError, CheckpointError
 from compress.model import load
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 BOOKS = HERE / "models" / "books-8m"
 DOCUMENTS = [
     "The first document.",

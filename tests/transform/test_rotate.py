@@ -24,7 +24,7 @@ from compress.types import WeightTransforms
 from pico import ODD, PICO, VOCAB_SIZE, save_pico
 from runs import RTN, contents, job, report_of, stored_tensors
 
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[1] / "models"
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
 ROTATE = "transform=[{method: rotate}]"
 INNER = "transform=[{method: rotate, residual: false}]"

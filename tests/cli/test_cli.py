@@ -21,7 +21,7 @@ from compress.errors import CheckpointError
 from compress.run import verify
 from runs import GPTQ, RTN, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
-BOOKS = Path(__file__).parent / "models" / "books-8m"
+BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]  # a group
 MANIFEST = "compress_manifest.json"
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import problems
-from compress import api, formats, plugins
+from compress import api, plugins
 from compress.errors import UnsupportedModelError
-from compress.formats import structured as structured_format
 from compress.model import graph as structure
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
-from compress.quant import structured
-from compress.recipe import blocks, load
+from compress.recipe import load
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import clover, qk_pairs
 from compress.transform.bases import value_rows
@@ -330,36 +328,6 @@ def test_settings_that_cannot_be(settings: dict[str, float]) -> None:
         clover.Config(**settings)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- what is cut
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.25), (0.3, 0.7), (0.01, 0.01)])
-def test_the_largest_rows_and_columns_are_kept(rows: float, columns: float) -> None:
-    weight = problems.random(20, 32)
-    packed = structured.quantize(weight, None, structured.Config(rows, columns, "float32")).weight
-    found = formats.decode(packed, torch.float32)
-    kept = [max(1, round(20 * rows)), max(1, round(32 * columns))]
-    masks = [(found != 0).any(1), (found != 0).any(0)]
-    assert [int(mask.sum()) for mask in masks] == kept == [packed.params.rows, packed.params.columns]
-    assert torch.equal(found, weight * masks[0][:, None] * masks[1])
-    sizes = weight.norm(dim=1)
-    assert kept[0] == 20 or sizes[masks[0]].min() >= sizes[~masks[0]].max()
-    assert packed.nbytes == 4 * (kept[0] * kept[1] + sum(k for k, n in zip(kept, (20, 32), strict=True) if k < n))
-    assert found.data_ptr() != packed.tensors["weight"].data_ptr()
-
-
-def test_zeros_are_what_is_left_out() -> None:
-    weight = problems.random(20, 32)
-    weight[3:13] = 0
-    result = structured.quantize(weight, None, structured.Config(0.5, 1.0, "float32"))
-    assert torch.equal(formats.decode(result.weight, torch.float32), weight) and not result.notes
-    assert "of the squared norm is left out" in structured.quantize(weight, None, structured.Config(0.25)).notes[0]
-    with pytest.raises(ValueError, match="rows 0 and columns"):
-        structured.Config(0)
-    with pytest.raises(ValueError, match="of a weight that is 3 x 4"):
-        structured_format.specs(structured_format.Params(4, 4), (3, 4))
-
-
 def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
     assert "clover" in plugins.names("transform")
     model = save_pico("llama", tmp_path / "model")
@@ -375,23 +343,6 @@ def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
         clover.decompose(block, attention, 0.5)
     torch.testing.assert_close(logits(found), logits(plain), rtol=1e-4, atol=1e-4)
     assert load("clover50").rules
-
-
-def test_checkpoints_and_recipes_with_the_former_name_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = save_pico("llama", tmp_path / "model"), tmp_path / "out"
-    api.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
-    wanted = logits(AutoModelForCausalLM.from_pretrained(out))
-    config = out / "config.json"
-    assert '"format": "structured"' in config.read_text()
-    config.write_text(config.read_text().replace('"format": "structured"', '"format": "cut"'))
-    capsys.readouterr()
-    again = AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(logits(again), wanted)
-    assert "structured" not in capsys.readouterr().err
-
-    blocks.say_renamed.cache_clear()
-    assert load("clover50", ["quantize.method=cut"]) == load("clover50", ["quantize.method=structured"])
-    assert capsys.readouterr().err == "method 'cut' of the recipe is called 'structured' now\n"
 
 
 def test_queries_and_keys_are_cut_in_a_run(tmp_path: Path) -> None:

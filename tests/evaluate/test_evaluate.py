@@ -22,7 +22,7 @@ from compress.model import load
 from compress.numerics import kl
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 BOOKS = HERE / "models" / "books-8m"
 HELDOUT = HERE / "data" / "books_heldout.txt"
 SEQ_LEN = 24

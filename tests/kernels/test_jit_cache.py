@@ -62,7 +62,7 @@ def test_another_process_loads_it(compilations: list[None]) -> None:
     assert adder()(37) == 42
     here = Path(__file__).parent
     code = "import test_jit_cache as t; t.llvm._optimize = None; print(t.adder()(37))"  # compiling would raise
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in (here, here.parent, here.parents[1]))}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "42"
 
