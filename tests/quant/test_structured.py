@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import problems
@@ -15,6 +16,8 @@ from compress.quant import structured
 from compress.recipe import blocks, load
 from pico import save_pico
 from runs import Setup, job
+
+TOKENS = torch.arange(24).view(2, 12) * 5 % 250
 
 
 def logits(model: nn.Module) -> Tensor:

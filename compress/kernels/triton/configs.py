@@ -1,7 +1,8 @@
 """Choose launch configurations of the `int` kernel by bits and rows of activations.
 
 Chosen by the instructions, registers and shared memory of the code compiled for sm_90, not by timings: a sweep on a
-device may replace any row. tests/kernels/test_triton_int_code.py compiles all of them. Steps of 512 columns of every width:
+device may replace any row. tests/kernels/test_triton_int_code.py compiles all of them. Steps of 512 columns of every
+width:
 fewer pay more for each step, more do not leave the registers that several rows of activations need.
 """
 
