@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -366,4 +365,4 @@ class PathEvaluator:
             if not self.has_head:
                 lm_head.load(self.skeleton, self.device)
                 self.has_head = self.memory.keeps
-            yield partial(lm_head.logits, self.skeleton)
+            yield lambda hidden: lm_head.logits(self.skeleton, hidden)[0]

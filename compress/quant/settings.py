@@ -14,8 +14,8 @@ def check(config: object, *counts: str, least: int = 0, **choices: Sequence[int 
     for key, allowed in choices.items():
         value = getattr(config, key)
         if value not in allowed:
-            span = f"in {allowed[0]}..{allowed[-1]}" if isinstance(allowed, range) else None
-            raise ValueError(f"{key} {value!r} is not {span or 'one of ' + ', '.join(map(str, allowed))}")
+            span = f"{allowed[0]}..{allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+            raise ValueError(f"{key} {value!r} is not one of {span}")
 
 
 def check_damp(damp: float) -> None:

@@ -11,7 +11,6 @@ import yaml
 from compress import plugins, recipe
 from compress.cli import settings
 from compress.recipe import catalogue
-from compress.recipe import kv as kv_recipe
 from compress.version import __version__
 from runs import cli, one_line
 
@@ -50,7 +49,7 @@ def test_the_cost_of_a_recipe_is_what_its_settings_ask_for() -> None:
         schemes += loaded.allocate.options if loaded.allocate is not None else ()
         packed = [scheme for scheme in schemes if scheme is not None and scheme.method != "keep"]
         reads = [plugins.load("quant", scheme.method).NEEDS for scheme in packed]
-        reads += [kv_recipe.needs(loaded.kv_cache)] if loaded.kv_cache is not None else []
+        reads += [loaded.kv_cache.needs()] if loaded.kv_cache is not None else []
         reads += [plugins.load("transform", step.method).SCOPE == "block" for step in loaded.transform]
         assert any(reads) <= (entry.cost != "data-free"), entry.name
         assert (entry.cost == "data-free") <= (not any(reads)), entry.name

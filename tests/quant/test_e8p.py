@@ -291,7 +291,7 @@ def test_unusable_statistics_are_reported() -> None:
         ({"bits": 5}, "bits 5 is not one of"),
         ({"damp": 1.0}, r"damp 1.0 is not in \[0, 1\)"),
         ({"sweeps": -1}, "sweeps -1 is negative"),
-        ({"candidates": 0}, "candidates 0 is not in 1..64"),
+        ({"candidates": 0}, "candidates 0 is not one of 1..64"),
     ],
 )
 def test_bad_settings(settings: dict[str, float], message: str) -> None:

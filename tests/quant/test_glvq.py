@@ -171,7 +171,7 @@ def test_unusable_statistics_are_reported() -> None:
         ({"damp": -0.1}, r"damp -0.1 is not in \[0, 1\)"),
         ({"iterations": -1}, "iterations -1 is negative"),
         ({"sweeps": -1}, "sweeps -1 is negative"),
-        ({"beam": 0}, "beam 0 is not in 1..64"),
+        ({"beam": 0}, "beam 0 is not one of 1..64"),
     ],
 )
 def test_bad_settings(settings: dict[str, float], message: str) -> None:

@@ -275,7 +275,7 @@ def test_without_incoherence() -> None:
         ({"bpw": 9.0}, "bpw 9.0 is not in"),
         ({"pulses": 0}, "pulses 0 is not in"),
         ({"vector_dim": 24}, "vector_dim 24 is not one of"),
-        ({"gain_bits": 1}, "gain_bits 1 is not in 2..8"),
+        ({"gain_bits": 1}, "gain_bits 1 is not one of 2..8"),
         ({"damp": 1.0}, "damp 1.0 is not in"),
         ({"sweeps": -1}, "sweeps -1 is negative"),
     ],
