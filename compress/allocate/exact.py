@@ -37,8 +37,8 @@ class LinearSide:
 class Limits:
     """The settings of the 0/1 solver's end. Only where it stops for time does the answer depend on the machine."""
 
-    seconds: float = 60.0  # that the solver may take, in all
-    gap: float = 1e-6  # between its answer and its bound, relative to the damage above that of all best entries
+    seconds: float = 60.0  # [seconds] that the solver may take, in all
+    gap: float = 1e-6  # [fraction] between the solution and its bound, of the damage above that of all best entries
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:

@@ -103,7 +103,7 @@ def _settings(cls: _Class) -> list[Setting]:
 
 def _setting(cls: _Class, node: ast.AnnAssign, comment: str) -> Setting:
     unit, text = re.fullmatch(r"(?:\[([^]]+)\] *)?(.*)", comment).groups("")  # type: ignore[union-attr]
-    default = None if node.value is None else _yaml(ast.unparse(node.value))
+    default = None if node.value is None else _yaml(ast.unparse(_constant(cls.module, node.value)))
     return Setting(ast.unparse(node.target), _type(cls.module, node.annotation), default, unit, text)
 
 
@@ -136,7 +136,7 @@ def _type(module: str, annotation: ast.expr) -> str:
         inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         name = ast.unparse(annotation.value)
         if name == "Literal":
-            return " | ".join(_yaml(ast.unparse(choice)) for choice in inner)
+            return " | ".join(_type(module, choice) for choice in inner)
         return f"list of {_type(module, inner[0])}" if name == "tuple" else _yaml(ast.unparse(annotation))
     if isinstance(annotation, ast.Name) and annotation.id[0].isupper():
         alias = _find(module, annotation.id, ast.Assign)
@@ -144,6 +144,13 @@ def _type(module: str, annotation: ast.expr) -> str:
             return _type(alias[1], alias[0].value)
         return CLASSES.get(annotation.id, "mapping")
     return _yaml(ast.unparse(annotation))
+
+
+def _constant(module: str, value: ast.expr) -> ast.expr:
+    """The value of a named constant; any other value as it is."""
+    found = _find(module, value.id, ast.AnnAssign) if isinstance(value, ast.Name) else None
+    named = found[0].value if found is not None and isinstance(found[0], ast.AnnAssign) else None
+    return value if named is None else named
 
 
 def _yaml(python: str) -> str:
@@ -177,6 +184,8 @@ def _find(module: str, name: str, sort: type[ast.stmt]) -> tuple[ast.stmt, str] 
 
 
 def _targets(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.AnnAssign):
+        return [ast.unparse(node.target)]
     return [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
 
 

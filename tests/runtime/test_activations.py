@@ -48,9 +48,6 @@ def grid(kind: Activations) -> Tensor:
     return every[every.isfinite()].unique()
 
 
-# ---------------------------------------------------------------- numbers
-
-
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16, torch.float64])
 def test_each_input_goes_to_the_nearest_number(kind: Activations, dtype: torch.dtype) -> None:

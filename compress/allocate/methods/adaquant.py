@@ -24,7 +24,7 @@ LEAST = 1e-6  # nats a token
 
 @dataclass(frozen=True)
 class Config(Limits):
-    low: str | None = None  # the option below the base; none: any smaller one
+    low: str | None = None  # name of the option that layers below the base may get; null: any smaller one
 
 
 def needs(config: Config) -> frozenset[str]:

@@ -45,19 +45,23 @@ TRIES = 100  # at random changes, for each that is wanted; small problems have f
 
 @dataclass(frozen=True)
 class Config:
-    start: Literal["hull", "uniform"] = "hull"  # from the table's solution, or from random near-uniform choices
-    estimator: Estimator = KL_ONE_AT_A_TIME  # damages that the hull and the surrogate start from
-    generations: int = 80
-    offspring: int = 8  # choices that are measured in a generation
-    survivors: tuple[int, ...] = (3, 1, 1)  # of each stage
-    tokens: tuple[int, ...] = (2048, 8192, 16384)  # that each stage measures a choice on; whole sequences, at least one
-    selection: Literal["racing", "stages"] = "racing"
-    groups: Literal["size", "kind", "none"] = "none"  # between which units random changes trade
-    surrogate: bool = True  # offspring by what has been measured so far, instead of at random
-    random_share: float = 0.25  # of the offspring, as fraction: random all the same
-    patience: int = 20  # generations without a better choice after which the search ends; 0: never
-    initial: int = 64  # choices that the uniform start is taken from
-    initial_tokens: int = 2048  # that they are measured on
+    start: Literal["hull", "uniform"] = "hull"  # first choice: the solution of the table (hull), or the best of random
+    # near-uniform choices
+    estimator: Estimator = KL_ONE_AT_A_TIME  # measured damage from which the hull and the surrogate start
+    generations: int = 80  # [generations] of the search, at most
+    offspring: int = 8  # [choices] that are measured in a generation
+    survivors: tuple[int, ...] = (3, 1, 1)  # [choices] that remain after each stage of a generation
+    tokens: tuple[int, ...] = (2048, 8192, 16384)  # [tokens] on which each stage measures a choice: whole sequences, at
+    # least one
+    selection: Literal["racing", "stages"] = "racing"  # racing: losers on the same sequences drop out early; stages:
+    # fresh sequences in each, as published
+    groups: Literal["size", "kind", "none"] = "none"  # units between which random changes trade bytes: of equal size,
+    # of one kind, or any (none)
+    surrogate: bool = True  # propose offspring by what has been measured so far; false: at random
+    random_share: float = 0.25  # [fraction] of the offspring that is random all the same
+    patience: int = 20  # [generations] without a better choice after which the search ends; 0: never
+    initial: int = 64  # [choices] from which the uniform start is taken
+    initial_tokens: int = 2048  # [tokens] on which the choices of the uniform start are measured
 
     def __post_init__(self) -> None:
         self._check_stages()

@@ -47,15 +47,17 @@ ERRORS = {"squares": "expert_squares", "norms": "expert"}  # their names among d
 
 @dataclass(frozen=True)
 class Config(Limits):
-    error: Literal["squares", "norms"] = "squares"  # of the change of the output, summed over tokens
-    alpha: float = 0.0  # exponent of the share of tokens
-    beta: float = 0.0  # of the routing probabilities
-    gamma: float = 1.0  # of the error
-    at_least: int = 1  # experts of each block at each option of `spread`
-    spread: tuple[str, ...] = ()  # options' names; none: the two largest
-    scope: Literal["model", "block"] = "model"  # one budget for all blocks, or to each block its share
-    dense: str | None = None  # option of all other units; none: the largest
-    gap: float = 1e-4  # between the answer and its bound at which the solver stops, as fraction of the damage
+    error: Literal["squares", "norms"] = "squares"  # of the block's output with one expert alone at the option, summed
+    # over tokens: squared norms, or norms
+    alpha: float = 0.0  # exponent of an expert's share of the tokens
+    beta: float = 0.0  # exponent of its share of the routing probabilities
+    gamma: float = 1.0  # exponent of the error
+    at_least: int = 1  # [experts] of each block at each option of `spread`
+    spread: tuple[str, ...] = ()  # names of the options that `at_least` experts of each block get; empty: the two
+    # largest
+    scope: Literal["model", "block"] = "model"  # one budget for all blocks (model), or to each block its share
+    dense: str | None = None  # name of the option of all units that are no experts; null: the largest
+    gap: float = 1e-4  # [fraction] between the solution and the bound at which the solver stops
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,9 +23,10 @@ from compress.allocate.solver import Limits, Solver, damages_of, solve
 
 @dataclass(frozen=True)
 class Config(Limits):
-    estimator: Estimator = KL_ONE_AT_A_TIME  # damage that is added up
-    scale: BlockScale = "none"  # damage that sets the scale of each block
-    solver: Solver = "hull"
+    estimator: Estimator = KL_ONE_AT_A_TIME  # measured or estimated damage of each unit at each option, which is added
+    # up
+    scale: BlockScale = "none"  # damage to which the sum of each block is scaled; none: not scaled
+    solver: Solver = "hull"  # hull: greedy on convex hulls; milp: a 0/1 program, exact to `gap`
 
     def __post_init__(self) -> None:
         super().__post_init__()

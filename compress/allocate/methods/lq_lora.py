@@ -22,7 +22,8 @@ from compress.allocate.solver import Limits, damages_of, solve
 
 @dataclass(frozen=True)
 class Config(Limits):
-    estimator: Literal["weight", "fisher"] = "weight"
+    estimator: Literal["weight", "fisher"] = "weight"  # damage that is added up: squared weight error, or that weighted
+    # by the Fisher information
 
 
 def needs(config: Config) -> frozenset[str]:
