@@ -273,7 +273,7 @@ def test_without_incoherence() -> None:
     [
         ({"bpw": 0}, "bpw 0 is not in"),
         ({"bpw": 9.0}, "bpw 9.0 is not in"),
-        ({"pulses": 0}, "pulses 0 is not in"),
+        ({"pulses": 0}, "pulses 0 is not one of"),
         ({"vector_dim": 24}, "vector_dim 24 is not one of"),
         ({"gain_bits": 1}, "gain_bits 1 is not one of 2..8"),
         ({"damp": 1.0}, "damp 1.0 is not in"),
