@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,9 +57,3 @@ class Prepared(ABC):
     def plus(self, x: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
         """Return the product with x, plus hidden [..., rank] times factor [rank, out] for a rank up to `most_rank`."""
         return self(x) + hidden @ factor
-
-
-class Kernel(Protocol):
-    """A kernel file."""
-
-    def prepare(self, tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Prepared | None: ...
