@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from compress import plugins
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.errors import RecipeError
+from compress.kv.cache import CachePath, KVCache, build, make_cache
 from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, cache_settings
 
@@ -78,6 +80,14 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
                 own = plugin.calibrate(config, spec, samples)
                 found |= {f"layers.{index}.{kind}.{name}": tensor for name, tensor in own.items()}
     return found
+
+
+def refusal(method: str, spec: Spec, own: Mapping[str, Tensor], **settings: Any) -> str:
+    """The error for calibrated tensors that are not those of a codec."""
+    static = {f"layers.{spec.layer}.{spec.kind}.{name}": tensor for name, tensor in own.items()}
+    with pytest.raises(RecipeError) as caught:
+        build(cache_settings({"method": method, **settings}).of(spec.kind), spec, static)
+    return str(caught.value)
 
 
 def _kvquant(kind: str, static: Mapping[str, Tensor]) -> float:

@@ -105,6 +105,7 @@ class Database(WorkDirectory):
             raise CheckpointError(f"{self.folder} has no level {level!r} of {name}; measure again") from error
         shape = tuple(form.pop("shape"))
         packed = PackedWeight(stored.from_dict(form, name), tensors, shape)
+        formats.check(packed, f"{self.folder}: {key}")
         return formats.decode(packed, original.dtype).to(original.device)
 
     @property

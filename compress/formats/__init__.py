@@ -4,7 +4,10 @@ A format file has
 - `Params`: a frozen dataclass, the static integers and names that config.json stores;
 - `specs(params, shape) -> {tensor name: (shape, dtype)}`: what is stored for a weight [out_features, in_features];
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
-- `pack(...)`: the encoder, called by the methods that write the format, beside its decoder.
+- `pack(...)`: the encoder, called by the methods that write the format, beside its decoder;
+- `check(tensors, params, shape)`, only where a stored integer selects something and can say more than there is, such as
+  an order of columns or a number of bits: ValueError, which begins with the tensor's name. Where every pattern of bits
+  decodes to a weight, there is nothing to check.
 
 Transforms around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
 are no business of a format: the functions here add them to what `Stored` (compress/types.py) says.
@@ -23,6 +26,7 @@ from torch import Tensor
 from compress import plugins
 from compress.errors import CheckpointError
 from compress.formats import lowrank, transforms
+from compress.numerics import checks
 from compress.types import IN_SCALE, PackedWeight, Stored
 
 Shape = tuple[int, int]
@@ -63,6 +67,33 @@ def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
         **({IN_SCALE: ((1,), torch.float32)} if stored.has_in_scale else {}),
         **(lowrank.part_specs(stored.lowrank, shape) if stored.lowrank is not None else {}),
     }
+
+
+def check(weight: PackedWeight, where: str) -> None:
+    """Check the tensors of a weight that come from a file; nothing may compute with them before.
+
+    Names, shapes and types must be those of `specs`, floating numbers finite, a static scale of activations above 0,
+    and what selects something within what there is (`check` of the format). Values on meta are not looked at. Raises
+    CheckpointError, which begins with `where`, the weight's name.
+    """
+    try:
+        expected = specs(weight.stored, weight.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}; download or write the checkpoint again") from error
+    try:
+        checks.specified(weight.tensors, expected)
+        if any(tensor.is_meta for tensor in weight.tensors.values()):
+            return
+        for name, tensor in weight.tensors.items():
+            if tensor.is_floating_point():
+                checks.finite(name, tensor)
+        if weight.stored.has_in_scale:
+            checks.positive(IN_SCALE, weight.tensors[IN_SCALE])
+        check_values = getattr(get(weight.format), "check", None)
+        if check_values is not None:
+            check_values(weight.tensors, weight.params, weight.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{where}.{error}; download or write the checkpoint again") from error
 
 
 def nbytes(stored: Stored, shape: Shape) -> int:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.numerics import checks
 from compress.numerics.packing import pack_planes, pack_stream, plane_fields, planes_shape, unpack_planes, unpack_stream
 
 ROW_MULTIPLE = 16
@@ -168,6 +169,14 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
     if params.permuted:
         stored["order"] = ((shape[1],), torch.int16 if shape[1] <= 32767 else torch.int32)
     return stored
+
+
+def check(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> None:
+    """Check that outliers are different columns of the weight, and the order one of all its columns; ValueError."""
+    if params.outliers:
+        checks.distinct("outlier_index", tensors["outlier_index"], shape[1])
+    if params.permuted:
+        checks.distinct("order", tensors["order"], shape[1])
 
 
 @dataclass(frozen=True)

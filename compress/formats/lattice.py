@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.numerics import checks
 from compress.numerics.packing import FIELDS, pack_planar, unpack_planar
 
 PLANES = {1: (1,), 2: (2,), 3: (3,), 4: (4,), 5: (4, 1)}  # widths, high bits first
@@ -71,6 +72,14 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
     if params.row_scales:
         stored["row_scales"] = ((rows,), torch.float16)
     return stored
+
+
+def check(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> None:
+    """Check that the widths of the groups are possible ones, and fill the words; ValueError."""
+    group_bits = tensors["group_bits"]
+    checks.within("group_bits", group_bits, params.bits - 1, params.bits + 1)
+    if (total := int(group_bits.sum())) != params.bits * len(group_bits):
+        raise ValueError(f"group_bits sum to {total}, expected {params.bits} for each of {len(group_bits)} groups")
 
 
 def pack(codes: Tensor, side: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> dict[str, Tensor]:

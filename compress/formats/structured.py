@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.numerics import checks
+
 
 @dataclass(frozen=True)
 class Params:
@@ -38,6 +40,14 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
         if kept < size:
             stored[name] = ((kept,), torch.int32)
     return stored
+
+
+def check(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> None:
+    """Check that kept rows and columns are some of those of the weight, in order; ValueError."""
+    for name, size in (("rows", shape[0]), ("columns", shape[1])):
+        if name in tensors:
+            checks.distinct(name, tensors[name], size)
+            checks.ascending(name, tensors[name])
 
 
 def pack(weight: Tensor, rows: Tensor, columns: Tensor, params: Params) -> dict[str, Tensor]:

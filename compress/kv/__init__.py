@@ -25,7 +25,11 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
 4.  Only if NEEDS is not empty: `calibrate(config, spec, samples) -> dict[str, Tensor]`. samples: name -> float32
     [tokens, h, width], queries [tokens, H, width], without sinks and padding. What it returns is stored as
     "layers.<i>.<keys|values>.<name>" and comes back to `build` as `static`.
-5.  A subclass of `codec.Codec`. It must have `fields` (what is stored), `encode` and `decode`; the rest has defaults.
+5.  With `calibrate`: `specs(config, spec) -> {name: (shape, dtype)}` of what it returns, on which compiled code relies;
+    and `check(static, config, spec)` where more can be wrong with a tensor than a number that is not finite, such as an
+    order with a channel twice: ValueError, which begins with the tensor's name. static.py calls both before `build`,
+    whether tensors come from a file or from a caller.
+6.  A subclass of `codec.Codec`. It must have `fields` (what is stored), `encode` and `decode`; the rest has defaults.
 
 The cache calls a codec like this:
 

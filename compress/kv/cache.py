@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 
 from compress import plugins
 from compress.errors import CompressError, RecipeError
+from compress.kv import static as calibrated
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
 from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
@@ -235,9 +236,17 @@ def _held(layer: Any) -> list[Tensor]:
 
 
 def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    """Build the codec of one tensor kind of one layer; `static` holds tensors of all layers, "layers.3.keys.<name>"."""
-    prefix = f"layers.{spec.layer}.{spec.kind}."
-    own = {name.removeprefix(prefix): tensor for name, tensor in static.items() if name.startswith(prefix)}
+    """Build the codec of one tensor kind of one layer; `static` holds tensors of all layers, "layers.3.keys.<name>".
+
+    Raises RecipeError for settings that do not fit the layer, and for calibrated tensors that are not theirs.
+    """
+    own = calibrated.of(static, spec)
+    try:
+        calibrated.check(coding, spec, own)
+    except ValueError as error:
+        raise RecipeError(
+            f"{spec.where}: {coding.method} is calibrated, but {error}; calibrate the cache with these settings"
+        ) from error
     return plugins.load("kv", coding.method).build(coding.config, spec, own)
 
 
@@ -269,6 +278,19 @@ def head_shape(config: Any) -> tuple[int, int, int]:
     queries = decoder.num_attention_heads
     width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
     return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
+
+
+def states_heads(config: Any) -> bool:
+    """Return whether a configuration says of the heads of its keys what `head_shape` reads, and nothing more.
+
+    Where it has further settings (latent keys, layers with heads of their own, all queries sharing a head), the first
+    keys that come tell their shape.
+    """
+    decoder = config.get_text_config(decoder=True)
+    read = {"num_attention_heads", "num_key_value_heads", "head_dim", *decoder.attribute_map.values()}
+    return not any(
+        word in key for key in decoder.to_dict() if key not in read for word in ("head", "kv", "multi_query")
+    )
 
 
 def check_codecs(config: Any, codings: Codings) -> None:

@@ -138,19 +138,6 @@ def check_groups(spec: Spec, group_size: int, count: int, what: str) -> None:
         )
 
 
-def check_static(
-    spec: Spec, method: str, static: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], instead: str = ""
-) -> None:
-    """Raise RecipeError unless calibration has given a codec all its tensors in these shapes; instead: other advice."""
-    for name, shape in shapes.items():
-        held = tuple(static[name].shape) if name in static else "none"
-        if held != shape:
-            raise RecipeError(
-                f"{spec.where}: {method} needs calibrated {name} of shape {shape}, found {held}; calibrate the cache "
-                f"with these settings{instead}"
-            )
-
-
 def token_rows(x: Tensor) -> Tensor:
     """Return x [B, h, n, width] as one row for each token, [B, n, h width]."""
     return x.transpose(1, 2).flatten(2)

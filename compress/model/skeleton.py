@@ -119,6 +119,8 @@ class Skeleton:
         if missing:
             raise CheckpointError(f"the checkpoint has no weights for {prefix}{missing[0]}; download it again")
         for name, module in list(block.named_modules()):
+            if isinstance(module, PackedLinear):
+                module.check(prefix + name)
             if is_fused_experts(module) and is_supported(module):
                 self._fused[prefix + name] = module
                 block.set_submodule(name, Experts.from_fused(module))
@@ -157,6 +159,9 @@ class Skeleton:
         for name in wanted:
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
+        for name, module in self.model.named_modules():
+            if isinstance(module, PackedLinear) and not name.startswith(self.blocks_name + "."):
+                module.check(name)
         if self.edits is not None:
             self.edits.rest(self.model)
 

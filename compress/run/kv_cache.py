@@ -84,5 +84,5 @@ def _calibrated(
         static, found = calibrate(skeleton, codings, tokens, asked.device, file=file)
         process_memory.check(asked.max_memory)
     section = kv_config.write(directory, settings, len(codings), static)
-    kv_config.read(section, len(codings))
+    kv_config.read_static(section, directory, skeleton.config, kv_config.read(section, len(codings)))
     return section, found

@@ -60,6 +60,7 @@ def restore_block(
     for row in reports:
         tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in formats.specs(row.stored, row.shape)}
         packed[row.name] = PackedWeight(row.stored, tensors, row.shape)
+        formats.check(packed[row.name], row.name)
     edits, sources = skeleton.edits, skeleton.sources
     skeleton.free()
     try:

@@ -103,9 +103,11 @@ def replay(
         block = skeleton.load_block(index, device)
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
+                full = f"{skeleton.block_prefix(index)}{name}"
                 for key in module.specs:
-                    if (tensor := changed.get(f"{skeleton.block_prefix(index)}{name}.{key}")) is not None:
+                    if (tensor := changed.get(f"{full}.{key}")) is not None:
                         setattr(module, key, nn.Parameter(tensor.to(device), requires_grad=False))
+                        module.check(full)
                 block.set_submodule(name, module.to_linear(skeleton.dtype))
             if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
                 module.pruning = None

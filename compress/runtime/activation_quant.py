@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, NumericalError
-from compress.types import IN_SCALE, Activations
+from compress.errors import NumericalError
+from compress.types import Activations
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
@@ -103,12 +103,6 @@ class LargestInput:
             raise NumericalError(f"{where}: its inputs are not finite; check the source model's weights")
         scale = activations.clip * top / largest(activations)
         return torch.tensor([scale if scale > TINY else 1.0], dtype=torch.float32)
-
-
-def check_scale(in_scale: Tensor, where: str) -> None:
-    """Raise CheckpointError unless a stored scale is a finite number above 0."""
-    if not (torch.isfinite(in_scale) & (in_scale > 0)).all():
-        raise CheckpointError(f"{where}.{IN_SCALE} is {in_scale.tolist()}, not above 0; write the checkpoint again")
 
 
 def describe(activations: Activations) -> str:

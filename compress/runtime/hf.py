@@ -38,7 +38,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError
 from compress.formats import stored
-from compress.runtime import activation_quant as inputs
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import Pruning, Stored
@@ -234,7 +233,7 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _check_loaded(name: str, module: PackedLinear) -> None:
-    """Check that every tensor came from the checkpoint in its stored type, and freeze it again.
+    """Check that every tensor came from the checkpoint, and what it holds, and freeze it again.
 
     Loading marks floating tensors as trainable. Raises CheckpointError.
     """
@@ -244,14 +243,8 @@ def _check_loaded(name: str, module: PackedLinear) -> None:
         if not getattr(tensor, "_is_hf_initialized", False):
             raise CheckpointError(f"{name}.{key} is not in the checkpoint; download or write it again")
         if key in module.specs:
-            size, dtype = module.specs[key]
-            if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
-                raise CheckpointError(f"{name}.{key} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}")
             tensor.requires_grad_(False)
-    if inputs.IN_SCALE in module.specs:
-        in_scale = module.get_parameter(inputs.IN_SCALE)
-        if not in_scale.is_meta:
-            inputs.check_scale(in_scale, name)
+    module.check(name)
 
 
 register()

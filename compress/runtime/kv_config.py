@@ -15,7 +15,8 @@ the model is loaded, and never read as numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -26,9 +27,10 @@ from transformers.utils import cached_file
 
 from compress.errors import CheckpointError
 from compress.kv import generation
-from compress.kv.cache import layer_types
+from compress.kv import static as calibrated
+from compress.kv.cache import coded_layers, head_shape, layer_types, states_heads
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
-from compress.storage.checkpoint import read_header, sha256, write_shard
+from compress.storage.checkpoint import CONFIG, read_header, sha256, write_shard
 
 FILE = "kv_cache.safetensors"
 VERSION = 1  # of the layout described above
@@ -72,10 +74,17 @@ def read(section: Mapping[str, Any], layer_count: int) -> CacheSettings:
     return settings
 
 
-def read_static(section: Mapping[str, Any], directory: Path, layers: int) -> dict[str, Tensor]:
-    """The calibrated tensors of a checkpoint; CheckpointError unless they are what was written with it."""
+def read_static(section: Mapping[str, Any], directory: Path, config: Any, settings: CacheSettings) -> dict[str, Tensor]:
+    """Return the calibrated tensors of a checkpoint: what was written with it, and what its codecs read.
+
+    config: of the model. Where it does not tell the shape of the keys, shapes and values are checked when the first
+    keys come (compress/kv/cache.py `build`). Raises CheckpointError.
+    """
     said = section.get("static")
+    codings, heads, is_certain = coded_layers(config, settings), head_shape(config), states_heads(config)
     if said is None:
+        with _refused(directory / CONFIG):
+            calibrated.check_names(codings, heads, {}, is_certain)
         return {}
     if not isinstance(said, Mapping) or said.get("file") != FILE or not isinstance(said.get("sha256"), str):
         raise CheckpointError(f"quantization_config: kv_cache.static names no {FILE} and its hash; download it again")
@@ -87,21 +96,33 @@ def read_static(section: Mapping[str, Any], directory: Path, layers: int) -> dic
             f"{path} is not the file that was written with this checkpoint (of another model, cut short or damaged); "
             "download or write the checkpoint again"
         )
-    static = {name: stored.read() for name, stored in read_header(path).items()}
-    _check_layers(static, layers, path)
+    with _refused(path):
+        stored = read_header(path)
+        calibrated.check_names(codings, heads, stored, is_certain)
+        static = {name: tensor.read() for name, tensor in stored.items()}
+        if is_certain:
+            calibrated.check_all(codings, heads, static)
     return static
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turn what is wrong with calibrated tensors into a CheckpointError of the file that holds or needs them."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{path}: kv_cache: {error}; download or write the checkpoint again") from error
 
 
 def use(model: Any, section: Mapping[str, Any], directory: Path | None) -> None:
     """Let `generate` of a loaded model use the cache of its checkpoint."""
     if not hasattr(model, "_prepare_cache_for_generation"):
         return  # a bare body
-    layers = len(layer_types(model.config))
-    settings = read(section, layers)
+    settings = read(section, len(layer_types(model.config)))
     where = directory or Path(model.name_or_path)
     if section.get("static") is not None and not (where / FILE).is_file():
         where = _fetched(model, where) or where
-    static = read_static(section, where, layers)
+    static = read_static(section, where, model.config, settings)
     generation.attach(model, settings, static)
     if static:
         model.save_pretrained = MethodType(partial(_save, static), model)
@@ -134,12 +155,3 @@ def _save(static: Mapping[str, Tensor], model: Any, save_directory: Any, *args: 
     saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     write_shard(Path(save_directory) / FILE, static)
     return saved
-
-
-def _check_layers(static: Mapping[str, Tensor], layers: int, path: Path) -> None:
-    for name in static:
-        parts = name.split(".")
-        if len(parts) < 4 or parts[0] != "layers" or parts[2] not in KINDS or not parts[1].isdigit():
-            raise CheckpointError(f"{path} holds {name!r}, which is no tensor of a cache; write the checkpoint again")
-        if int(parts[1]) >= layers:
-            raise CheckpointError(f"{path} is of a model with more than {layers} layers; write the checkpoint again")

@@ -19,7 +19,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -32,7 +32,7 @@ from compress.formats import transforms as operations
 from compress.kernels import dispatch
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
-from compress.types import PackedWeight, Stored
+from compress.types import IN_SCALE, PackedWeight, Stored
 
 CACHE_LIMIT = 1 << 30  # bytes
 
@@ -166,6 +166,7 @@ class PackedLinear(nn.Module):
             "" if stored.activations is None else json.dumps(dataclasses.asdict(stored.activations))
         )
         self._weight = dispatch.Weight(format, params, shape)
+        self._unchecked: str | None = None  # its name, while `check` waits for tensors that are offloaded
         for name, (size, kind) in self.specs.items():
             tensor = torch.empty(size, dtype=kind, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -186,6 +187,15 @@ class PackedLinear(nn.Module):
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().to(dtype or bias.dtype), requires_grad=bias.requires_grad)
         return layer
+
+    def check(self, name: str) -> None:
+        """Check stored tensors that have come from a file (`formats.check`), values that are offloaded when first used.
+
+        Raises CheckpointError, which begins with `name`.
+        """
+        weight = self.packed()
+        formats.check(weight, name)
+        self._unchecked = name if any(tensor.is_meta for tensor in weight.tensors.values()) else None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -209,6 +219,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] of any floating type -> [..., out_features] of the same type."""
+        if self._unchecked is not None:
+            self.check(self._unchecked)
         if not self.ops:
             return self._product(x, self._parameters["bias"])  # an attribute costs as much as a small product
         tensors = self.tensors
@@ -251,7 +263,7 @@ class PackedLinear(nn.Module):
         return _plus(y, bias)
 
     def _quantized(self, x: Tensor, product: integer.Product) -> Tensor:
-        in_scale = self._parameters.get(inputs.IN_SCALE)
+        in_scale = self._parameters.get(IN_SCALE)
         tensors = {name: getattr(self, name) for name in self._matrix}
         if _traced() and not (x.requires_grad and torch.is_grad_enabled()):
             return integer.linear(x, list(tensors.values()), in_scale, self._described, self._described_inputs)
@@ -276,6 +288,25 @@ class PackedLinear(nn.Module):
         if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
             return _plus(F.linear(x, weight), bias)
         return F.linear(x, weight, bias)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load, and check what is there now; where torch itself is going to raise an error, leave it to that."""
+        errors = len(error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        given = [name for name in self.specs if prefix + name in state_dict]
+        if given and len(error_msgs) == errors and (len(given) == len(self.specs) or not strict):
+            self.check(prefix.removesuffix("."))
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from compress.calib.kv import calibrate
-from compress.errors import CalibrationError, RecipeError
+from compress.errors import CalibrationError
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate, unrotate
 from compress.kv.codecs import kvquant
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
+from kv_cases import refusal
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -218,10 +219,9 @@ def test_keys_are_coded_before_rope() -> None:
 
 def test_errors() -> None:
     spec = Spec("keys", 3, 4, HEADS, WIDTH, 2)
-    with pytest.raises(RecipeError, match="layer 3, keys: kvquant needs calibrated .*calibrate the cache"):
-        kvquant.build(kvquant.Config(), spec, {})
-    with pytest.raises(RecipeError, match=r"levels of shape \(16,\)|outputs of shape \(16,\)"):
-        kvquant.build(kvquant.Config(bits=4), spec, codec("keys", normal(100, HEADS, WIDTH), bits=3).static)
+    assert "layer 3, keys: kvquant is calibrated, but levels is missing" in refusal("kvquant", spec, {})
+    own = codec("keys", normal(100, HEADS, WIDTH), bits=3).static
+    assert "levels is float16 [8], expected float16 [16]" in refusal("kvquant", spec, own, bits=4)
     with pytest.raises(CalibrationError, match="3 calibration tokens are too few"):
         codec("values", normal(3, HEADS, WIDTH))
     for settings in ({"bits": 9}, {"outliers": 0.5}):

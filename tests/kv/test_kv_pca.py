@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compress.calib.kv import calibrate
-from compress.errors import RecipeError
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
@@ -18,6 +17,7 @@ from compress.kv.codecs import lloyd, pca
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
+from kv_cases import refusal
 from pico import build
 
 HEADS, WIDTH, QUERIES = 2, 32, 2
@@ -197,10 +197,10 @@ def test_extremes() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(RecipeError, match="layer 0, keys: pca needs calibrated bits of shape .*none; calibrate"):
-        pca.build(pca.Config(), spec("keys"), {})
-    with pytest.raises(RecipeError, match=r"calibrated bits of shape \(3, 32\), found \(2, 32\)"):
-        pca.build(pca.Config(), spec("values", 3), pca.calibrate(pca.Config(), spec("values"), samples()))
+    missing = refusal("pca", spec("keys"), {})
+    assert "layer 0, keys: pca is calibrated, but mean is missing" in missing and "; calibrate the cache" in missing
+    own = pca.calibrate(pca.Config(), spec("values"), samples())
+    assert "mean is float16 [2, 32], expected float16 [3, 32]" in refusal("pca", spec("values", 3), own)
     for settings, match in (({"bits": 0.0}, "bits 0.0"), ({"unit": 0}, "unit 0")):
         with pytest.raises(ValueError, match=match):
             pca.Config(**settings)

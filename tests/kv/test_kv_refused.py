@@ -96,7 +96,7 @@ def test_a_file_of_something_else(copy: Path, harm: Callable[[Path], None]) -> N
     [
         ({"version": 2}, "kv_cache has version 2, this compress reads 1; upgrade compress"),
         ({"version": None}, "kv_cache has version None"),
-        ({"keys": {"method": "kvquant", "bits": 4}}, r"layer 0, keys: kvquant needs calibrated \w+ of shape \(16,\)"),
+        ({"keys": {"method": "kvquant", "bits": 4}}, r"layers.0.keys.levels is float16 \[8\], expected float16 \[16\]"),
     ],
 )
 def test_a_section_of_another_version(copy: Path, change: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
 from compress.numerics import hadamard
+from kv_cases import refusal
 
 HEADS, WIDTH = 4, 64
 GAUSSIAN = {(2, 128, 0.8): 0.1623, (3, 128, 1.0): 0.0458, (4, 128, 1.0): 0.0100, (3, 128, 0.8): 0.0346}
@@ -138,8 +139,10 @@ def test_reading_values_without_decoding() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(RecipeError, match="layer 0, values: group_size 96 does not divide the 256 channels"):
         codec("values", key_like(4), group_size=96)
-    with pytest.raises(RecipeError, match="layer 0, keys: rotatekv needs calibrated order of shape .256,., found none"):
-        rotatekv.build(rotatekv.Config(), spec("keys"), {})
+    assert "order is missing, expected int16 [256]" in refusal("rotatekv", spec("keys"), {})
+    own = codec("keys", key_like(4)).static
+    own["order"][3] = own["order"][4]  # a channel that no group writes
+    assert f"order holds {own['order'][4]} twice" in refusal("rotatekv", spec("keys"), own)
     for settings, match in (({"bits": 0}, "bits"), ({"group_size": 1}, "group_size"), ({"clip": 1.5}, "clip")):
         with pytest.raises(ValueError, match=match):
             rotatekv.Config(**settings)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from compress.calib.kv import calibrate
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError
 from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec
 from compress.kv.codecs import kivi, squat
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
+from kv_cases import refusal
 from pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
@@ -189,10 +190,9 @@ def test_chunks_and_padding() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(
-        RecipeError, match=r"keys: squat needs calibrated compensation of shape \(2, 384\).* or set subspace: prompt"
-    ):
-        squat.build(squat.Config(), spec(), {})
+    assert "keys: squat is calibrated, but compensation is missing, expected float16 [2, 384]" in refusal(
+        "squat", spec(), {}
+    )
     assert isinstance(squat.build(squat.Config(), spec("values"), {}), kivi.ByToken)
     for settings in ({"bits": 0}, {"columns": 0}, {"strength": -1.0}, {"rank": 0}, {"group_size": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))):

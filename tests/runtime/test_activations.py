@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from compress import formats
 from compress.errors import CheckpointError, NumericalError
+from compress.formats import dense
 from compress.formats.stored import from_dict, from_table
 from compress.kernels import dispatch
 from compress.runtime import activation_quant as inputs
@@ -186,9 +188,11 @@ def test_inputs_that_give_no_scale() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_stored_scale_must_be_a_number_above_zero(bad: float) -> None:
-    inputs.check_scale(torch.tensor([0.1]), "layer")
-    with pytest.raises(CheckpointError, match="layer.in_scale is .*not above 0"):
-        inputs.check_scale(torch.tensor([bad]), "layer")
+    stored = Stored("dense", dense.Params("float32"), activations=Activations(8, "tensor"))
+    tensors = {"values": torch.ones(2, 3), "in_scale": torch.tensor([0.1])}
+    formats.check(PackedWeight(stored, tensors, (2, 3)), "layer")
+    with pytest.raises(CheckpointError, match="layer.in_scale holds .*(not above 0|not finite)"):
+        formats.check(PackedWeight(stored, {**tensors, "in_scale": torch.tensor([bad])}, (2, 3)), "layer")
 
 
 # ---------------------------------------------------------------- config.json

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError
-from compress.kv.codec import Block, Codec, Field, Spec, check_bits, check_static, head_rows, token_rows
+from compress.kv.codec import Block, Codec, Field, Spec, check_bits, head_rows, token_rows
 from compress.kv.codecs.packed import Codes
+from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "values", "gradients"})
 LEAST = 1e-5  # scale of a channel or token that does not vary
@@ -83,6 +84,21 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         inside = torch.ones_like(inside).scatter_(1, missed.abs().topk(slots).indices, False)
     outputs = spread(levels, normal[inside]) if config.q_norm else levels
     return {**found, "levels": levels, "outputs": outputs}
+
+
+def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
+    """Return what `calibrate` gives: levels, and ranges of the channels of keys."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("levels", "outputs"), (2**config.bits,))
+    if spec.kind == "keys":
+        shapes |= dict.fromkeys(("offsets", "scales"), (spec.heads, spec.width))
+    return {name: (shape, torch.float16) for name, shape in shapes.items()}
+
+
+def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
+    """Check that levels can be searched, and channels have a range; ValueError."""
+    checks.ascending("levels", static["levels"])
+    if "scales" in static:
+        checks.positive("scales", static["scales"])
 
 
 def k_means(x: Tensor, weight: Tensor, count: int) -> Tensor:
@@ -217,7 +233,4 @@ class Values(NonUniform):
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    names = {"levels", "outputs"} | ({"offsets", "scales"} if spec.kind == "keys" else set())
-    shapes = {name: (2**config.bits,) if name in ("levels", "outputs") else (spec.heads, spec.width) for name in names}
-    check_static(spec, "kvquant", static, shapes)
     return (Keys if spec.kind == "keys" else Values)(config, spec, static)

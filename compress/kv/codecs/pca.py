@@ -47,9 +47,10 @@ from compress.kernels.kv_contract import (
     MixedCodes,
     Rotary,
 )
-from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_static
+from compress.kv.codec import ALL, Block, Codec, Field, Spec
 from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
+from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
@@ -130,9 +131,34 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         queries = samples["queries_pre"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2).double()
         moment = queries.mT @ queries / queries.shape[1]
     mean, back, variances = components(x, moment)
-    budget = int(config.bits * spec.heads * spec.width + 1e-6)
-    bits = allocate(variances.cpu(), budget, config.unit)
+    bits = allocate(variances.cpu(), _budget(config, spec), config.unit)
     return {"mean": mean.half(), "back": back.half(), "variances": variances.float(), "bits": bits}
+
+
+def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
+    """Return what `calibrate` gives, for keys and for values."""
+    channels = (spec.heads, spec.width)
+    return {
+        "mean": (channels, torch.float16),
+        "back": ((*channels, spec.width), torch.float16),
+        "variances": (channels, torch.float32),
+        "bits": (channels, torch.uint8),
+    }
+
+
+def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
+    """Check that bits are possible and within the budget, and that the basis is one; ValueError."""
+    checks.within("bits", static["bits"], 0, MOST_MIXED_BITS)
+    if (total := int(static["bits"].sum())) > _budget(config, spec):
+        raise ValueError(f"bits sum to {total}, more than the {_budget(config, spec)} of the settings")
+    checks.positive("variances", static["variances"])
+    if bool(torch.linalg.lu_factor_ex(static["back"].double()).info.any()):
+        raise ValueError("back holds a singular matrix")
+
+
+def _budget(config: Config, spec: Spec) -> int:
+    """Return how many bits the codes of a token of all heads may have."""
+    return int(config.bits * spec.heads * spec.width + 1e-6)
 
 
 class Principal(Codec):
@@ -317,7 +343,4 @@ def _tables(in_steps: bool) -> LevelTables:
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    channels = (spec.heads, spec.width)
-    shapes = {"bits": channels, "mean": channels, "variances": channels, "back": (*channels, spec.width)}
-    check_static(spec, "pca", static, shapes)
     return Principal(spec, static)

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kv.codec import Block, Codec, Field, Spec, check_groups, check_static, head_rows, token_rows
+from compress.kv.codec import Block, Codec, Field, Spec, check_groups, head_rows, token_rows
 from compress.kv.codecs import kivi
 from compress.kv.codecs.packed import Codes
-from compress.numerics import hadamard
+from compress.numerics import checks, hadamard
 
 NEEDS = frozenset({"keys_pre"})
 ROTATED = 4  # heads that one rotation of keys spans, at most
@@ -68,7 +68,22 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     x = samples["keys_pre"].double().flatten(1)
     turned = hadamard.transform(x.unflatten(1, (-1, heads_together(spec.heads) * spec.width))).flatten(1)
     order = turned.sum(0).argsort(stable=True)
-    return {"order": order.to(torch.int16 if len(order) < 2**15 else torch.int32)}
+    return {"order": order.to(_index_type(len(order)))}
+
+
+def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
+    """Return what `calibrate` gives: the order of keys, nothing for values."""
+    channels = spec.heads * spec.width
+    return {"order": ((channels,), _index_type(channels))} if spec.kind == "keys" else {}
+
+
+def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
+    """Check that the order is one of all channels: what it left out would never be written; ValueError."""
+    checks.distinct("order", static["order"], spec.heads * spec.width)
+
+
+def _index_type(count: int) -> torch.dtype:
+    return torch.int16 if count < 2**15 else torch.int32
 
 
 class Rotated(Codec):
@@ -119,6 +134,4 @@ class Rotated(Codec):
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     channels = spec.heads * spec.width
     check_groups(spec, config.group_size, channels, f"{channels} channels of a token")
-    if spec.kind == "keys":
-        check_static(spec, "rotatekv", static, {"order": (channels,)})
     return Rotated(spec, config, static)

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.kv.codec import Block, Codec, Spec, check_static
+from compress.kv.codec import Block, Codec, Spec
 from compress.kv.codecs import kivi
+from compress.numerics import checks
 
 NEEDS = frozenset({"queries"})
 
@@ -93,6 +94,15 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     return {"compensation": compensation(moment(samples["queries"].transpose(0, 1), spec.heads), config)}
 
 
+def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
+    """Return what `calibrate` gives: the compensation of keys, unless it is that of the prompt."""
+    if spec.kind == "values" or config.subspace == "prompt":
+        return {}
+    starts = range(0, spec.width - config.columns, config.columns)
+    numbers = sum((spec.width - start - config.columns) * config.columns for start in starts)
+    return {"compensation": ((spec.heads, numbers), torch.float16)}
+
+
 class Keys(kivi.ByChannel):
     """KIVI's keys, whose encoder passes errors on."""
 
@@ -130,8 +140,4 @@ class Keys(kivi.ByChannel):
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     if spec.kind == "values":
         return kivi.build(kivi.Config(config.bits, config.group_size), spec, {})
-    if config.subspace == "calibrated":
-        starts = range(0, spec.width - config.columns, config.columns)
-        shape = (spec.heads, sum((spec.width - start - config.columns) * config.columns for start in starts))
-        check_static(spec, "squat", static, {"compensation": shape}, ", or set subspace: prompt")
     return Keys(config, spec, static)
