@@ -1,32 +1,75 @@
-"""Random stored tensors of any format: what a kernel reads, without a method that chose them."""
+"""Stored tensors of any format: random ones, which is what a kernel reads, and those that methods choose."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress import formats
+import problems
+from compress import formats, plugins
 from compress.types import PackedWeight, Stored
+
+METHODS = plugins.names("quant")
+# Settings of methods, beside the defaults, that store other tensors.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gptq": [{"symmetric": False, "group_size": 32}],
+    "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
+    "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
+    "glvq": [{"bits": 3, "compand": True, "row_scales": False}],
+    "pvq": [{"bpw": 1.5, "vector_dim": 16}],
+    "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
+    "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16, "scale_dtype": "bfloat16"}, {"bits": 2, "scale_bits": 2}],
+    "trellis": [{"bits": 3, "state_bits": 6, "row_scales": True}, {"code": "hyb", "state_bits": 8}],
+    "gptvq": [
+        {"bits": 4, "vector_dim": 2, "group_weights": 256, "scale_columns": 16, "codebook_dtype": "float16"},
+        {"bits": 3, "vector_dim": 1, "group_weights": 256, "svd_rank": 2},
+    ],
+    "vptq": [{"bits": 5, "residual_bits": 3, "norm": "columns", "bias": True, "outliers": 0.1, "group_columns": 32}],
+}
 
 
 def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
-    """Every code, scale and table drawn anew; orders are permutations, scales small and positive."""
+    """Every code, scale and table drawn anew; what selects is possible, scales are small and positive."""
+    stored = Stored(format, params)
+    return PackedWeight(stored, random_parts(stored, shape, seed), shape)
+
+
+def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
+    """All tensors that are stored for a weight [out, in], drawn anew."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name in ("order", "outlier_index"):
             return torch.randperm(shape[1], generator=generator)[: size[0]].to(dtype)
+        if name in ("rows", "columns"):
+            return torch.arange(size[0]).to(dtype)
+        if name == "group_bits":
+            return torch.full(size, stored.params.bits, dtype=dtype)
         if dtype.is_floating_point:
             return (0.001 + 0.01 * torch.rand(size, generator=generator)).to(dtype)
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
-    tensors = {name: draw(name, *spec) for name, spec in formats.specs(Stored(format, params), shape).items()}
-    return PackedWeight(Stored(format, params), tensors, shape)
+    return {name: draw(name, *spec) for name, spec in formats.specs(stored, shape).items()}
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [rows, in] times the decoded weight, in float64."""
     return x.double() @ formats.decode_stored(weight, torch.float64).T
+
+
+@functools.cache
+def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
+    """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
+    weight = problems.random(*shape)
+    stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
+    methods = {method: plugins.load("quant", method) for method in METHODS}
+    writers = {key: method for key, method in methods.items() if name == method.FORMAT}
+    if writers:
+        asked = [(method, settings) for key, method in writers.items() for settings in ({}, *VARIANTS.get(key, ()))]
+        return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked]
+    module = plugins.load("formats", name)
+    return [PackedWeight(Stored(name, module.Params()), module.pack(weight, module.Params()), shape)]

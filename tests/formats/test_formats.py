@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -19,47 +18,17 @@ from compress.errors import CheckpointError
 from compress.formats import dense
 from compress.formats import int as int_format
 from compress.formats.stored import params_from_dict
-from compress.types import PackedWeight, Stored
+from compress.types import Stored
+from stored import samples
 
 FORMATS = plugins.names("formats")
-METHODS = plugins.names("quant")
 BITS = range(2, 9)
 SHAPES = [(1, 1), (3, 40), (17, 100), (16, 128), (20, 300)]
 GROUPS = [-1, 16, 32, 64, 100, 128]
-# Settings of methods, beside the defaults, that store other tensors.
-VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "gptq": [{"symmetric": False, "group_size": 32}],
-    "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
-    "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
-    "glvq": [{"bits": 3, "compand": True, "row_scales": False}],
-    "pvq": [{"bpw": 1.5, "vector_dim": 16}],
-    "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
-    "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16, "scale_dtype": "bfloat16"}, {"bits": 2, "scale_bits": 2}],
-    "trellis": [{"bits": 3, "state_bits": 6, "row_scales": True}, {"code": "hyb", "state_bits": 8}],
-    "gptvq": [
-        {"bits": 4, "vector_dim": 2, "group_weights": 256, "scale_columns": 16, "codebook_dtype": "float16"},
-        {"bits": 3, "vector_dim": 1, "group_weights": 256, "svd_rank": 2},
-    ],
-    "vptq": [{"bits": 5, "residual_bits": 3, "norm": "columns", "bias": True, "outliers": 0.1, "group_columns": 32}],
-}
 PLANES = {2: [2], 3: [3], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}  # on disk, so never to change
 
 
-@functools.cache
-def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
-    """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
-    weight = problems.random(*shape)
-    stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
-    methods = {method: plugins.load("quant", method) for method in METHODS}
-    writers = {key: method for key, method in methods.items() if name == method.FORMAT}
-    if writers:
-        asked = [(method, settings) for key, method in writers.items() for settings in ({}, *VARIANTS.get(key, ()))]
-        return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked]
-    module = plugins.load("formats", name)
-    return [PackedWeight(Stored(name, module.Params()), module.pack(weight, module.Params()), shape)]
-
-
-def stored(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def specified(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
 
@@ -68,7 +37,7 @@ def stored(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch
 def test_specs_tell_exactly_what_is_stored(name: str, shape: tuple[int, int]) -> None:
     for packed in samples(name, shape):
         assert packed.format == name and packed.shape == shape
-        assert formats.get(name).specs(packed.params, shape) == stored(packed.tensors)
+        assert formats.get(name).specs(packed.params, shape) == specified(packed.tensors)
         assert all(tensor.is_contiguous() for tensor in packed.tensors.values())
         on_disk = sum(len(bytes(tensor.untyped_storage())) for tensor in packed.tensors.values())
         assert formats.nbytes(Stored(name, packed.params), shape) == packed.nbytes == on_disk
@@ -123,7 +92,7 @@ def test_int_refuses_impossible_params(change: dict[str, object]) -> None:
 def test_dense_keeps_the_weight(dtype: str) -> None:
     weight = problems.random(5, 7).T  # not contiguous
     tensors = dense.pack(weight, dense.Params(dtype))
-    assert stored(tensors) == dense.specs(dense.Params(dtype), (7, 5)) and tensors["values"].is_contiguous()
+    assert specified(tensors) == dense.specs(dense.Params(dtype), (7, 5)) and tensors["values"].is_contiguous()
     assert torch.equal(dense.decode(tensors, dense.Params(dtype), (7, 5), torch.float64), tensors["values"].double())
     assert torch.equal(tensors["values"], weight.to(getattr(torch, dtype)))
     with pytest.raises(CheckpointError, match="float8"):
@@ -189,7 +158,7 @@ def test_int_is_exact(bits: int, shape: tuple[int, int], symmetric: bool) -> Non
         params = int_params(bits, group, symmetric, shape[1])
         codes, scales, zeros = int_parts(shape, params)
         tensors = int_format.pack(codes, scales, zeros, params)
-        assert stored(tensors) == int_format.specs(params, shape)
+        assert specified(tensors) == int_format.specs(params, shape)
         read_codes, read_scales, read_zeros = int_format.unpack(tensors, params, shape)
         assert torch.equal(read_codes, codes) and torch.equal(read_scales.float(), scales)
         if zeros is None or read_zeros is None:
@@ -221,7 +190,7 @@ def test_int_reads_any_tile(bits: int, tile: int) -> None:
     params = int_format.Params(bits, 32, False, tile)
     codes, scales, zeros = int_parts((5, 72), params)
     tensors = int_format.pack(codes, scales, zeros, params)
-    assert stored(tensors) == int_format.specs(params, (5, 72))
+    assert specified(tensors) == int_format.specs(params, (5, 72))
     assert torch.equal(int_format.unpack(tensors, params, (5, 72))[0], codes)
 
 
