@@ -7,8 +7,9 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     transform  Config, apply(...), SCOPE: "block" or "model", as compress/transform/smooth.py and
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
-    formats    Params, specs, pack, decode: compress/formats/__init__.py
-    kv         Config, build(config, spec, static), NEEDS: compress/kv/__init__.py
+    formats    Params, specs, pack, decode, and check where stored integers select: compress/formats/__init__.py
+    kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
+               compress/kv/__init__.py
 
 Adding one changes no existing line. Listing reads the sources and runs nothing, so that it is instant and imports no
 torch; `load` imports one file and checks its contract.

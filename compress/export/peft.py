@@ -296,6 +296,9 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
     pairs = {}
     for name in sorted(names):
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
+            raise CheckpointError(f"{directory / WEIGHTS_FILE}: {name} has {shapes}, no pair; save the adapter again")
         alpha = _pattern(config, "alpha_pattern", name) or config.get("lora_alpha", a.shape[0])
         pairs[name] = a, b * (alpha / (a.shape[0] ** 0.5 if config.get("use_rslora") else a.shape[0]))
     return pairs, base

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -289,23 +289,12 @@ class PackedLinear(nn.Module):
             return _plus(F.linear(x, weight), bias)
         return F.linear(x, weight, bias)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load, and check what is there now; where torch itself is going to raise an error, leave it to that."""
-        errors = len(error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        given = [name for name in self.specs if prefix + name in state_dict]
-        if given and len(error_msgs) == errors and (len(given) == len(self.specs) or not strict):
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load, and check what is there now; where torch is going to raise an error of its own, leave it to that."""
+        errors: list[str] = rest[-1]
+        before = len(errors)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if len(errors) == before and any(prefix + name in state_dict for name in self.specs):
             self.check(prefix.removesuffix("."))
 
     def extra_repr(self) -> str:

@@ -170,6 +170,8 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({f"{NAME}.lora_A.weight": None}, "holds more than pairs"),
         ({f"{NAME}.lora_A.weight": torch.ones(4, 65)}, r"of shape \(64, 65\), but here it is \(64, 64\)"),
+        ({f"{NAME}.lora_A.weight": torch.ones(5, 64)}, r"has lora_A \[5, 64\] and lora_B \[64, \d\], no pair"),
+        ({f"{NAME}.lora_A.weight": torch.tensor(1.0)}, r"has lora_A \[\] and"),
         ({f"{NAME}x.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}, "which is no packed linear of this model"),
     ],
 )

@@ -92,6 +92,12 @@ def test_numbers_that_are_not_finite(name: str, bad: float) -> None:
                 assert "not finite" in refusal(weight, key, changed)
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0])
+def test_a_static_scale_is_above_zero(bad: float) -> None:
+    weight = around(stored.samples("int", SHAPE)[0])
+    assert f"holds {bad:g}, which is not above 0" in refusal(weight, "in_scale", torch.tensor([bad]))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_integers_are_refused_or_decoded(name: str) -> None:
     """Nothing else happens, whatever bits a file holds; a format with `check` refuses some, one without none."""
