@@ -87,6 +87,8 @@ class Database(WorkDirectory):
         if path.is_file():
             parameters = dict(module.named_parameters())
             for name, tensor in read_header(path).items():
+                if name not in parameters or tuple(parameters[name].shape) != tensor.shape:
+                    raise CheckpointError(f"{path}: the block has no {name} of shape {tensor.shape}; measure again")
                 parameters[name].data.copy_(tensor.read())
 
     def measured(self, block: int) -> dict[str, Any]:

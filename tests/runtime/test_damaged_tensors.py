@@ -102,6 +102,18 @@ def test_a_finished_block(tmp_path: Path) -> None:
     assert refusal(lambda: shards.restore_block(output, skeleton, 1, torch.device("cpu"), record)) == LINE  # type: ignore[arg-type]
 
 
+def test_the_weights_behind_a_measured_option(tmp_path: Path) -> None:
+    database, block = Database(tmp_path / "measured"), nn.Linear(4, 3)
+    with database.opened({}, {}):
+        database.add_state(0, {"weight": torch.ones(3, 4)})
+        database.restore_state(0, block)
+        assert torch.equal(block.weight, torch.ones(3, 4))
+        for state in ({"weight": torch.ones(4, 3)}, {"other": torch.ones(3, 4)}):
+            database.add_state(0, state)
+            line = refusal(lambda: database.restore_state(0, block))
+            assert f"the block has no {next(iter(state))} of shape " in line and line.endswith("; measure again")
+
+
 def test_a_measured_option(tmp_path: Path) -> None:
     database = Database(tmp_path / "measured")
     with database.opened({}, {}):
