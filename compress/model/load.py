@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line
+from compress.model import stored_weights
 from compress.model.skeleton import no_bars
 from compress.storage.checkpoint import open_checkpoint, read_config
 
@@ -40,7 +41,7 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer in a checkpoint directory."""
     read_config(directory)
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except (OSError, ValueError) as error:  # ValueError: damaged JSON too
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
@@ -49,13 +50,14 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
 def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> transformers.PreTrainedModel:
     """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
 
-    Raise CheckpointError for a checkpoint that does not hold every weight: transformers would fill in random ones.
+    Raise CheckpointError for a checkpoint that does not hold every weight: transformers would fill in random ones. A
+    plain one must hold nothing else either, because what transformers leaves out may be the scales of the rest.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    open_checkpoint(directory)  # files, index and headers are whole, or one clear line
+    checkpoint = open_checkpoint(directory)  # files, index and headers are whole, or one clear line
     try:
-        with _quiet():
+        with quiet():
             loaded = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
             )
@@ -68,6 +70,8 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
             f"{directory} lacks {len(absent)} of the model's weights, or has them in another shape, first {absent[0]}; "
             "its configuration and weights do not belong together"
         )
+    if not checkpoint.config.get("quantization_config"):
+        stored_weights.check(model, checkpoint, stored_weights.sources(model, checkpoint))
     cast(torch.nn.Module, model).to(device)
     return model
 
@@ -183,7 +187,7 @@ def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence progress bars and load reports of transformers, and leave its settings as they were."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

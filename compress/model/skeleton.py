@@ -20,16 +20,12 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from compress.errors import CheckpointError, UnsupportedModelError
+from compress.model import stored_weights
 from compress.model.edits import Edits
 from compress.model.meta_pass import shared_inputs
 from compress.runtime import hf
@@ -58,26 +54,17 @@ class Skeleton:
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
-        self.sources = self._sources()
+        self.sources = stored_weights.sources(self.model, checkpoint)
         self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
 
-    def _sources(self) -> dict[str, list[StoredTensor]]:
-        """Return parameter name -> the stored tensors that it is made of."""
-        mapping = get_model_conversion_mapping(self.model)
-        renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
-        converters = [w for w in mapping if isinstance(w, WeightConverter)]
-        state = self.model.state_dict()
-        sources: dict[str, list[StoredTensor]] = {}
-        for key, stored in self.checkpoint.tensors.items():
-            name, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
-            sources.setdefault(name, []).append(stored)
-        return sources
-
     def check_tensors(self) -> None:
-        """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape.
+        """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.
 
         Tensors that are merged or (of three dimensions only) turned while they are loaded have shapes of their own.
+        Tensors without a known use are refused too, and copies of a tied weight that differ.
         """
+        stored_weights.check(self.model, self.checkpoint, self.sources)
+        stored_weights.check_copies(self.checkpoint, self.aliases, self.sources)
         others = {name: group for group in self.aliases for name in group}
         packed = {
             f"{name}.{key}"

@@ -92,13 +92,14 @@ class CheckpointBlocks:
 
     def _keep(self, index: int, record: dict[str, Any], rows: list[LayerReport]) -> None:
         self.run.layers += rows
+        self.run.hashes[record["file"]] = record["sha256"]
         self.run.experts.update(record["experts"])
         if record["notes"]:
             self.run.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
 
     def write_rest(self) -> None:
         """Write everything outside of the blocks."""
-        shards.write_rest(self.output, self.run.prepared, self.device)
+        self.run.hashes.update(shards.write_rest(self.output, self.run.prepared, self.device))
 
     def train(self, index: int, block: nn.Module) -> list[str]:
         """Train the low-rank parts of the block if the recipe asks for it; return what the report should say."""

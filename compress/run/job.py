@@ -64,6 +64,7 @@ class RunState:
     notes: dict[str, list[str]] = field(default_factory=dict)  # block name -> what is to be said of it as a whole
     experts: dict[str, dict[str, Any]] = field(default_factory=dict)  # experts module -> its routing, where pruned
     probes: list[str] = field(default_factory=list)  # hash of each quantized block's output on the probe tokens
+    hashes: dict[str, str] = field(default_factory=dict)  # file of the checkpoint -> sha256 of what was written into it
 
     @property
     def prunings(self) -> dict[str, Pruning]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from compress import plugins
 from compress.errors import CheckpointError, OutputError, first_line
+from compress.model import dry_load
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
 from compress.run import expert_pruning, kv_cache, memory_plan, plan
@@ -43,6 +44,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     if job.pack:
         expert_pruning.check(job.recipe, plans[0])
+        dry_load.check_planned(skeleton, plans[0])
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     layers = [layer for each in plans for layer in each.layers]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())

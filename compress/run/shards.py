@@ -89,11 +89,17 @@ def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, pref
     return changed
 
 
-def write_rest(output: Output, prepared: Prepared, device: torch.device) -> None:
-    """Write the shard of everything outside the blocks, as the transforms have left it, if there is anything."""
-    if contents := _rest(prepared, device):
-        blocks = len(prepared.skeleton.blocks)
-        write_shard(output.model / shard_name(blocks, blocks), contents)
+def write_rest(output: Output, prepared: Prepared, device: torch.device) -> dict[str, str]:
+    """Write the shard of everything outside the blocks, as the transforms have left it, if there is anything.
+
+    Return file -> sha256.
+    """
+    contents = _rest(prepared, device)
+    if not contents:
+        return {}
+    blocks = len(prepared.skeleton.blocks)
+    file = shard_name(blocks, blocks)
+    return {file: write_shard(output.model / file, contents)}
 
 
 def _rest(prepared: Prepared, device: torch.device) -> Contents:

@@ -46,7 +46,7 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
     if settings is None or run.calibration is None:
         return run.probes
     device = torch.device(run.job.device)
-    verify.self_check(directory, run.probes, device, progress)
+    verify.self_check(directory, run.hashes, run.probes, device, progress)
     training = _restore(output)
     if training is None:
         source, tokens = prepared.skeleton.checkpoint.directory, run.calibration.tokens
@@ -58,7 +58,7 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
     if not training.factors:
         return run.probes
     probes = verify.replay(directory, device, progress, training.factors)
-    put_in(output, training)
+    run.hashes.update(put_in(output, training))
     return probes
 
 
@@ -110,10 +110,11 @@ def _restore(output: Output) -> Training | None:
     return Training(record["note"], {name: stored.read() for name, stored in _factors(output, record, AFTER).items()})
 
 
-def put_in(output: Output, training: Training) -> None:
-    """Give the shards the trained factors."""
-    for path in sorted(output.model.glob("model-*.safetensors")):
-        low_rank.write_factors(path, training.factors)
+def put_in(output: Output, training: Training) -> dict[str, str]:
+    """Give the shards the trained factors; return file -> sha256 of those that have any."""
+    paths = sorted(output.model.glob("model-*.safetensors"))
+    hashes = {path.name: low_rank.write_factors(path, training.factors) for path in paths}
+    return {name: digest for name, digest in hashes.items() if digest is not None}
 
 
 def _has_file(output: Output, record: dict[str, Any]) -> bool:

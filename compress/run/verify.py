@@ -1,11 +1,12 @@
 """Check that a checkpoint holds what was computed, and that it loads.
 
 During a run a probe, a few tokens, is passed through each block right after it was quantized, with the decoded
-weights in plain linears; the hash of each output is recorded. After the save the checkpoint is opened as a stranger
-would: a fresh module tree with packed linears is filled from the files block by block, and the same probe must give
-the same hashes, bit for bit. Where low-rank parts are trained after that, new hashes are taken before they are written,
-of the checked files with the trained parts in memory. `verify` repeats on any finished checkpoint what does not need
-the original: file hashes, names, shapes and types against the configuration, and that every block decodes to finite
+weights in plain linears; the hash of each output is recorded. After the save the shards must have the hashes of what
+was written into them, and transformers must be able to load them. Then the checkpoint is opened as a stranger would: a
+fresh module tree with packed linears is filled from the files block by block, and the same probe must give the same
+hashes, bit for bit. Where low-rank parts are trained after that, new hashes are taken before they are written, of the
+checked files with the trained parts in memory. `verify` repeats on any finished checkpoint what does not need the
+original: file hashes, names, shapes and types against the configuration, and that every block decodes to finite
 outputs.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError
-from compress.model import blockwise
+from compress.model import blockwise, dry_load
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress, silent
 from compress.runtime.experts import Experts
@@ -49,11 +50,26 @@ class Probe:
         return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def self_check(directory: Path, expected: list[str], device: torch.device, progress: Progress) -> str:
-    """Reload a checkpoint and compare every block's output with what was computed; return the outcome for the report.
+def self_check(
+    directory: Path, hashes: Mapping[str, str], expected: list[str], device: torch.device, progress: Progress
+) -> str:
+    """Check a checkpoint before it is put in place; return the outcome for the report.
 
-    Raises CheckpointError where they differ.
+    Every file on disk must have the sha256 in `hashes` (file name -> that of what was written), transformers must be
+    able to load it, and every block read back must give the output whose hash is in `expected`. Raises CheckpointError.
     """
+    for number, (name, digest) in enumerate(hashes.items()):
+        progress("hashing files", number, len(hashes))
+        if sha256(directory / name) != digest:
+            raise CheckpointError(
+                f"self-check failed: {directory / name} does not hold what was written into it; the disk or the memory "
+                "is at fault; run the same command again, which replaces what is damaged"
+            )
+    progress("loading with transformers", 0, 0)
+    try:
+        dry_load.check_written(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"self-check failed: {directory} was not put in place: {error}") from error
     for index, digest in enumerate(replay(directory, device, progress)):
         if digest != expected[index]:
             raise CheckpointError(

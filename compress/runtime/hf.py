@@ -149,10 +149,14 @@ class CompressQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise CheckpointError("this checkpoint is not packed; write a packed one with `compress quantize` first")
         swap(model, self.quantization_config)
+        for module in _packed(model):
+            module.weight = _initialized(module.shape)
         files = kwargs.get("checkpoint_files")
         self._directory = Path(files[0]).parent if files else None  # None: a state dict in memory
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for module in _packed(model):
+            del module.weight
         for name, module in model.named_modules():
             if isinstance(module, PackedLinear):
                 _check_loaded(name, module)
@@ -220,6 +224,20 @@ def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
             raise CheckpointError(f"{name} ({type(fused).__name__}) has a layout of experts that compress cannot load")
         model.set_submodule(name, Experts.from_fused(fused))
     return fused_names
+
+
+def _packed(model: nn.Module) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def _initialized(shape: tuple[int, int]) -> torch.Tensor:
+    """Return what stands for a weight [out_features, in_features] while weights are loaded.
+
+    Some models initialize the weights of their linears by name whatever was loaded; this one is marked as loaded.
+    """
+    weight = torch.empty(shape, device="meta")
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
+    return weight
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:

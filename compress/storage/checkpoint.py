@@ -44,6 +44,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class StoredTensor(NamedTuple):
@@ -123,7 +124,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """List the tensors of a checkpoint directory.
 
     Raises CheckpointError for a directory without config or safetensors, an index that points outside the directory, a
-    missing or truncated shard, or an index that promises tensors its shards do not have.
+    missing or truncated shard, an index that promises tensors its shards do not have, or float8 weights without a
+    quantization_config.
     """
     config = read_config(directory)
     tensors: dict[str, StoredTensor] = {}
@@ -137,7 +139,19 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         )
     if weight_map:
         tensors = {name: stored for name, stored in tensors.items() if name in weight_map}
+    if not config.get("quantization_config"):
+        _check_scaled(directory, tensors)
     return Checkpoint(directory, config, tensors)
+
+
+def _check_scaled(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError for float8 weights: nothing says which scales they are to be multiplied with."""
+    if names := sorted(name for name, stored in tensors.items() if stored.dtype in FLOAT8):
+        raise CheckpointError(
+            f"{directory} stores {len(names)} tensors as float8, first {names[0]}, and its {CONFIG} has no "
+            "quantization_config that says how they are scaled; give the original checkpoint (bfloat16 or float16), or "
+            f"the {CONFIG} that was published with these weights"
+        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:

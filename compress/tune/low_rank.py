@@ -230,8 +230,12 @@ def _kl(original: Tensor, other: Tensor) -> Tensor:
     return torch.cat([kl.from_logits(p.float(), q.float()) for p, q in pairs])
 
 
-def write_factors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-    """Put those of these that a shard has in the place of its tensors of the same names."""
+def write_factors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> str | None:
+    """Put those of these that a shard has in the place of its tensors of the same names.
+
+    Return the sha256 of the shard, None if it has none of them and is left alone.
+    """
     stored: dict[str, Tensor | StoredTensor] = dict(read_header(path))
     if changed := {name: tensor for name, tensor in tensors.items() if name in stored}:
-        write_shard(path, {**stored, **changed})
+        return write_shard(path, {**stored, **changed})
+    return None

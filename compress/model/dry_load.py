@@ -1,0 +1,105 @@
+"""Load a checkpoint through transformers as a user will, with all weights on the meta device.
+
+`from_pretrained` itself runs: it replaces linears, renames and merges tensors, and initializes what no tensor fills, so
+that a class that cannot load the checkpoint says so. No weight is kept in memory. What is only planned can be loaded
+too, from the names, shapes and types of the tensors to be written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from compress import formats
+from compress.errors import CheckpointError, CompressError, UnsupportedModelError, first_line
+from compress.model import stored_weights
+from compress.model.load import quiet
+from compress.model.skeleton import Skeleton
+from compress.runtime import hf
+from compress.storage.checkpoint import open_checkpoint
+from compress.types import Plan
+
+_FAILURES = (  # what the code of a model raises when it meets linears or tensors that it does not expect
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+
+
+def check_written(directory: Path) -> None:
+    """Load a checkpoint from its files, by AutoModelForCausalLM and by the class that its configuration names.
+
+    Raises CheckpointError if one of them raises, or does not find a weight in its shape.
+    """
+    model = _load(AutoModelForCausalLM, directory, **_LOCAL)
+    checkpoint = open_checkpoint(directory)
+    stored_weights.check(model, checkpoint, stored_weights.sources(model, checkpoint))
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    for kind in _named_classes(config, type(model)):
+        _load(kind, directory, **_LOCAL)
+
+
+def check_planned(skeleton: Skeleton, plan: Plan) -> None:
+    """Load what a run will write, by the same classes; raise UnsupportedModelError if one of them cannot."""
+    packed = hf.build_config({layer.spec.name: layer.stored for layer in plan.layers}).to_dict()
+    tensors = {
+        f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
+        for layer in plan.layers
+        for key, (shape, dtype) in formats.specs(layer.stored, layer.spec.shape).items()
+    }
+    for group in skeleton.sources.values():
+        for stored in group:
+            if stored.name in plan.kept_nbytes:
+                tensors[stored.name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    causal = type(skeleton.model)
+    for kind in (causal, *_named_classes(skeleton.config, causal)):
+        config = copy.deepcopy(skeleton.model.config if kind is causal else skeleton.config)
+        config.quantization_config = packed
+        try:
+            _load(kind, None, config=config, state_dict=tensors, dtype=skeleton.dtype)
+        except CheckpointError as error:
+            advice = "give a model of another architecture"
+            if kind is not causal:
+                advice = f'for its text part alone, set architectures in config.json to ["{causal.__name__}"]'
+            raise UnsupportedModelError(
+                f"{skeleton.checkpoint.directory}: what would be written could not be loaded: {error}; {advice}"
+            ) from error
+
+
+def _load(kind: Any, source: Path | None, **options: Any) -> PreTrainedModel:
+    """Return the model on the meta device; CheckpointError says in one line what goes wrong."""
+    try:
+        with quiet():
+            model, info = kind.from_pretrained(source, device_map="meta", output_loading_info=True, **options)
+    except (CompressError, *_FAILURES) as error:
+        reason = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"transformers' {kind.__name__} fails ({reason[:300]})") from error
+    absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if absent:
+        raise CheckpointError(
+            f"transformers' {type(model).__name__} finds {len(absent)} of its weights not at all or in another shape, "
+            f"first {absent[0]}"
+        )
+    return model
+
+
+def _named_classes(config: PretrainedConfig, causal: type) -> Iterator[type[PreTrainedModel]]:
+    """Yield the classes of transformers that the configuration names for itself, other than `causal`."""
+    for name in config.architectures or ():
+        kind = getattr(transformers, str(name), None)
+        if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
+            continue
+        if kind is not causal and kind.config_class is type(config):
+            yield kind

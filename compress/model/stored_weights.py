@@ -1,0 +1,102 @@
+"""Match the tensors of a checkpoint with the weights of a model, and refuse what does not belong together.
+
+A tensor that the model does not use is a sign that it is not the model that was stored: scales of a quantized weight,
+layers that the configuration leaves out, another architecture. What models are known not to use is allowed: what their
+transformers class lists as ignored (layers for multi-token prediction, for example), and `UNUSED`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from compress.errors import CheckpointError
+from compress.storage.checkpoint import Checkpoint, StoredTensor
+
+Sources = Mapping[str, list[StoredTensor]]
+
+UNUSED = (  # what any model may leave unused: what it computes itself, and older versions have stored
+    r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",  # rotary tables
+    r"(^|\.)position_ids$",  # 0, 1, 2, ...
+    r"\.(attn|attention)\.masked_bias$",  # the value of a masked score
+)
+TOWERS = r"^(model\.)?(vision|visual|audio|multi_modal)\w*\."  # beside the text model, where only that is opened
+MASK = r"\.(attn|attention)\.bias$"  # which tokens are seen, [1, 1, positions, positions]; with one dimension a bias
+
+
+def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[StoredTensor]]:
+    """Return parameter name -> the stored tensors that it is made of, by transformers' own renaming."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
+    converters = [w for w in mapping if isinstance(w, WeightConverter)]
+    state = model.state_dict()
+    named: dict[str, list[StoredTensor]] = {}
+    for key, stored in checkpoint.tensors.items():
+        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:  # a new name that is being renamed as if it were an old one
+            name, _ = rename_source_key(key, [], [], model.base_model_prefix, state)
+        named.setdefault(name, []).append(stored)
+    return named
+
+
+def check(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources) -> None:
+    """Raise CheckpointError for stored integers in the place of floating weights, and for tensors of no known use.
+
+    `stored_as` is what `sources` returns.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for stored in stored_as.get(name, []) if parameter.is_floating_point() else ():
+            if not stored.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: {stored.name} is stored as {stored.dtype}, the model has floating-point "
+                    "numbers there; the checkpoint was quantized by another tool, give the original one"
+                )
+    unused = sorted(stored for name in _unknown(model, checkpoint, stored_as) for stored in stored_as[name])
+    if unused:
+        first = unused[0]
+        raise CheckpointError(
+            f"{checkpoint.directory} has {len(unused)} tensors that {type(model).__name__} does not use, first "
+            f"{first.name} ({first.dtype}, {list(first.shape)}); it was quantized by another tool or is of another "
+            "architecture: give the original checkpoint, or remove these tensors if they are no part of the model"
+        )
+
+
+def _unknown(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources) -> list[str]:
+    """Return the names that the model neither uses nor is known to leave unused."""
+    used = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    ignored = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    if "text_config" in checkpoint.config and model.config.get_text_config() is model.config:
+        ignored.append(TOWERS)
+    return [
+        name
+        for name, group in stored_as.items()
+        if name not in used
+        and not any(re.search(pattern, name) for pattern in ignored)
+        and not (re.search(MASK, name) and all(len(stored.shape) == 4 for stored in group))
+    ]
+
+
+def check_copies(checkpoint: Checkpoint, aliases: Iterable[list[str]], stored_as: Sources) -> None:
+    """Raise CheckpointError for a tied weight that is stored several times with different values.
+
+    aliases: the names of each weight that has several.
+    """
+    for names in aliases:
+        copies = [stored_as[name][0] for name in names if name in stored_as]
+        for other in copies[1:]:
+            if not _is_copy(copies[0], other):
+                raise CheckpointError(
+                    f"{checkpoint.directory}: {copies[0].name} and {other.name} differ, but the configuration says "
+                    "that they are one; set tie_word_embeddings to false in config.json if they are two, or remove one"
+                )
+
+
+def _is_copy(first: StoredTensor, other: StoredTensor) -> bool:
+    if (first.shape, first.dtype) != (other.shape, other.dtype):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(first.parts(), other.parts(), strict=True))
