@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
+from compress.storage import paths
 
 INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+CONFIG, MANIFEST = paths.CONFIG, paths.MANIFEST
 HEADER_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
 CHUNK = 8 << 20  # bytes copied at a time
 
@@ -142,11 +143,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Return config.json as a dict."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory; give a Hugging Face checkpoint directory or a hub id")
+    paths.check_checkpoint(directory)
     path = directory / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no {CONFIG}; is it a Hugging Face checkpoint directory?")
     config = read_json(path)
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type; is it a Hugging Face model configuration?")
@@ -305,6 +303,3 @@ def sha256(path: Path) -> str:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-MANIFEST = "compress_manifest.json"
