@@ -264,7 +264,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     with _replacing(path) as stream:
-        stream.write(text.encode())
+        stream.write(text.encode(errors="backslashreplace"))  # names of files may hold what is no character
 
 
 @contextmanager

@@ -273,7 +273,8 @@ def writing(path: Path, option: str = "--out") -> Iterator[None]:
     reasons = {
         errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
         errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",
-        errno.EROFS: f"the file system is read-only; give another {option}",
+        errno.EROFS: f"the file system is read-only; make it writable and run this again, or give another {option}",
+        errno.EIO: "the disk reports an error; run the same command to go on once it is mended",
         errno.EACCES: f"permission denied; give another {option}",
         errno.EPERM: f"permission denied; give another {option}",
         errno.EEXIST: f"a file of this name is in the way; give another {option}",
