@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import resource
 from pathlib import Path
@@ -13,12 +14,13 @@ GIB = 1 << 30
 MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
 _former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
+UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": GIB}  # as other programs read them
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "8GiB", "1.5 GB", "800MiB" or a plain number; raises ValueError."""
+    """Bytes from "8GiB", "8G" (the same), "1.5 GB" or a plain number; raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in UNITS:
+    if not match or match[2].upper() not in UNITS or not math.isfinite(float(match[1])):
         raise ValueError(f"{text!r} is not a size such as 8GiB or 1.5GB")
     return int(float(match[1]) * UNITS[match[2].upper()])
 

@@ -1,9 +1,15 @@
-"""Report the progress of a run: one callback, and a meter that takes its fraction from the times of the last block."""
+"""Report the progress of a run: one callback, and a meter that takes its fraction from the times of the last block.
+
+What a user should know of a run while it goes on is a line in the log `NOTES`; the command line prints it.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Protocol
+
+NOTES = logging.getLogger("compress.notes")
 
 
 class Progress(Protocol):
@@ -14,6 +20,11 @@ class Progress(Protocol):
 
 def silent(text: str, done: float, total: float) -> None:
     """Show nothing."""
+
+
+def note(text: str) -> None:
+    """Tell the user that something is otherwise than asked for, in one line."""
+    NOTES.warning("%s", text)
 
 
 class Meter:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from compress import process_memory
-from compress.allocate import prefix_tree, reference_logprobs
+from compress.allocate import prefix_tree, reference_logprobs, workers
 from compress.allocate.prefix_tree import ModelSource, PathEvaluator, Resources, Variant, VariantPath
 from compress.errors import BudgetError
 
@@ -130,7 +130,8 @@ class JointKL:
             )
         parts = shares(len(paths), len(samples), self.resources.processes)
         try:
-            tasks = [(rows, columns, self.pool.submit(_task, paths[rows], samples[columns])) for rows, columns in parts]
+            with workers.starting():
+                tasks = [(r, c, self.pool.submit(_task, paths[r], samples[c])) for r, c in parts]
             done = [(rows, columns, task.result()) for rows, columns, task in tasks]
         except BrokenProcessPool as error:
             self.pool = None
@@ -138,6 +139,10 @@ class JointKL:
                 "a process that compares variants of the model has ended, most likely for want of memory; use fewer "
                 "processes, or raise the memory limit"
             ) from error
+        except BaseException:
+            workers.end(self.pool)
+            self.pool = None
+            raise
         yield from done
 
 
@@ -185,6 +190,7 @@ def _start(
     reference: reference_logprobs.ReferenceLogprobs,
 ) -> None:
     """Note what a worker process needs; errors are raised by its first task, where they are passed on."""
+    workers.started()
     torch.set_num_threads(1)
     _setup.update(make=lambda: PathEvaluator(source, torch.from_numpy(tokens), folder, resources), reference=reference)
 

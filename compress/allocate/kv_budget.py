@@ -144,13 +144,10 @@ def raised(problem: Problem, estimator: str = RULE) -> Choice:
         at[-best[1]] = -best[2]
 
 
-def divided(
-    offer: CacheOffer, weights: Sequence[Unit], room: int, estimator: CacheEstimator = DIVERGENCE
-) -> tuple[int, Choice]:
-    """Return the bytes of the cache, everything included, and its choice; `room` bytes are for it and these weights.
+def joined(offer: CacheOffer, weights: Sequence[Unit], room: int) -> Problem:
+    """Return the problem of these weights and the cache together, in `room` bytes, what no option changes taken off.
 
-    The cache's share is decided by divergences; with another estimator it is spent anew among layers and kinds. Raises
-    BudgetError where the smallest options do not fit.
+    Raises BudgetError where the smallest options do not fit.
     """
     units, fixed = offer.units, offer.costs.fixed_nbytes
     together = Problem((*weights, *units), room - fixed)
@@ -160,6 +157,19 @@ def divided(
             f"{show(together.least + fixed)}, {show(Problem(units, 0).least + fixed)} of it the cache of "
             f"{offer.context} tokens; raise the target, shorten the context, or offer smaller options"
         )
+    return together
+
+
+def divided(
+    offer: CacheOffer, weights: Sequence[Unit], room: int, estimator: CacheEstimator = DIVERGENCE
+) -> tuple[int, Choice]:
+    """Return the bytes of the cache, everything included, and its choice; `room` bytes are for it and these weights.
+
+    The cache's share is decided by divergences; with another estimator it is spent anew among layers and kinds. Raises
+    BudgetError where the smallest options do not fit.
+    """
+    together = joined(offer, weights, room)
+    units, fixed = offer.units, offer.costs.fixed_nbytes
     choice = solve(together, damages_of(together, DIVERGENCE)).choice[len(weights) :]
     share = Problem(units, Problem(units, 0).nbytes(choice))
     if estimator == RULE:

@@ -9,11 +9,16 @@ weights as they are and has all the rest for the cache.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from compress.allocate import kv_budget, kv_session, metrics, prepare_options
+from torch import Tensor
+
+from compress.allocate import kv_budget, kv_session, metrics, prepare_options, table
+from compress.allocate.prepare_options import Options
 from compress.allocate.sensitivity import Measurements
-from compress.process_memory import parse_size
+from compress.errors import BudgetError
+from compress.process_memory import parse_size, show
 from compress.progress import Progress
 from compress.recipe.schema import Allocation, Recipe, Target
 from compress.run import calibration_text, prepare
@@ -28,23 +33,35 @@ def beside(store: Measurements, allocation: Allocation, target: Target) -> tuple
     """
     tokens, folder = store.calibration.tokens, store.database.folder
     offer = kv_session.offer(store.opened.asked, allocation, tokens, folder, store.progress)
-    table = metrics.table(store, frozenset({kv_budget.DIVERGENCE}))
-    size, exact = parse_size(target.text), table.other_nbytes + table.fixed_nbytes
-    nbytes, choice = kv_budget.divided(offer, table.units, size - exact, allocation.cache_estimator)
-    left = min(size - nbytes, table.most_nbytes)  # there may be more than enough
+    weights = metrics.table(store, frozenset({kv_budget.DIVERGENCE}))
+    size, exact = parse_size(target.text), weights.other_nbytes + weights.fixed_nbytes
+    nbytes, choice = kv_budget.divided(offer, weights.units, size - exact, allocation.cache_estimator)
+    left = min(size - nbytes, weights.most_nbytes)  # there may be more than enough
     return kv_budget.described(offer, choice), Target(f"{left}B")
+
+
+def check_room(opened: Options, target: Target, tokens: Tensor, folder: Path, progress: Progress) -> None:
+    """Measure the cache, and raise BudgetError where its smallest options do not fit beside those of the weights."""
+    offer = kv_session.offer(opened.asked, opened.allocation, tokens, folder, progress)
+    sizes = table.assemble(opened, {}, {}, 0, {})
+    kv_budget.joined(offer, sizes.units, parse_size(target.text) - sizes.other_nbytes - sizes.fixed_nbytes)
 
 
 def alone(asked: Job, allocation: Allocation, progress: Progress) -> Job:
     """Decide a recipe that leaves the weights as they are: all that is left of the target is for the cache."""
     assert allocation.target is not None, "the caller has checked"
     prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
+    room = parse_size(allocation.target.text) - prepared.plan.nbytes
+    if room <= 0:
+        raise BudgetError(
+            f"the target {allocation.target.text} leaves nothing for the cache: the weights take "
+            f"{show(prepared.plan.nbytes)}; raise it, or use a recipe that quantizes them"
+        )
     folder = asked.measurements or prepare_options.folder_of(asked)
     with writing(folder, "--measurements"):
         calibration = calibration_text.calibration(asked, prepared, progress, folder / "calibration")
         assert calibration is not None, "measuring always has a text"
         offer = kv_session.offer(asked, allocation, calibration.tokens, folder, progress)
-    room = parse_size(allocation.target.text) - prepared.plan.nbytes
     nbytes, choice = kv_budget.divided(offer, (), room, allocation.cache_estimator)
     cache = kv_budget.described(offer, choice)
     facts = {

@@ -35,11 +35,12 @@ SCORED = 16384  # tokens of a text that is given
 
 def measure(asked: Job, text: str | None, points: int, progress: Progress) -> dict[str, Any]:
     """Return the Pareto front, as JSON values; with a target also what is allocated for it, under "chosen"."""
+    wanted = asked.recipe.allocate
+    if wanted is not None and wanted.target is None and wanted.context is not None:
+        raise RecipeError("allocate: a context needs a target; give --target, a size for the weights and the cache")
     with session(asked, progress) as store:
         settings = store.opened.allocation
         target = settings.target
-        if target is None and settings.context is not None:
-            raise RecipeError("allocate: a context needs a target; give --target, a size for the weights and the cache")
         chosen = decision(store, settings, target) if target is not None else None
         searches = JOINT in plugins.load("allocate", settings.method).needs(settings.config)
         plain = _knapsack(settings) if searches else settings

@@ -11,13 +11,14 @@ from typing import Any
 
 from compress.allocate.variants import FIXED
 from compress.calib.data import Calibration
-from compress.errors import OutputError, RecipeError
+from compress.errors import RecipeError
 from compress.model.skeleton import Skeleton
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import prepare
 from compress.run.identity import identity
 from compress.run.job import Job, Prepared
+from compress.storage import paths
 from compress.types import LayerPlan, LinearSpec
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it
@@ -130,8 +131,7 @@ def folder_of(asked: Job) -> Path:
 
     Its name tells the model, and what else is measured: options, calibration and seed.
     """
-    if asked.out.name in ("", ".."):
-        raise OutputError(f"{asked.out} cannot be an output directory; give --out a new name")
+    paths.check_name(asked.out)
     recipe, allocation = asked.recipe, asked.recipe.allocate
     known = [str(prepare.resolve(asked.model).resolve()), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]

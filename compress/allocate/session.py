@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins
-from compress.allocate import metrics, prepare_options, quantize_options
+from compress.allocate import kv_share, metrics, prepare_options, quantize_options, table
 from compress.allocate.evaluators import Evaluators
 from compress.allocate.sensitivity import Measurements
 from compress.allocate.variants import Database
@@ -28,6 +28,8 @@ from compress.storage.workdir import writing
 def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     """Open the measurements of a recipe; every linear is quantized at every option when it is entered."""
     opened = prepare_options.options(asked)
+    if opened.allocation.target is not None:
+        table.check_target(opened, opened.allocation.target)
     database = Database(asked.measurements or prepare_options.folder_of(asked))
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
@@ -40,6 +42,8 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     opened = dataclasses.replace(opened, prepared=prepared)
     arrangement = prepared.arrangement.as_stored()
     with database.opened(prepare_options.measurement_identity(opened, calibration), arrangement):
+        if opened.allocation.context is not None and opened.allocation.target is not None:
+            kv_share.check_room(opened, opened.allocation.target, calibration.tokens, database.folder, progress)
         quantize_options.quantize_all(opened, database, calibration.tokens, progress)
         evaluators = Evaluators(opened, database.folder, calibration, progress)
         try:
@@ -50,16 +54,19 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
 
 def measured(asked: Job, progress: Progress) -> tuple[Path, dict[str, Any]]:
     """Measure every option, and the damages that the recipe's allocator needs; return the folder, and facts as JSON."""
+    if asked.recipe.allocate is not None:  # what is measured serves every target
+        allocation = dataclasses.replace(asked.recipe.allocate, target=None, context=None)
+        asked = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, allocate=allocation))
     with session(asked, progress) as store:
         settings = store.opened.allocation
-        table = metrics.table(store, plugins.load("allocate", settings.method).needs(settings.config))
+        measures = metrics.table(store, plugins.load("allocate", settings.method).needs(settings.config))
         facts = {
-            "units": len(table.units),
-            "options": len(table.options),
+            "units": len(measures.units),
+            "options": len(measures.options),
             "nbytes": store.database.nbytes,
-            "nbytes per parameter": store.database.nbytes / table.numel,
-            "damages": sorted(table.units[0].entries[0].damage),
-            "scores": sorted(table.units[0].scores),
-            **table.facts,
+            "nbytes per parameter": store.database.nbytes / measures.numel,
+            "damages": sorted(measures.units[0].entries[0].damage),
+            "scores": sorted(measures.units[0].scores),
+            **measures.facts,
         }
         return store.database.folder, facts

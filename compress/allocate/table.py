@@ -14,6 +14,7 @@ from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
 from compress.process_memory import UNITS, show
+from compress.progress import note
 from compress.recipe.schema import Target
 from compress.storage.checkpoint import read_json, write_text
 
@@ -37,21 +38,17 @@ class SensitivityTable:
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
     def problem(self, target: Target) -> Problem:
-        """Return the allocation of a target's bytes.
+        """Return the allocation of a target's bytes, at most of what the largest entries take.
 
-        Raises BudgetError for a target that no choice reaches, or that is above the model's own size.
+        Raises BudgetError for a target that no choice reaches.
         """
         if target.unit == "bpw":
             total = int(target.value * self.numel / 8)
         else:
             total = int(target.value * UNITS[target.unit.upper()]) - self.other_nbytes
-        dense = self.source_nbytes - self.other_nbytes
-        if total > dense:
-            raise BudgetError(
-                f"the target {target.text} is more than the linears take as they are ({show(dense)}, "
-                f"{8 * dense / self.numel:.2f} bits a weight); lower it"
-            )
         problem = Problem(self.units, total - self.fixed_nbytes)
+        if problem.budget > problem.most:
+            return Problem(self.units, problem.most)
         if problem.budget < problem.least:
             least = problem.least + self.fixed_nbytes
             raise BudgetError(
@@ -86,6 +83,25 @@ class SensitivityTable:
         """Return the choice of one option for every unit; None if some unit has no such entry."""
         entries = [next((i for i, e in enumerate(unit.entries) if e.option == option), None) for unit in self.units]
         return tuple(i for i in entries if i is not None) if None not in entries else None
+
+
+def check_target(opened: prepare_options.Options, target: Target) -> None:
+    """Answer a target by the sizes of the options alone, before anything is measured.
+
+    One that no choice reaches is a BudgetError, one that is more than enough a note. What only measuring tells is left
+    open: the divergence of a target in KL, and the bytes of a cache beside the weights.
+    """
+    if target.unit == "kl":
+        return
+    sizes = assemble(opened, {}, {}, 0, {})
+    problem = sizes.problem(target)
+    if problem.budget == problem.most and opened.allocation.context is None:
+        bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel
+        nbytes = show(sizes.most_nbytes)
+        note(
+            f"target {target.text} is above the largest options ({bits:.3f} bpw, {nbytes} in all); every linear gets "
+            "its largest"
+        )
 
 
 def open_groups(opened: prepare_options.Options) -> list[groups.LinearGroup]:

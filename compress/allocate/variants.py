@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,30 @@ class Database(WorkDirectory):
             self.records.mkdir(exist_ok=True)
             if not self.is_begun and any(self.records.iterdir()):
                 raise OutputError(f"{self.folder} has levels but no run.json; give another folder, or remove it")
-            self._upgrade()
-            self.arrangement = self.begin({"version": VERSION, **identity}, dict(arrangement))
-            self._remove_parts(self.records)
-            for left in [*self.folder.glob("candidates-*"), *self.folder.glob("text/candidates-*")]:
-                shutil.rmtree(left, ignore_errors=True)  # of a killed run
-            yield self
+            try:
+                self._forget_empty()
+                self.records.mkdir(exist_ok=True)
+                self._upgrade()
+                self.arrangement = self.begin({"version": VERSION, **identity}, dict(arrangement))
+                self._remove_parts(self.records)
+                for left in [*self.folder.glob("candidates-*"), *self.folder.glob("text/candidates-*")]:
+                    shutil.rmtree(left, ignore_errors=True)  # of a killed run
+                yield self
+            finally:
+                if self._forget_empty():
+                    with suppress(OSError):  # there is something else in it, or another run waits for the lock
+                        (self.folder / "lock").unlink()
+                        self.folder.rmdir()
+
+    def _forget_empty(self) -> bool:
+        """Remove what a run left that finished no block, so that it binds no other run; tell whether it was so."""
+        if any(self.records.glob("*.json")):
+            return False
+        with suppress(OSError):  # what cannot be removed is left to the next run
+            for path in [*self.records.iterdir(), self.run, self.folder / "stream"]:
+                path.unlink(missing_ok=True)
+            self.records.rmdir()
+        return True
 
     def _upgrade(self) -> None:
         """Bring `run.json` of before 2026-12, which lay beside its arrangement, into its present form."""

@@ -22,6 +22,7 @@ from compress.cli.options import (
     renamed,
 )
 from compress.cli.quantize import RESUME
+from compress.storage import paths
 
 
 @command(
@@ -32,12 +33,12 @@ def measure(options: RunOptions, as_json: AsJson = False, out: FormerOut = None)
 
     Writes the packed weights of all options and sensitivity.json. An interrupted run goes on when started again.
     """
-    from compress.allocate import session
-    from compress.cli import tables
-
     with errors(RESUME):
         measurements = renamed(options.measurements, out, "--measurements")
-        job = dataclasses.replace(options, measurements=measurements).job()
+        job = dataclasses.replace(options, measurements=measurements).job(writes="measurements")
+        from compress.allocate import session
+        from compress.cli import tables
+
         with tables.progress_bar() as progress:
             folder, facts = session.measured(job, progress)
         if as_json:
@@ -71,12 +72,16 @@ def allocate(
     With --target also the option of each layer. Measures first what has not been measured. KL is on --text, or else on
     the calibration text, of the weights as they were measured: each quantized behind full-precision blocks.
     """
-    from compress.allocate import pareto
-    from compress.cli import tables
-
     with errors("; run the same command again to go on"):
         report = renamed(report, out, "--report")
-        job = options.job()
+        if text is not None:
+            paths.check_text(text)
+        if report is not None:
+            paths.check_writable(report, "--report")
+        job = options.job(writes="measurements")
+        from compress.allocate import pareto
+        from compress.cli import tables
+
         with tables.progress_bar() as progress:
             found = pareto.measure(job, text, points, progress)
         files = pareto.write(found, report or Path(found["folder"]))

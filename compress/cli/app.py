@@ -1,18 +1,22 @@
 """The command line: parse, call one function, print. Heavy imports stay inside the commands, so that --help is instant.
 
-Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 128 + n ended by signal n (130 by SIGINT, 143 by
+SIGTERM), 141 nobody reads the output.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Annotated
 
 import typer
 
-from compress.cli import allocate, evaluate, kv, lists, quantize  # noqa: F401  (they add their commands)
-from compress.cli.options import AsJson, Directory, app, errors
+from compress.cli import allocate, evaluate, interruption, kv, lists, quantize, streams  # noqa: F401  (they add their commands)
+from compress.cli.options import AsJson, Directory, NotePrinter, app, errors
+from compress.progress import NOTES
+from compress.storage import paths
 from compress.version import __version__
 
 
@@ -20,7 +24,15 @@ def main() -> None:
     """Entry point of `compress`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    app()
+    streams.open_all()
+    interruption.install()
+    NOTES.addHandler(NotePrinter())
+    try:
+        app()
+    except SystemExit as end:
+        code = end.code
+    interruption.finish()
+    sys.exit(streams.flush() or interruption.exit_code() or code)
 
 
 def _print_version(asked: bool) -> None:
@@ -46,6 +58,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint stores: bits per weight by group of layers and in all, the largest errors, fallbacks."""
     with errors():
+        paths.check_checkpoint(directory)
         from compress.cli import tables
         from compress.run.report import load, worst
 
@@ -65,6 +78,7 @@ def inspect(
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Check a checkpoint: file hashes, names, shapes and types, and that every block loads and gives finite outputs."""
     with errors():
+        paths.check_checkpoint(directory)
         from compress.cli import tables
         from compress.run import verify as checks
 

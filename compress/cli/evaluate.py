@@ -17,6 +17,7 @@ from compress.cli.options import (
     Seed,
     TextFile,
     app,
+    check_model,
     check_paths,
     device_named,
     errors,
@@ -44,6 +45,9 @@ def evaluate(
     with errors():
         text = text_given(text)
         check_paths(model, text, calib)
+        if base is not None:
+            check_model(base)
+        caches = None if kv is None else cache_recipes([kv])
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import cache
@@ -52,7 +56,7 @@ def evaluate(
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
         directory, against = resolve(model), None if base is None else resolve(base)
         with tables.progress_bar() as progress:
-            if kv is None:
+            if caches is None:
                 scores = evaluation.evaluate(
                     directory,
                     text,
@@ -63,7 +67,7 @@ def evaluate(
                     lambda done, total: progress("scoring", done, total),
                 )
             else:
-                asked = cache.Request(cache_recipes([kv]), text, calib, max_tokens=max_tokens)
+                asked = cache.Request(caches, text, calib, max_tokens=max_tokens)
                 directories = [directory, *([] if against is None else [against])]
                 scores = cache.evaluate(directories, asked, seq_len, execution, progress)
         values = dataclasses.asdict(scores)
@@ -85,17 +89,18 @@ def generate(
     """Continue a prompt, with the cache that the checkpoint stores, if any, or with that of --kv."""
     with errors():
         check_paths(model, calib)
+        caches = None if kv is None else cache_recipes([kv])
         from compress import evaluate as evaluation
         from compress.run.prepare import resolve
 
-        if kv is None:
+        if caches is None:
             written = evaluation.generate(
                 resolve(model), prompt, max_new_tokens, temperature=temperature, seed=seed, device=device_named(device)
             )
         else:
             from compress.evaluate import cache
 
-            asked = cache.Request(cache_recipes([kv]), "", calib)
+            asked = cache.Request(caches, "", calib)
             written = cache.generate(
                 resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
             )

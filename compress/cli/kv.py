@@ -95,6 +95,7 @@ def kv_bench(
     with errors():
         text = text_given(text)
         check_paths(model, text, calib)
+        recipes = cache_recipes(kv) if kv else None
         import dataclasses
 
         from compress.cli import tables
@@ -102,8 +103,8 @@ def kv_bench(
         from compress.run.prepare import resolve
 
         directory = resolve(model)
-        names = kv or ([OWN] if _has_cache(directory) else with_cache(only=True))
-        recipes = cache_recipes(names)
+        if recipes is None:
+            recipes = cache_recipes([OWN] if _has_cache(directory) else with_cache(only=True))
         asked = cache.Request(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
         with tables.progress_bar() as progress:
             found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)

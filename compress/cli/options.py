@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import inspect
+import logging
+import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -15,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 from typer import Argument, Option
 
-from compress.errors import CalibrationError, CheckpointError, CompressError, RecipeError
+from compress.cli import interruption, streams
+from compress.errors import CompressError, RecipeError
+from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.run.job import Job
@@ -45,8 +50,11 @@ FormerOut = Annotated[
 
 GOAL = ("target", "context", "max_kl")
 OUTPUT = ("out", "overwrite", "restart")
-TEXT_FILES = (".txt", ".jsonl", ".parquet")
 REQUIRED = inspect.Parameter.empty
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}  # wherever it is
+LEAST_MEMORY = 1 << 20  # bytes; what is less was meant in another unit
+
+Writes = Literal["checkpoint", "measurements"] | None
 
 
 @dataclass(frozen=True)
@@ -103,29 +111,59 @@ class RunOptions:
     @property
     def recipe_overrides(self) -> list[str]:
         """The values of --set, and those that --target, --max-kl and --context stand for."""
-        if self.target is not None and self.max_kl is not None:
-            raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
-        if self.context is not None and self.max_kl is not None:
-            raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
-        target = self.target if self.max_kl is None else f"{self.max_kl:.12f}".rstrip("0").rstrip(".") + "kl"
-        goal = {"allocate.target": target, "allocate.context": self.context}
+        goal = {"allocate.target": self._goal(), "allocate.context": self.context}
         return [*(self.overrides or []), *(f"{key}={value}" for key, value in goal.items() if value is not None)]
 
-    def job(self, pack: bool = True) -> Job:
-        """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
+    def _goal(self) -> str | None:
+        """The target of an allocation that --target or --max-kl stands for."""
+        from compress.recipe import Target
 
-        `pack` False: the job applies only the transforms of the recipe.
-        """
-        from compress import recipe as recipes
+        if self.max_kl is None:
+            try:
+                return None if self.target is None else Target(self.target.strip()).text
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint="--target") from error
+        if self.target is not None:
+            raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
+        if self.context is not None:
+            raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
+        bound = f"{self.max_kl:.12f}".rstrip("0").rstrip(".")
+        if not math.isfinite(self.max_kl) or self.max_kl <= 0 or not bound.strip("0."):
+            raise typer.BadParameter("give a positive number of nats a token, such as 0.05", param_hint="--max-kl")
+        return f"{bound}kl"
+
+    def _limit(self) -> int | None:
+        """The bytes of --max-memory."""
         from compress.process_memory import parse_size
 
-        overrides = self.recipe_overrides
         try:
             limit = None if self.max_memory is None else parse_size(self.max_memory)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+        if limit is not None and limit < LEAST_MEMORY:
+            said = f"{self.max_memory} is {limit} bytes, less than any run takes; give a size such as 8GiB"
+            raise typer.BadParameter(said, param_hint="--max-memory")
+        return limit
+
+    def _check_folders(self, writes: Writes, out: Path | None) -> None:
+        """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
+        if writes == "checkpoint" and out is not None:
+            paths.check_out(out, self.overwrite)
+            paths.check_writable(out.parent, "--out")
+        if writes is not None and self.measurements is not None:
+            paths.check_writable(self.measurements, "--measurements")
+
+    def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
+        """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
+
+        `pack` False: the job applies only the transforms of the recipe. `writes`: None for a plan.
+        """
+        from compress import recipe as recipes
+
+        overrides, limit = self.recipe_overrides, self._limit()
         check_device(self.device)
         check_paths(self.model, self.calib)
+        self._check_folders(writes, self.out)
         note(recipes.ambiguous(self.recipe))
         recipe = recipes.load(self.recipe, overrides)
         if not pack and not recipe.transform:
@@ -133,10 +171,12 @@ class RunOptions:
         from compress.run.job import Job
 
         name = re.sub(r"[^\w.-]+", "-", f"{Path(self.model.rstrip('/')).name or 'model'}-{recipe.name}")
+        out = self.out or Path("models_out") / (name if pack else f"{name}-transformed")
+        self._check_folders(writes, out)
         return Job(
             model=self.model,
             recipe=recipe,
-            out=self.out or Path("models_out") / (name if pack else f"{name}-transformed"),
+            out=out,
             calib=self.calib,
             max_memory=limit,
             device=device_named(self.device),
@@ -191,24 +231,41 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 @contextmanager
 def errors(resume: str = "") -> Iterator[None]:
-    """Print the user's errors as one line and an interruption as a hint; anything else shows its traceback: a bug."""
+    """Print the user's errors as one line and an interruption as a hint; anything else shows its traceback: a bug.
+
+    What goes wrong while an interruption is answered is part of that.
+    """
     try:
         yield
-    except CompressError as error:
-        typer.echo(f"compress: {error}", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        typer.echo(f"compress: interrupted{resume}", err=True)
-        raise typer.Exit(130) from None
+    except BaseException as error:
+        code = interruption.exit_code()
+        if code is not None or isinstance(error, KeyboardInterrupt):
+            note(f"interrupted{resume}")
+            raise typer.Exit(code or 130) from None
+        if isinstance(error, CompressError):
+            note(str(error))
+            raise typer.Exit(1) from None
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(streams.UNREAD) from None
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            note(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+            raise typer.Exit(1) from None
+        raise
+
+
+def check_model(model: str) -> None:
+    """Raise the error for a model that is not there, before torch is imported."""
+    directory = paths.local_model(model)
+    if directory is not None:
+        paths.check_checkpoint(directory)
 
 
 def check_paths(model: str, *texts: str | None) -> None:
-    """Raise the error for a model or a text file that is not there, before torch is imported."""
-    if not Path(model).exists() and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
-        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
+    """Raise the error for a model or a text that is not there, before torch is imported."""
+    check_model(model)
     for text in texts:
-        if text is not None and Path(text).suffix in TEXT_FILES and not Path(text).exists():
-            raise CalibrationError(f"{text} is neither a file nor a data set; give a {', '.join(TEXT_FILES)} file")
+        if text is not None:
+            paths.check_text(text)
 
 
 def check_device(name: str) -> None:
@@ -230,9 +287,25 @@ def device_named(name: str) -> str:
 
 
 def note(text: str | None) -> None:
-    """Print one line on stderr, if there is something to say."""
+    """Print one line on stderr, if there is something to say and anybody to read it."""
     if text is not None:
-        typer.echo(f"compress: {text}", err=True)
+        with suppress(OSError):
+            typer.echo(f"compress: {text}", err=True)
+
+
+class NotePrinter(logging.Handler):
+    """Print the notes of a run, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a note unless it has been printed."""
+        text = record.getMessage()
+        if text not in self.said:
+            self.said.add(text)
+            note(text)
 
 
 def renamed(given: Path | None, former: Path | None, option: str) -> Path | None:

@@ -26,7 +26,7 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
     with errors(RESUME):
-        job = options.job()
+        job = options.job(writes=None if dry_run else "checkpoint")
         if dry_run:
             _plan(job, as_json, _words(job, options))
         else:
@@ -40,7 +40,7 @@ def plan(options: RunOptions, as_json: AsJson = False) -> None:
     Nothing is measured: for a recipe that allocates bits and has not been measured (`compress measure`) only sizes.
     """
     with errors():
-        job = options.job()
+        job = options.job(writes=None)
         _plan(job, as_json, _words(job, options))
 
 

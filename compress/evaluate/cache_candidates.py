@@ -19,6 +19,7 @@ from compress.kv.cache import coded_layers
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.progress import Progress
+from compress.run.calibration_text import say_fewer
 
 CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
 OWN = "own"  # the cache of the checkpoint itself
@@ -60,7 +61,9 @@ def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | Non
     length = min(length, lm.max_positions(model.config.get_text_config()) or length)
     tokenizer = lm.load_tokenizer(directory)
     vocabulary = model.config.get_text_config().vocab_size
-    windows, _ = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)
+    windows, tokens = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)
     if not len(windows):
         raise CalibrationError(f"{calib} has no window of {length} tokens; give more text to calibrate on")
+    if len(windows) < count:
+        say_fewer(len(windows), count, tokens)
     return windows[:count]

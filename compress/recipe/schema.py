@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -89,21 +90,24 @@ CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 class Target:
     """The aim of an allocation: stored bits a quantized weight, bytes of all stored tensors, or a bound on the KL.
 
-    `text`: "3.25bpw", "2.1GiB" or "0.05kl" (nats a token, on the calibration text).
+    `text`: "3.25bpw" (or "3.25 bits"), "2.1GiB" or "0.05kl" (nats a token, on the calibration text).
     """
 
     text: str
 
     def __post_init__(self) -> None:
-        if re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|kl|[kmg]i?b|b)", self.text, re.IGNORECASE) is None:
+        if re.fullmatch(r"[0-9]*\.?[0-9]+", self.text) is not None:
+            raise ValueError(f"target {self.text} has no unit: {self.text}bpw or {self.text}GiB?")
+        if re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|bits?|kl|[kmg](i?b)?|b)", self.text, re.IGNORECASE) is None:
             raise ValueError(f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB)")
-        if self.value <= 0:
-            raise ValueError(f"target {self.text!r} is not positive")
+        if not 0 < self.value < math.inf:
+            raise ValueError(f"target {self.text!r} is not positive and finite")
 
     @property
     def unit(self) -> str:
         """bpw, kl, or a unit of size."""
-        return self.text.lstrip("0123456789. ").lower()
+        unit = self.text.lstrip("0123456789. ").lower()
+        return "bpw" if unit in ("bit", "bits") else unit
 
     @property
     def value(self) -> float:

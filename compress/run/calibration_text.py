@@ -10,7 +10,7 @@ from compress.calib import data as calib_data
 from compress.calib.data import Calibration
 from compress.errors import NotMeasuredError
 from compress.model import load
-from compress.progress import Progress
+from compress.progress import Progress, note
 from compress.run import identity
 from compress.run.job import Job, Prepared
 
@@ -30,9 +30,16 @@ def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | 
         vocabulary = prepared.skeleton.config.get_text_config().vocab_size
         tokenizer = load.load_tokenizer(checkpoint.directory)
         text = calib_data.calibration(job.calib, tokenizer, samples, seq_len, job.seed, vocabulary)
+        if len(text.tokens) < samples:
+            say_fewer(len(text.tokens), samples, text.tokens_available)
     else:
         text = _self_generated(job, dataclasses.replace(prepared, samples=samples), progress, cache)
     return calib_data.expanded(text, copies) if copies > 1 else text
+
+
+def say_fewer(samples: int, asked: int, tokens: int) -> None:
+    """Tell the user that the calibration text, of so many tokens, has fewer samples than were asked for."""
+    note(f"calibration: {samples} of {asked} samples; the text has only {tokens:,} tokens")
 
 
 def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Path | None) -> Calibration:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
 from compress.run import expert_pruning, kv_cache, memory_plan, plan
 from compress.run.job import Job, Prepared
+from compress.storage import paths
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 
@@ -70,11 +70,9 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
 
 def resolve(model: str) -> Path:
     """Return a checkpoint directory: the given one, or the hub's snapshot of a model id."""
-    path = Path(model)
-    if path.exists():
+    path = paths.local_model(model)
+    if path is not None:
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
+from compress.storage import paths
 
 INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+CONFIG, MANIFEST = paths.CONFIG, paths.MANIFEST
 HEADER_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
 CHUNK = 8 << 20  # bytes copied at a time
 
@@ -156,11 +157,8 @@ def _check_scaled(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Return config.json as a dict."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory; give a Hugging Face checkpoint directory or a hub id")
+    paths.check_checkpoint(directory)
     path = directory / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no {CONFIG}; is it a Hugging Face checkpoint directory?")
     config = read_json(path)
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type; is it a Hugging Face model configuration?")
@@ -280,7 +278,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     with _replacing(path) as stream:
-        stream.write(text.encode())
+        stream.write(text.encode(errors="backslashreplace"))  # names of files may hold what is no character
 
 
 @contextmanager
@@ -319,6 +317,3 @@ def sha256(path: Path) -> str:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-MANIFEST = "compress_manifest.json"

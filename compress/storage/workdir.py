@@ -36,7 +36,8 @@ from typing import Any, ClassVar
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.storage.checkpoint import MANIFEST, read_json, sync_directory, write_text
+from compress.storage import paths
+from compress.storage.checkpoint import read_json, sync_directory, write_text
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
@@ -139,14 +140,13 @@ class Output(WorkDirectory):
 
     def __enter__(self) -> Output:
         """Raise OutputError if OUT must not be replaced, OUT.partial is not ours, or another run lives."""
-        if self.out.name in ("", ".."):
-            raise OutputError(f"{self.out} cannot be an output directory; give --out a new name")
+        paths.check_name(self.out)
         with writing(self.work):
             self._lock = self._take_lock(f"another run is writing {self.out}; wait for it, or give another --out")
         try:
             with writing(self.work):
                 self._settle()
-                self._check_out()
+                paths.check_out(self.out, self.overwrite)
                 if self.restart:
                     self._remove(self.calibration)
                 if self.restart or not self._resumable():
@@ -197,7 +197,7 @@ class Output(WorkDirectory):
         Raises OutputError if OUT has appeared since the start; the finished work stays for the next run.
         """
         with writing(self.out):
-            self._check_out()
+            paths.check_out(self.out, self.overwrite)
             try:
                 if os.path.lexists(self.out):
                     os.rename(self.out, self.old)
@@ -218,17 +218,6 @@ class Output(WorkDirectory):
         names = set(os.listdir(self.work))
         if names and self.run.name not in names and not ("lock" in names and names <= NAMES):
             raise OutputError(f"{self.work} holds files that are not ours; move them away, or give another --out")
-
-    def _check_out(self) -> None:
-        """Refuse to replace what must stay."""
-        if not os.path.lexists(self.out):
-            return
-        if not self.overwrite:
-            raise OutputError(f"{self.out} exists already; give another --out, or --overwrite to replace it")
-        if not self.out.is_dir() or (os.listdir(self.out) and not (self.out / MANIFEST).is_file()):
-            raise OutputError(
-                f"{self.out} is not a checkpoint that compress wrote; delete it yourself or give another --out"
-            )
 
     def _settle(self) -> None:
         """Put the former output back if the new one has not taken its place (the model is still here), else drop it."""
@@ -284,7 +273,8 @@ def writing(path: Path, option: str = "--out") -> Iterator[None]:
     reasons = {
         errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
         errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",
-        errno.EROFS: f"the file system is read-only; give another {option}",
+        errno.EROFS: f"the file system is read-only; make it writable and run this again, or give another {option}",
+        errno.EIO: "the disk reports an error; run the same command to go on once it is mended",
         errno.EACCES: f"permission denied; give another {option}",
         errno.EPERM: f"permission denied; give another {option}",
         errno.EEXIST: f"a file of this name is in the way; give another {option}",

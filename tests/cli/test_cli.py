@@ -177,10 +177,12 @@ def test_inspect(packed: Path) -> None:
 
 
 def test_what_cannot_be_inspected(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    for directory in (pico_dir("llama"), tmp_path / "nowhere"):
+    for directory, said in {
+        pico_dir("llama"): "has no report.json; give a directory that `compress quantize` wrote",
+        tmp_path / "nowhere": "nowhere is not a directory; give a Hugging Face checkpoint directory or a hub id",
+    }.items():
         result = cli("inspect", str(directory))
-        assert result.code == 1
-        assert one_line(result).endswith("has no report.json; give a directory that `compress quantize` wrote")
+        assert result.code == 1 and one_line(result).endswith(said)
 
 
 # ---------------------------------------------------------------- verify
@@ -287,7 +289,7 @@ def test_what_cannot_be_scored_or_continued(packed: Path, tmp_path: Path) -> Non
         ("generate", str(packed), "--prompt", ""): "the prompt '' has no tokens",
         ("generate", str(packed), "--prompt", "x", "--max-new-tokens", "256"): "256 positions, 257 tokens are too many",
         ("generate", str(tmp_path / "nowhere"), "--prompt", "x"): "is neither a directory nor a hub id",
-        ("verify", str(tmp_path / "nowhere")): f"has no {MANIFEST}",
+        ("verify", str(tmp_path / "nowhere")): "nowhere is not a directory",
     }.items():
         result = cli(*words)
         assert result.code == 1 and expected in one_line(result), result

@@ -72,8 +72,11 @@ def test_quantize_within_a_divergence(words: list[str], tmp_path: Path) -> None:
     ("more", "code", "message"),
     [
         (["--target", "2bpw"], 1, "below the least"),
-        (["--target", "99bpw"], 1, "lower it"),
-        (["--target", "many"], 1, "neither bits a weight"),
+        (["--target", "many"], 2, "neither bits a weight"),
+        (["--target", "3"], 2, "target 3 has no unit: 3bpw or 3GiB?"),
+        (["--target", "100B"], 1, "below the least"),
+        (["--max-kl", "0"], 2, "give a positive number"),
+        (["--max-kl", "nan"], 2, "give a positive number"),
         (["--max-kl", "0.0000001"], 1, "above the bound"),
         (["--target", "5bpw", "--max-kl", "1"], 2, "not both"),
         ([], 1, "no target"),

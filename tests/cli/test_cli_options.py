@@ -63,6 +63,7 @@ def test_a_new_field_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_there_stops_before_the_recipe_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     for words, said in {
         ("plan", "./nowhere", "--recipe", "none"): "./nowhere is neither a directory nor a hub id",
         ("plan", str(tmp_path), "--recipe", "none", "--calib", "no.txt"): "no.txt is neither a file nor a data set",

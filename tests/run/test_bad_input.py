@@ -235,7 +235,7 @@ def test_an_unknown_architecture(model: Path) -> None:
     ("text", "expected"),
     [
         (b"ten tokens", "has only 10 tokens, one sample needs 32; give more text or lower calibration.seq_len"),
-        (b"", "has only 0 tokens, one sample needs 32; give more text or lower calibration.seq_len"),
+        (b"", "text.txt is empty; give a file with text"),
         ("naïve".encode("latin-1") * 100, "byte 2 is not UTF-8; convert the file to UTF-8 text"),
     ],
 )

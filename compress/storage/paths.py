@@ -1,0 +1,93 @@
+"""Check the paths that a user gives, without importing anything heavy: what cannot be is answered at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from compress.errors import CalibrationError, CheckpointError, OutputError
+
+CONFIG = "config.json"
+MANIFEST = "compress_manifest.json"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+
+
+def local_model(model: str) -> Path | None:
+    """Return the path of a model that is here, None for a hub id; CheckpointError for what is neither."""
+    if _exists(model):
+        return Path(model)
+    if model.startswith(".") or not HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
+    return None
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Raise CheckpointError for what is no directory, or holds no config.json."""
+    if not os.path.isdir(directory):
+        raise CheckpointError(f"{directory} is not a directory; give a Hugging Face checkpoint directory or a hub id")
+    if not os.path.isfile(directory / CONFIG):
+        reason = "is it a Hugging Face checkpoint directory?"
+        if not os.access(directory, os.X_OK):
+            reason = "or you may not read it"
+        raise CheckpointError(f"{directory} has no {CONFIG}; {reason}")
+
+
+def check_text(source: str) -> None:
+    """Raise CalibrationError for a source of text that is not there, empty, or a directory with the name of a file.
+
+    The name of a data set, and a directory that holds one, are left to those who read them.
+    """
+    if not _exists(source):
+        is_path = source.startswith((".", "/", "~")) or source.lower().endswith(TEXT_SUFFIXES)
+        if is_path or not source:
+            raise CalibrationError(f"{source} is neither a file nor a data set; give a .txt, .jsonl or .parquet file")
+    elif os.path.isdir(source):
+        if source.lower().endswith(TEXT_SUFFIXES):
+            raise CalibrationError(f"{source} is a directory; give a .txt, .jsonl or .parquet file in it")
+    elif not os.access(source, os.R_OK):
+        raise CalibrationError(f"cannot read {source}: permission denied")
+    elif os.path.isfile(source) and not os.path.getsize(source):
+        raise CalibrationError(f"{source} is empty; give a file with text")
+
+
+def check_name(out: Path) -> None:
+    """Raise OutputError for the root, and for a path that ends in .., beside which nothing can be written."""
+    if out.name in ("", ".."):
+        raise OutputError(f"{out} cannot be an output directory; give another --out")
+
+
+def check_out(out: Path, overwrite: bool) -> None:
+    """Raise OutputError if a checkpoint must not be written to `out`, because of its name or of what is there."""
+    check_name(out)
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")
+    if not os.path.isdir(out) or (os.listdir(out) and not os.path.isfile(out / MANIFEST)):
+        raise OutputError(f"{out} is not a checkpoint that compress wrote; delete it yourself or give another --out")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise OutputError where a folder cannot be made or written; `option`: the one that changes it."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not os.path.isdir(existing):
+        reason = "a part of the path is a file"
+    elif os.access(existing, os.W_OK | os.X_OK):
+        return
+    elif os.statvfs(existing).f_flag & os.ST_RDONLY:
+        reason = "the file system is read-only"
+    else:
+        reason = "permission denied"
+    raise OutputError(f"cannot write {folder}: {reason}; give another {option}")
+
+
+def _exists(path: str) -> bool:
+    """Tell whether there is such a path; what can be no path is none."""
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a zero byte
+        return False
