@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from compress.errors import BudgetError, CalibrationError, CheckpointError, first_line
+from compress.errors import BudgetError, CalibrationError, CheckpointError, cut, first_line
+from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.paths import TEXT_SUFFIXES
 
@@ -308,9 +309,11 @@ def _read_jsonl(path: Path, column: str) -> Iterator[str]:
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise CalibrationError(f"{where} is not JSON ({error}); it needs an object a line") from error
+                row = json_text.loads(line)
+            except ValueError as error:
+                raise CalibrationError(
+                    f"{where} is not JSON ({first_line(error)}); it needs an object a line"
+                ) from error
             if not isinstance(row, dict):
                 raise CalibrationError(f"{where} is not a JSON object; it needs an object a line")
             yield _text_of(row, column, where)
@@ -324,7 +327,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             fields = file.schema_arrow.names
             if column not in fields:
-                raise CalibrationError(f"{path} has no column {column!r}; its columns: {', '.join(fields)}")
+                raise CalibrationError(f"{path} has no column {column!r}; its columns: {cut(', '.join(fields))}")
             for batch in file.iter_batches(columns=[column], batch_size=256):
                 for row in batch.to_pylist():
                     yield _text_of(row, column, str(path))
@@ -367,7 +370,9 @@ _READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 
 def _text_of(row: dict[str, Any], column: str, where: str) -> str:
     if column not in row:
-        raise CalibrationError(f"{where} has no field {column!r}; its fields: {', '.join(map(str, row)) or 'none'}")
+        raise CalibrationError(
+            f"{where} has no field {column!r}; its fields: {cut(', '.join(map(str, row))) or 'none'}"
+        )
     if not isinstance(row[column], str):
         raise CalibrationError(f"{where}: field {column!r} is {type(row[column]).__name__}, not text")
     return row[column]

@@ -10,17 +10,68 @@ CompressError
 ├── NotMeasuredError       something is not measured yet, and the job forbids measuring
 └── NumericalError         non-finite weights, activations or Hessians
 
-A message says what is wrong, where, and what to do next, in one line.
+A message says what is wrong, where, and what to do next, in one line. Values of the user's files are in it only as
+`shown` writes them.
 """
+
+from __future__ import annotations
+
+import re
+import reprlib
+from typing import Any
+
+SHOWN = 80  # characters of a value in a message
+REASON = 200  # characters of another library's message
+MESSAGE = 2000  # characters of a message: paths and lists of names are all that is long
+
+
+class _Repr(reprlib.Repr):
+    """Write values as repr does, with little work for large, deep or endless ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, SHOWN, SHOWN, SHOWN
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write integers of more than 4,300 digits."""
+        if value.bit_length() < 256:
+            return super().repr_int(value, level)
+        return f"an integer of some {int(value.bit_length() * 0.30103) + 1} digits"
+
+
+def shown(value: Any, limit: int = SHOWN) -> str:
+    """Return a value as repr does, in one line of at most `limit` printable characters."""
+    return cut(one_line(_Repr().repr(value)), limit)
+
+
+def one_line(text: str) -> str:
+    """Return text in one line: line ends and tabs as a space, other control characters as escapes such as \\x1b."""
+    text = re.sub(r"[\r\n\t\v\f]+", " ", text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's message, the name of its type if it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """Return the first line of another library's message, cut; the name of its type if it has none."""
+    return cut(one_line(str(error).strip().partition("\n")[0]), REASON) or type(error).__name__
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def cut(text: str, limit: int = SHOWN) -> str:
+    """Return text of at most `limit` characters, what is too much taken from the middle."""
+    if len(text) <= limit:
+        return text
+    end = limit // 4
+    return f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
 class CompressError(Exception):
-    """Base of all errors that a user can cause and mend."""
+    """Base of all errors that a user can cause and mend; its text is one line of printable characters."""
+
+    def __str__(self) -> str:
+        return cut(one_line(super().__str__()), MESSAGE)
 
 
 class RecipeError(CompressError):

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compress.errors import RecipeError
+from compress.errors import SHOWN, RecipeError, shown
 
 # kind (a sub-package of compress) -> what each of its plugins defines. The first two names tell a plugin from a file
 # that plugins share, such as quant/feedback.py.
@@ -48,6 +48,7 @@ KINDS = {
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
 PACKAGES = {kind: {"allocate": "allocate.methods", "kv": "kv.codecs"}.get(kind, kind) for kind in KINDS}
 
+LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly
 MISMATCH = object()  # "this value is not of that type"; None is a value
 
 _checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` has found to keep the contract
@@ -102,9 +103,9 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
     """Return the error for a word that is not among the known ones, with the closest of them (case is ignored)."""
     known = list(known)
     by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1) if len(word) <= SHOWN else ()
     guess = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
-    return f"unknown {what} {word!r}; known: {', '.join(known) or 'none'}{guess}"
+    return f"unknown {what} {shown(word)}; known: {', '.join(known) or 'none'}{guess}"
 
 
 class Unquoted(str):
@@ -120,7 +121,8 @@ def typed(value: Any, hint: Any) -> Any:
     """Return plain data as the type of a field, or MISMATCH.
 
     Types are bool, int, float, str, None, Literal, unions of them, and tuple[type, ...] for lists. An integer is a
-    finite float; nothing else is converted: "4" is no integer, true is no integer, a null is no text.
+    finite float; nothing else is converted: "4" is no integer, true is no integer, a null is no text. No integer is
+    larger than LARGEST.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -133,7 +135,9 @@ def typed(value: Any, hint: Any) -> Any:
     value = str(value) if isinstance(value, str) else value
     if origin is typing.Literal:
         return value if any(value == option and type(value) is type(option) for option in arguments) else MISMATCH
-    return value if type(value) is hint else MISMATCH
+    if type(value) is not hint or (hint is int and abs(value) > LARGEST):
+        return MISMATCH
+    return value
 
 
 def _number(value: Any) -> Any:
@@ -165,9 +169,10 @@ def expected(hint: Any) -> str:
 def found(value: Any) -> str:
     """Return plain data in words."""
     if isinstance(value, str):
-        return f"the text {str(value)!r}"
+        return f"the text {shown(str(value))}"
+    kind = type(value).__name__
     words: dict[type, str] = {dict: "keys with values", list: "a list", tuple: "a list", type(None): "nothing"}
-    return words.get(type(value)) or f"{json.dumps(value)} ({type(value).__name__})"
+    return words.get(type(value)) or f"{json.dumps(value) if type(value) is bool else shown(value)} ({kind})"
 
 
 def _find(kind: str, name: str) -> ast.Module:

@@ -11,7 +11,7 @@ import dataclasses
 from compress.allocate import kv_share, prepare_options
 from compress.allocate.decision import decision
 from compress.allocate.session import session
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 from compress.progress import Progress
 from compress.run.job import Job
 
@@ -31,7 +31,9 @@ def decided(asked: Job, progress: Progress) -> Job:
     if allocation is None or not is_open(asked):
         return asked
     if allocation.target is None:
-        raise RecipeError(f"recipe {asked.recipe.name!r} has no target; give --target 3.25bpw, 2.1GiB or --max-kl 0.05")
+        raise RecipeError(
+            f"recipe {shown(asked.recipe.name)} has no target; give --target 3.25bpw, 2.1GiB or --max-kl 0.05"
+        )
     if not asked.recipe.packs:
         return kv_share.alone(asked, allocation, progress)
     with session(asked, progress) as store:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from compress import plugins
@@ -14,10 +15,12 @@ from compress.allocate import choices, kv_share, metrics
 from compress.allocate.problem import JOINT, Allocated, Problem
 from compress.allocate.sensitivity import Measurements
 from compress.allocate.table import SensitivityTable
-from compress.errors import BudgetError
+from compress.errors import BudgetError, CheckpointError
 from compress.recipe import fingerprint
 from compress.recipe.schema import Allocation, Target
+from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
+from compress.storage.json_text import INTEGER, OBJECT, TEXT
 from compress.storage.workdir import writing
 
 BISECTIONS = 12  # of the budget, for a bound on the divergence
@@ -29,7 +32,7 @@ def decision(store: Measurements, allocation: Allocation, target: Target) -> dic
     name = hashlib.sha256(json.dumps([fingerprint(decided), store.opened.asked.seed]).encode()).hexdigest()[:16]
     path = store.database.folder / f"choice-{name}.json"
     if path.is_file():
-        return read_json(path)
+        return _stored(path, allocation)
     started = time.monotonic()
     cache = None
     weights = target
@@ -42,6 +45,16 @@ def decision(store: Measurements, allocation: Allocation, target: Target) -> dic
     facts["budget"] = problem.budget
     facts["seconds"] = round(time.monotonic() - started, 2)
     write_text(path, json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+def _stored(path: Path, allocation: Allocation) -> dict[str, Any]:
+    """Return what was allocated before; CheckpointError for a file that does not say it."""
+    facts = read_json(path)
+    layout = {"choices": {str: INTEGER}, "units": {str: TEXT}, "notes": [TEXT]}
+    wrong = json_text.mismatch(facts, {**layout, **({} if allocation.context is None else {"cache": OBJECT})})
+    if wrong or not all(0 <= option < len(allocation.options) for option in facts["choices"].values()):
+        raise CheckpointError(f"{path} is damaged, or of another version ({wrong or 'choices'}); remove it")
     return facts
 
 

@@ -9,19 +9,33 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from compress.allocate import kv_budget, kv_measure, kv_options
 from compress.allocate.kv_budget import CacheCosts, CacheOffer, TensorCosts
-from compress.errors import NotMeasuredError
+from compress.errors import CheckpointError, NotMeasuredError
 from compress.kernels import llvm
 from compress.model import load
 from compress.progress import Progress
 from compress.recipe.schema import Allocation
 from compress.run import identity, prepare
 from compress.run.job import Job
+from compress.storage import json_text
 from compress.storage.checkpoint import open_checkpoint, read_json, write_text
+from compress.storage.json_text import INTEGER, NUMBER, TEXT
+
+COSTS: dict[str, Any] = {  # in a file: `CacheCosts`
+    "units": [
+        {
+            **{"layer": INTEGER, "kind": TEXT, "numel": INTEGER},
+            **{"nbytes": [INTEGER], "errors": [NUMBER], "kls": [NUMBER]},
+        }
+    ],
+    "fixed_nbytes": INTEGER,
+    "tokens": INTEGER,
+}
 
 
 def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progress: Progress) -> CacheOffer:
@@ -50,7 +64,10 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
         costs = kv_measure.costs(job, options, context, tokens, progress)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**known, "costs": dataclasses.asdict(costs)}, indent=1) + "\n")
-    stored = read_json(path)["costs"]
-    lists = ("nbytes", "errors", "kls")
-    units = tuple(TensorCosts(**{**unit, **{key: tuple(unit[key]) for key in lists}}) for unit in stored.pop("units"))
-    return CacheOffer(options, CacheCosts(units, **stored), context, layers)
+    stored, lists = read_json(path), ("nbytes", "errors", "kls")
+    if wrong := json_text.mismatch(stored, {"costs": COSTS}):
+        raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); remove it to measure anew")
+    listed, fixed, counted = (stored["costs"][key] for key in COSTS)
+    units = tuple(TensorCosts(**{**unit, **{key: tuple(unit[key]) for key in lists}}) for unit in listed)
+    found = CacheCosts(units, fixed, counted)
+    return CacheOffer(options, found, context, layers)

@@ -11,7 +11,7 @@ from typing import Any
 
 from compress.allocate.variants import FIXED
 from compress.calib.data import Calibration
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 from compress.model.skeleton import Skeleton
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
@@ -41,12 +41,12 @@ def options(asked: Job) -> Options:
     recipe, allocation = asked.recipe, asked.recipe.allocate
     if allocation is None:
         raise RecipeError(
-            f"recipe {recipe.name!r} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
+            f"recipe {shown(recipe.name)} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
         )
     quantizing = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
     if not quantizing:
         raise RecipeError(
-            f"recipe {recipe.name!r} leaves the weights as they are: there is nothing of them to measure; use "
+            f"recipe {shown(recipe.name)} leaves the weights as they are: there is nothing of them to measure; use "
             "quantize with --target and --context"
         )
     calibration = dataclasses.replace(recipe.calibration, target_correction=0.0)
@@ -62,7 +62,7 @@ def options(asked: Job) -> Options:
             if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
                 levels.setdefault(layer.spec.name, {})[number] = layer
     if not levels:
-        raise RecipeError(f"the rules of recipe {recipe.name!r} leave nothing to allocate")
+        raise RecipeError(f"the rules of recipe {shown(recipe.name)} leave nothing to allocate")
     for layer in plans[0].layers:
         if layer.spec.name not in levels:
             levels[layer.spec.name] = {FIXED: layer}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,20 @@ from compress.allocate import prepare_options, quantize_options, table
 from compress.allocate.evaluators import Evaluators
 from compress.allocate.groups import LinearGroup
 from compress.allocate.variants import Database
+from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
 from compress.recipe.renamed import ESTIMATORS
 from compress.recipe.schema import KEEP
+from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
+from compress.storage.json_text import NUMBER
 from compress.types import LinearSpec
 
 WITH_OPTIONS = ("weight", "relative", "hessian", "output")  # measured as the options are made
+MEASURED: dict[str, Any] = {  # in a file: by name and unit
+    **{"damages": {str: {str: [NUMBER]}}, "scores": {str: {str: NUMBER}}, "slopes": {str: [NUMBER]}},
+    "forwards": NUMBER,
+}
 
 
 class Measurements:
@@ -49,7 +57,7 @@ class Measurements:
         damages: dict[str, dict[str, list[float]]] = {}
         scores: dict[str, dict[str, float]] = {}
         for path in sorted(self.database.folder.glob("measured-*.json")):
-            content = read_json(path)
+            content = _checked(path)
             if content.get("samples", self.samples) == self.samples and content.get("complete"):
                 damages |= {ESTIMATORS.get(name, name): rows for name, rows in content.get("damages", {}).items()}
                 scores |= content.get("scores", {})
@@ -63,7 +71,7 @@ class Measurements:
     def kept(self, name: str) -> dict[str, Any]:
         """Return an unfinished file of measurements on as many samples, {} without one."""
         path = self.database.folder / f"measured-{name}.json"
-        content = read_json(path) if path.is_file() else {}
+        content = _checked(path) if path.is_file() else {}
         return content if content.get("samples") == self.samples else {}
 
     def options(self, group: LinearGroup) -> list[int]:
@@ -119,3 +127,11 @@ def _relative(rows: Sequence[Mapping[str, float] | None]) -> float:
     norms = [row["weight"] / row["relative"] if row["relative"] > 0 else 0.0 for row in measured]
     total = sum(norms)
     return sum(row["weight"] for row in measured) / total if total > 0 else 0.0
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """Return a file of measurements; CheckpointError unless it is one."""
+    content = read_json(path)
+    if wrong := json_text.mismatch({"damages": {}, "scores": {}, "slopes": {}, "forwards": 0, **content}, MEASURED):
+        raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); remove it to measure anew")
+    return content

@@ -167,5 +167,5 @@ def load(folder: Path) -> SensitivityTable:
             for unit in values.pop("units")
         )
         return SensitivityTable(units, tuple(values.pop("options")), **values)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / TABLE} is not a table of this version; remove it to measure anew") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compress.allocate.problem import Unit
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 
 
 def ranked(units: Sequence[Unit]) -> list[str]:
@@ -25,7 +25,7 @@ def named(units: Sequence[Unit], key: str, option: str | None, default: int) -> 
     if option is None:
         return known[default]
     if option not in known:
-        raise RecipeError(f"allocate: {key} {option!r} is none of the options, which are {', '.join(known)}")
+        raise RecipeError(f"allocate: {key} {shown(option)} is none of the options, which are {', '.join(known)}")
     return option
 
 

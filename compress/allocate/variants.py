@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from compress import formats
 from compress.errors import CheckpointError, OutputError
 from compress.formats import stored
-from compress.storage.checkpoint import StoredTensor, read_header, read_json, write_shard, write_text
+from compress.storage.checkpoint import StoredTensor, read_header, write_shard, write_text
+from compress.storage.json_text import OBJECT
 from compress.storage.workdir import WorkDirectory, writing
 from compress.types import PackedWeight
 
@@ -121,8 +122,8 @@ class Database(WorkDirectory):
             if block not in self._tensors:
                 self._tensors[block] = read_header(self.records / f"{block:05d}.safetensors")
             tensors = {part: self._tensors[block][f"{key}.{part}"].read() for part in form.pop("tensors")}
-        except KeyError as error:
-            raise CheckpointError(f"{self.folder} has no level {level!r} of {name}; measure again") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder} has no level {level!r} of {name}; {self.start_over}") from error
         shape = tuple(form.pop("shape"))
         packed = PackedWeight(stored.from_dict(form, name), tensors, shape)
         formats.check(packed, f"{self.folder}: {key}")
@@ -135,5 +136,5 @@ class Database(WorkDirectory):
 
     def _record(self, block: int) -> dict[str, Any]:
         if block not in self._contents:
-            self._contents[block] = read_json(self._block(block))
+            self._contents[block] = self._read(self._block(block), {"stored": OBJECT, "measured": OBJECT})
         return self._contents[block]

@@ -21,7 +21,7 @@ from compress.cli.options import (
     note,
     text_given,
 )
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 
 if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
@@ -50,7 +50,9 @@ def cache_recipes(names: list[str]) -> dict[str, CacheSettings]:
         note(recipe.ambiguous(name))
         loaded = recipe.load(name)
         if loaded.kv_cache is None:
-            raise RecipeError(f"recipe {loaded.name!r} has no kv_cache; those that have are {', '.join(with_cache())}")
+            raise RecipeError(
+                f"recipe {shown(loaded.name)} has no kv_cache; those that have are {', '.join(with_cache())}"
+            )
         found[loaded.name] = loaded.kv_cache
     return found
 

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, shown
 from compress.model import load as lm
 
 
@@ -51,7 +51,7 @@ def continued(
     tokenizer = lm.load_tokenizer(directory)
     ids = cast(list[int], tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:
-        raise CalibrationError(f"the prompt {prompt!r} has no tokens; give at least one word")
+        raise CalibrationError(f"the prompt {shown(prompt)} has no tokens; give at least one word")
     model = load()
     draw = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
     written = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()

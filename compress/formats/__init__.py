@@ -15,7 +15,6 @@ are no business of a format: the functions here add them to what `Stored` (compr
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compress import plugins
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, RecipeError, shown
 from compress.formats import lowrank, transforms
 from compress.numerics import checks
 from compress.types import IN_SCALE, PackedWeight, Stored
@@ -45,15 +44,12 @@ class Format(Protocol):
 
 def get(name: str) -> Format:
     """Return the format's module; CheckpointError for an unknown name, usually of a newer checkpoint."""
-    name = plugins.current("formats", name)
-    if not name.isidentifier():
-        raise CheckpointError(f"format {name!r} is not a valid name")
     try:
-        return cast(Format, importlib.import_module(f"compress.formats.{name}"))
-    except ModuleNotFoundError as error:
-        if error.name != f"compress.formats.{name}":
-            raise
-        raise CheckpointError(f"format {name!r} is unknown to this version of compress; upgrade compress") from error
+        return cast(Format, plugins.load("formats", plugins.current("formats", name)))
+    except RecipeError as error:
+        raise CheckpointError(
+            f"format {shown(name)} is unknown to this version of compress; upgrade compress"
+        ) from error
 
 
 def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:

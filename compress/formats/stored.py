@@ -11,16 +11,19 @@ config.json, report.json, the records of finished blocks and those of packed opt
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from compress import formats, plugins
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, shown
 from compress.formats import transforms
 from compress.types import Activations, LowRank, Stored
 
 KEYS = tuple(field.name for field in dataclasses.fields(Stored))
+
+LARGEST = plugins.LARGEST
 
 T = TypeVar("T")
 
@@ -35,7 +38,7 @@ def from_dict(values: Mapping[str, Any], where: str) -> Stored:
     """Return what a table says, a renamed format by its present name; CheckpointError at `where` if it cannot be."""
     if not {"format", "params"} <= set(values) <= set(KEYS) or not isinstance(values["format"], str):
         raise CheckpointError(
-            f"{where} has {sorted(values)}, needs just 'format' and 'params' "
+            f"{where} has {shown(sorted(values))}, needs just 'format' and 'params' "
             "('ops', 'activations' and 'lowrank' if it has any)"
         )
     activations, lowrank = values.get("activations"), values.get("lowrank")
@@ -62,13 +65,15 @@ def from_table(cls: type[T], values: Any, where: str, complete: bool = False) ->
         raise CheckpointError(f"{where} is not a table; download or write the checkpoint again")
     hints = get_type_hints(cls)
     if unknown := sorted(map(str, set(values) - set(hints))):
-        raise CheckpointError(f"{where} has unknown keys {unknown}; upgrade compress (known: {sorted(hints)})")
+        raise CheckpointError(f"{where} has unknown keys {shown(unknown)}; upgrade compress (known: {sorted(hints)})")
     required = [f.name for f in dataclasses.fields(cls) if complete or f.default is dataclasses.MISSING]  # type: ignore[arg-type]
     if missing := [key for key in required if key not in values]:
         raise CheckpointError(f"{where} has no {', '.join(missing)}; download or write the checkpoint again")
     for key, value in values.items():
         if not _fits(value, hints[key]):
-            raise CheckpointError(f"{where} has {key} {value!r}, which this version does not know; upgrade compress")
+            raise CheckpointError(
+                f"{where} has {key} {shown(value)}, which this version does not know; upgrade compress"
+            )
     try:
         return cls(**values)
     except ValueError as error:
@@ -76,10 +81,14 @@ def from_table(cls: type[T], values: Any, where: str, complete: bool = False) ->
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of JSON is of the type of a field; what a list holds is left to the dataclass."""
+    """Return whether a value of JSON is of the type of a field."""
     choices = get_args(hint)
     if get_origin(hint) is Literal:
-        return value in choices
+        return any(value == choice and type(value) is type(choice) for choice in choices)
     if isinstance(hint, UnionType):
         return any(_fits(value, choice) for choice in choices)
-    return isinstance(value, list | tuple) if choices else type(value) in ((int, float) if hint is float else (hint,))
+    if choices:
+        return isinstance(value, list | tuple) and all(_fits(item, choices[0]) for item in value)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= LARGEST
+    return type(value) is hint and (hint is not int or abs(value) <= LARGEST)

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from compress import plugins
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 
 KINDS = ("keys", "values")
 EXACT = "identity"  # codec of layers that are skipped
@@ -198,8 +199,8 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         codings[kind] = coding
     rules = _rules(whole, codings)
     _check_sinks(codings, error)
-    matches = [str(match) for rule in rules for match in rule.match]
-    if repeated := [match for match in matches if matches.count(match) > 1]:
+    counts = Counter(str(match) for rule in rules for match in rule.match)
+    if repeated := [match for match, count in counts.items() if count > 1]:
         raise error((), f"kv_cache.layers matches {repeated[0]} in two entries; write one")
     return CacheSettings(
         codings["keys"],
@@ -276,8 +277,8 @@ def _rule(block: _Block, match: tuple[Match, ...], codings: Mapping[str, Coding]
     if not match:
         raise block.error(("match",), "match is an empty list; name a layer, or remove the entry")
     for layer in match:
-        if not re.fullmatch(r"-?\d+(-\d+)?", str(layer)):
-            raise block.error(("match",), f"match {layer!r} is no layer number and no span of them like '2-5'")
+        if not re.fullmatch(r"-?[0-9]{1,6}(-[0-9]{1,6})?", str(layer)):
+            raise block.error(("match",), f"match {shown(layer)} is no layer number and no span of them like '2-5'")
     common, settings = block.without(KINDS), dict[str, Any]()
     for kind in KINDS:
         coding = _laid_over(codings[kind], common, KINDS)
@@ -307,7 +308,7 @@ def _span(text: str, count: int) -> range:
         first = last = text
     span = range(_layer(first, count, "layers"), _layer(last, count, "layers") + 1)
     if not span:
-        raise RecipeError(f"kv_cache.layers: {text!r} names no layer; give the first one first")
+        raise RecipeError(f"kv_cache.layers: {shown(text)} names no layer; give the first one first")
     return span
 
 

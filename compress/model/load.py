@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
-from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line
+from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
 from compress.model import stored_weights
 from compress.model.skeleton import no_bars
 from compress.storage.checkpoint import open_checkpoint, read_config
@@ -41,7 +41,7 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer in a checkpoint directory."""
     read_config(directory)
     try:
-        with quiet():
+        with quiet(), _bare_errors():
             return AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except (OSError, ValueError) as error:  # ValueError: damaged JSON too
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
@@ -172,9 +172,9 @@ def _largest(config: transformers.PretrainedConfig, *names: str) -> int:
 def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch.Generator]) -> Tensor:
     """Return int64 [generators, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
     config = model.config.get_text_config()
-    for token in (config.bos_token_id, *end_tokens(model)):
-        if token is not None:
-            return torch.full((len(generators), 1), token)
+    begin = config.bos_token_id
+    for token in [begin] if begin is not None else end_tokens(model):
+        return torch.full((len(generators), 1), _checked(model, "bos_token_id", token, config.vocab_size))
     return torch.stack([torch.randint(config.vocab_size, (1,), generator=own) for own in generators])
 
 
@@ -183,7 +183,29 @@ def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
     end = model.generation_config.eos_token_id
     if end is None:
         end = model.config.get_text_config().eos_token_id
-    return () if end is None else tuple(end) if isinstance(end, list) else (end,)
+    listed = [] if end is None else end if isinstance(end, list) else [end]
+    return tuple(_checked(model, "eos_token_id", token, 1 << 31) for token in listed)
+
+
+def _checked(model: transformers.PreTrainedModel, key: str, token: Any, limit: int) -> int:
+    """Return a token id of a configuration; CheckpointError unless it is one below the limit."""
+    if type(token) is not int or not 0 <= token < limit:
+        raise CheckpointError(
+            f"{model.name_or_path}: {key} {shown(token)} is no token of the model; correct it in config.json and "
+            "generation_config.json"
+        )
+    return token
+
+
+@contextmanager
+def _bare_errors() -> Iterator[None]:
+    """Turn the errors of the tokenizers library, which have no type of their own, into ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception:
+            raise
+        raise ValueError(first_line(error)) from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ the experts, which transformers stores as three-dimensional parameters and which
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -24,7 +25,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from compress.errors import CheckpointError, UnsupportedModelError
+from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import stored_weights
 from compress.model.edits import Edits
 from compress.model.meta_pass import shared_inputs
@@ -49,7 +50,7 @@ class Skeleton:
         self.model.eval()
         self.model.tie_weights()
         if packed := checkpoint.config.get("quantization_config"):
-            hf.swap(self.model, hf.CompressConfig(**packed))
+            hf.swap(self.model, hf.CompressConfig.read(packed))
         self.blocks_name, self.blocks = find_blocks(self.model)
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
@@ -295,7 +296,9 @@ def no_bars() -> Iterator[None]:
 def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
     """Turn what transformers raises for a damaged or unknown configuration into one clear line."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layers of no size
+            yield
     except (
         ValueError,
         KeyError,
@@ -304,9 +307,13 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
         IndexError,
         ArithmeticError,
         OSError,
+        RuntimeError,  # of torch, for sizes
+        NotImplementedError,
+        AssertionError,
+        ImportError,
         StrictDataclassError,
     ) as error:
-        reason = " ".join(str(error).split())[:200] or "no reason given"
+        reason = first_line(error)
         raise UnsupportedModelError(
             f"{checkpoint.directory / CONFIG} does not give a causal language model ({type(error).__name__}: {reason})"
         ) from error

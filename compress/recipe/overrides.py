@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from yaml import MappingNode, Node
 
 from compress import plugins
-from compress.errors import RecipeError
+from compress.errors import RecipeError, cut
 from compress.recipe.blocks import RULE_KEYS, SCHEME_KEYS, fields, method
 from compress.recipe.schema import ALLOCATE_KEYS, RENAMED, TOP_KEYS, CalibrationConfig
 from compress.recipe.yaml import OVERRIDE, changed, compose, is_override, mapping, say_renamed, sequence
@@ -30,12 +30,12 @@ def overridden(root: Node, overrides: Sequence[str]) -> Node:
     for override in overrides:
         key = _key(override)
         if _is_bare(key) and key not in known:
-            raise RecipeError(f"{OVERRIDE}{override}: {plugins.unknown('key', key, [*known, *others])}")
+            raise RecipeError(f"{OVERRIDE}{cut(override)}: {plugins.unknown('key', key, [*known, *others])}")
     return root
 
 
 def _replaced(root: Node, override: str) -> Node:
-    source, key = f"{OVERRIDE}{override}", _key(override)
+    source, key = f"{OVERRIDE}{cut(override)}", _key(override)
     path = ["quantize", key] if _is_bare(key) else key.split(".")
     if "=" not in override or "" in path:
         raise RecipeError(f"{source}: expected key=value, with dots between the parts of a nested key")

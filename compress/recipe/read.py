@@ -51,10 +51,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from yaml import Node, SequenceNode
+from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 from compress.recipe.blocks import built, cache, method, scheme
 from compress.recipe.overrides import overridden
 from compress.recipe.renamed import current
@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "knapsack"  # where a target is given and no method
 BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
+FILE_LIMIT = 16 << 20  # bytes
+NAME_LIMIT = 100  # characters: it becomes a part of folder names
 
 
 def names() -> list[str]:
@@ -111,7 +113,7 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     if name_or_file in names():
         name, root = name_or_file, compose(text(name_or_file), f"{name_or_file}.yaml")
     elif path.is_file():
-        name, root = path.stem, compose(_read(path), str(path))
+        name, root = path.stem, _from_file(path)
     else:
         raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
     rename(root, RENAMED)
@@ -177,11 +179,22 @@ def _plain_rule(rule: Rule) -> dict[str, Any]:
     return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme)}
 
 
-def _read(path: Path) -> str:
+def _from_file(path: Path) -> Node:
+    """Return the tree of a file; one that is no recipe but text is refused without a word of it in the error."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+        with path.open("rb") as stream:
+            raw = stream.read(FILE_LIMIT + 1)
+        content = raw.decode("utf-8")
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}; give a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot read the recipe {path}: it is not utf-8 text; give a YAML file") from error
+    if len(raw) > FILE_LIMIT:
+        raise RecipeError(f"{path} is not a recipe: it has more than {FILE_LIMIT >> 20} MiB; give a YAML file")
+    root = compose(content, str(path))
+    if isinstance(root, ScalarNode) and root.value:
+        raise error_at(root, "a recipe must be keys with values, found text; give a YAML file")
+    return root
 
 
 def _recipe(root: Node, default_name: str) -> Recipe:
@@ -192,8 +205,11 @@ def _recipe(root: Node, default_name: str) -> Recipe:
     if "calibration" in entries:
         at, block = entries["calibration"]
         calibration = built(mapping(block, "calibration"), at, "calibration", calibration)
+    name = value(entries, "name", str, default_name)
+    if "name" in entries and not (name.isprintable() and 0 < len(name) <= NAME_LIMIT and "/" not in name):
+        raise error_at(entries["name"][0], f"name {shown(name)} is not 1 to {NAME_LIMIT} characters without a slash")
     return Recipe(
-        name=value(entries, "name", str, default_name),
+        name=name,
         description=value(entries, "description", str, ""),
         calibration=calibration,
         quantize=quantize,
@@ -341,7 +357,7 @@ def _rule(node: Node, above: Scheme) -> Rule:
     match = match if is_list else (match,)
     if not match:
         raise error_at(at, f"{key} is an empty list; name a linear, or remove the rule")
-    where = f"the rule for {match[0]!r}"
+    where = f"the rule for {shown(match[0])}"
     if "keep" not in entries:
         return Rule(match, scheme(entries, node, where, above), key == "match_any")
     _check_keep(entries, where)

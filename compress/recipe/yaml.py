@@ -13,30 +13,62 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
-from yaml import MappingNode, Mark, Node, ScalarNode, SequenceNode
+from yaml import AliasEvent, MappingNode, Mark, Node, ScalarNode, SequenceNode
 
-from compress.errors import RecipeError
+from compress.errors import RecipeError, first_line, shown
 from compress.plugins import MISMATCH, Unquoted, expected, typed, unknown
 
 Entries = dict[str, tuple[Node, Node]]  # key -> the node of the key, the node of its value
 
 OVERRIDE = "--set "  # begins the source of what was not written in a file
 TAG = "tag:yaml.org,2002:"
+DEPTH = 32  # of lists and blocks in each other
+NODES = 100_000  # keys and values, those behind an alias counted wherever it stands
+
+
+class _Loader(yaml.SafeLoader):
+    """Compose a tree of bounded size and depth; RecipeError where the text goes beyond, before it is read on."""
+
+    def __init__(self, content: str, source: str) -> None:
+        super().__init__(content)
+        self.name = source  # goes into the marks of all nodes
+        self.depth = 0
+        self.sizes: dict[int, int] = {}  # id of a finished node -> keys and values in it
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event = self.peek_event()
+        is_alias = isinstance(event, AliasEvent)
+        self.depth += 1
+        if self.depth > DEPTH:
+            raise RecipeError(f"{_where(event.start_mark)}: nested more than {DEPTH} deep; no recipe needs that")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if is_alias and id(node) not in self.sizes:
+            raise RecipeError(f"{_where(event.start_mark)}: an alias inside of what it stands for; write it out")
+        if node is not None and not is_alias:
+            self.sizes[id(node)] = 1 + sum(self.sizes[id(child)] for child in _children(node))
+        if self.sizes.get(id(node), 0) > NODES:
+            raise RecipeError(f"{_where(event.start_mark)}: more than {NODES:,} keys and values; shorten the recipe")
+        return node
+
+
+def _children(node: Node) -> Sequence[Node]:
+    if isinstance(node, MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, SequenceNode) else ()
 
 
 def compose(content: str, source: str) -> Node:
     """Return the root of the one document in `content`, a null node if it is empty; `source` names it in messages."""
     try:
-        loader = yaml.SafeLoader(content)
-        loader.name = source  # goes into the marks of all nodes
-        root = loader.get_single_node()
+        root = _Loader(content, source).get_single_node()
     except yaml.MarkedYAMLError as error:
-        found = " ".join(filter(None, (error.context, error.problem)))
-        hint = "; put a pattern that begins with * in quotes" if "alias" in found else ""
+        reason = " ".join(filter(None, (error.context, error.problem)))
+        hint = "; put a pattern that begins with * in quotes" if "alias" in reason else ""
         mark = error.problem_mark or start(source)
-        raise RecipeError(f"{_where(mark)}: not valid YAML: {found}{hint}") from error
+        raise RecipeError(f"{_where(mark)}: not valid YAML: {first_line(Exception(reason))}{hint}") from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
-        raise RecipeError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"{source}: not valid YAML: {first_line(error)}") from error
     return root or ScalarNode(f"{TAG}null", "", start(source), start(source))
 
 
@@ -63,7 +95,7 @@ def mapping(node: Node, where: str) -> Entries:
             raise error_at(key, f"a key of {where} must be a word, found {found(key)}")
         if key.value in entries:
             first = _where(entries[key.value][0].start_mark)
-            raise error_at(key, f"{where} has {key.value!r} twice, first at {first}")
+            raise error_at(key, f"{where} has {shown(key.value)} twice, first at {first}")
         entries[key.value] = (key, content)
     return entries
 
@@ -114,9 +146,9 @@ def found(node: Node) -> str:
     """Return a node in words."""
     tag = node.tag.removeprefix(TAG)
     if tag == "str":
-        return f"the text {node.value!r}"
+        return f"the text {shown(node.value)}"
     words = {"map": "keys with values", "seq": "a list", "null": "nothing"}
-    return words.get(tag) or f"{node.value if isinstance(node, ScalarNode) else 'values'} ({tag})"
+    return words.get(tag) or f"{shown(node.value)[1:-1] if isinstance(node, ScalarNode) else 'values'} ({tag})"
 
 
 def rename(root: Node, renamed: Mapping[tuple[str, str], str]) -> None:
@@ -143,7 +175,7 @@ def changed(node: Node | None, path: Sequence[str], change: Callable[[Any], Node
         return SequenceNode(node.tag, items, node.start_mark, node.end_mark)
     if node is not None and not isinstance(node, MappingNode):
         size = f" of {len(node.value)}, counted from 0" if isinstance(node, SequenceNode) else ""
-        raise RecipeError(f"{source}: there is no {head!r} in {found(node)}{size}")
+        raise RecipeError(f"{source}: there is no {shown(head)} in {found(node)}{size}")
     mark = start(source)
     node = node or MappingNode(f"{TAG}map", [], mark, mark)
     old = next((content for key, content in node.value if key.value == head), None)

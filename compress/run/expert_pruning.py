@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from compress.calib import expert_routing
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 from compress.model.blockwise import BlockInputs
 from compress.recipe.schema import Recipe
 from compress.runtime.experts import PROJECTIONS
@@ -30,7 +30,7 @@ def check(recipe: Recipe, plan: Plan) -> None:
         return
     if not any(layer.spec.is_expert for layer in plan.layers):
         raise RecipeError(
-            f"recipe {recipe.name!r} prunes experts, but quantizes none of this model; remove `experts` from it"
+            f"recipe {shown(recipe.name)} prunes experts, but quantizes none of this model; remove `experts` from it"
         )
 
 

@@ -15,8 +15,10 @@ from compress.kv.settings import CacheSettings, Codings
 from compress.model.skeleton import Skeleton
 from compress.runtime import kv_config
 from compress.storage.checkpoint import open_checkpoint, sha256
+from compress.storage.json_text import OBJECT
 
 STAGE = "cache"  # of a run (compress/storage/workdir.py)
+RECORD = {"section": OBJECT, "calibration": (dict, type(None))}
 CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all of them are in memory
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str
     asked = facts.job
     if asked.recipe.kv_cache is None or (asked.recipe.packs and not asked.pack):
         return None, None
-    record = output.finished_stage(STAGE)
+    record = output.finished_stage(STAGE, RECORD)
     if record is None or not _is_intact(output.model, record["section"]):
         progress("calibrating the cache", 0, 0)
         section, found = _calibrated(output.model, facts, asked.recipe.kv_cache)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 
 from compress import formats, plugins
-from compress.errors import RecipeError
+from compress.errors import RecipeError, shown
 from compress.formats import dense, transforms
 from compress.formats import lowrank as lowrank_format
 from compress.model.skeleton import Skeleton
@@ -59,7 +59,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         else:
             kept[spec.name] = "kept by the recipe"
     if all(layer.stored.format == "dense" for layer in layers):
-        raise RecipeError(f"recipe {recipe.name!r} leaves no linear to quantize; look at its rules and ignore")
+        raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
     return Plan(tuple(layers), kept, kept_nbytes, decided)
@@ -138,7 +138,7 @@ def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec],
         missed = [pattern for pattern in rule.match if not _is_found(pattern, known)]
         if missed and not (rule.alternatives and len(missed) < len(rule.match)):
             raise RecipeError(
-                f"rule {missed[0]!r} matches no linear of the decoder blocks; names look like {linears[0]!r}"
+                f"rule {shown(missed[0])} matches no linear of the decoder blocks; names look like {linears[0]!r}"
                 + _closest(missed[0], linears)
             )
     if not recipe.ignore:
@@ -150,7 +150,7 @@ def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec],
     for pattern in recipe.ignore:
         if not _is_found(pattern, known):
             raise RecipeError(
-                f"ignore: {pattern!r} matches nothing in the model; linears look like {linears[0]!r}"
+                f"ignore: {shown(pattern)} matches nothing in the model; linears look like {linears[0]!r}"
                 + _closest(pattern, [*linears, *modules])
             )
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from compress import formats, process_memory
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, shown
 from compress.formats import stored
 from compress.run import expert_pruning, identity, plan
 from compress.run.job import RunState
 from compress.runtime import integer
+from compress.storage import json_text
 from compress.storage.checkpoint import open_checkpoint, read_json
+from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
 from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
 
 MEASURED_ROWS = 512
@@ -26,6 +28,34 @@ ROW = (  # keys of a layer in report.json, and of what is kept of it while a run
     *("name", "shape", "method", "format", "params", "bpw", "nbytes", "weight_error", "output_error", "tokens"),
     *("seconds", "notes", "ops", "activations", "lowrank"),
 )
+
+RECORD = {  # of a finished block, with the rows of its layers
+    **{"file": TEXT, "sha256": TEXT, "probe": TEXT, "notes": [TEXT], "experts": OBJECT},
+    "layers": [
+        {
+            **{"name": TEXT, "method": TEXT, "format": TEXT, "params": OBJECT, "shape": [INTEGER], "notes": [TEXT]},
+            **{"bpw": NUMBER, "nbytes": INTEGER, "tokens": INTEGER, "seconds": NUMBER},
+            **{"weight_error": NUMBER, "output_error": (*NUMBER, type(None))},
+        }
+    ],
+}
+LAYOUT = {  # of what is shown of a report
+    "bpw": NUMBER,
+    "source_nbytes": INTEGER,
+    "nbytes": {"total": INTEGER, "quantized linears": INTEGER},
+    "plan": [
+        {
+            **{"pattern": TEXT, "method": TEXT, "format": TEXT, "count": INTEGER, "nbytes": INTEGER, "bpw": NUMBER},
+            "shape": [INTEGER],
+        }
+    ],
+    "layers": [
+        {
+            **{"name": TEXT, "method": TEXT, "bpw": NUMBER, "weight_error": NUMBER, "notes": [TEXT]},
+            "output_error": (*NUMBER, type(None)),
+        }
+    ],
+}
 
 
 class WeightErrors(NamedTuple):
@@ -76,12 +106,6 @@ def measure(
     )
 
 
-ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
-    *("name", "shape", "method", "format", "params", "bpw", "nbytes", "weight_error", "output_error", "tokens"),
-    *("seconds", "notes", "ops", "activations", "lowrank"),
-)
-
-
 def to_dict(layer: LayerReport) -> dict[str, Any]:
     """Return a layer's row of report.json."""
     values = {**vars(layer), **stored.to_dict(layer.stored)}
@@ -90,7 +114,9 @@ def to_dict(layer: LayerReport) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any]) -> LayerReport:
     """Return the report of a layer from its row."""
-    facts = {key: value for key, value in values.items() if key not in stored.KEYS}
+    facts = {key: values[key] for key in ROW if key not in stored.KEYS}
+    if len(facts["shape"]) != 2:
+        raise CheckpointError(f"{values['name']} has the shape {shown(facts['shape'])}; use --restart")
     form = stored.from_dict({key: values[key] for key in stored.KEYS if key in values}, values["name"])
     return LayerReport(**{**facts, "stored": form, "shape": tuple(facts["shape"]), "notes": tuple(facts["notes"])})
 
@@ -166,7 +192,9 @@ def load(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")
     report, nbytes = read_json(path), open_checkpoint(directory).nbytes
-    if nbytes != (said := report.get("nbytes", {}).get("total")):
+    if wrong := json_text.mismatch(report, LAYOUT):
+        raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); download or write it again")
+    if nbytes != (said := report["nbytes"]["total"]):
         raise CheckpointError(
             f"{path} speaks of {said} bytes of tensors, {directory} has {nbytes}; it is of another model"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from compress import formats
+from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
 from compress.run import report
 from compress.run.job import Prepared
@@ -58,7 +59,10 @@ def restore_block(
     reports = [report.from_dict(values) for values in record["layers"]]
     packed = {}
     for row in reports:
-        tensors = {key: on_disk.pop(f"{row.name}.{key}").read() for key in formats.specs(row.stored, row.shape)}
+        keys = {key: f"{row.name}.{key}" for key in formats.specs(row.stored, row.shape)}
+        if missing := [name for name in keys.values() if name not in on_disk]:
+            raise CheckpointError(f"{record['file']} in {output.model} lacks {missing[0]}; use --restart")
+        tensors = {key: on_disk.pop(name).read() for key, name in keys.items()}
         packed[row.name] = PackedWeight(row.stored, tensors, row.shape)
         formats.check(packed[row.name], row.name)
     edits, sources = skeleton.edits, skeleton.sources

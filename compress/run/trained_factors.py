@@ -17,15 +17,17 @@ from torch import Tensor
 
 from compress.errors import CheckpointError
 from compress.progress import Progress
-from compress.run import verify
+from compress.run import report, verify
 from compress.run.job import RunState
 from compress.storage.checkpoint import StoredTensor, read_header, sha256, write_shard
+from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.tune import low_rank
 
 STAGE = "trained"
 FILE = "trained.safetensors"
 BEFORE, AFTER = "before.", "after."
+RECORD = {"note": TEXT, "sha256": (str, type(None))}
 
 
 class Training(NamedTuple):
@@ -67,7 +69,7 @@ def intact_blocks(output: Output, count: int) -> list[dict[str, Any]]:
 
     The rest of the `count` blocks is forgotten, and computed again.
     """
-    records = list(takewhile(lambda record: _is_intact(output, record), output.finished_blocks()))
+    records = list(takewhile(lambda record: _is_intact(output, record), output.finished_blocks(report.RECORD)))
     if len(records) < count:
         output.forget_from(len(records))
     return records
@@ -80,7 +82,7 @@ def _is_intact(output: Output, record: dict[str, Any]) -> bool:
         return False
     if sha256(path) == record["sha256"]:
         return True
-    stage = output.finished_stage(STAGE)
+    stage = output.finished_stage(STAGE, RECORD)
     if stage is None or not _has_file(output, stage):
         return False
     try:
@@ -104,7 +106,7 @@ def _keep(output: Output, note: str, factors: dict[str, Tensor]) -> Training:
 
 def _restore(output: Output) -> Training | None:
     """Return what a former run has trained, None if it has not or if the file is damaged."""
-    record = output.finished_stage(STAGE)
+    record = output.finished_stage(STAGE, RECORD)
     if record is None or not _has_file(output, record):
         return None
     return Training(record["note"], {name: stored.read() for name, stored in _factors(output, record, AFTER).items()})

@@ -36,7 +36,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, shown
 from compress.formats import stored
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
@@ -62,20 +62,35 @@ class CompressConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise CheckpointError(
-                f"quantization_config has version {version!r}, this compress reads {VERSION}; upgrade compress"
+                f"quantization_config has version {shown(version)}, this compress reads {VERSION}; upgrade compress"
             )
         if unknown:
-            raise CheckpointError(f"quantization_config has unknown keys {sorted(unknown)}; upgrade compress")
-        if not isinstance(experts, dict | None):
-            raise CheckpointError("quantization_config: experts is not a table")
+            raise CheckpointError(f"quantization_config has unknown keys {shown(sorted(unknown))}; upgrade compress")
+        for key, table in (("default", default), ("modules", modules), ("experts", experts)):
+            inner = table.values() if isinstance(table, dict) and key != "default" else ()
+            if not isinstance(table, dict | None) or not all(isinstance(entry, dict) for entry in inner):
+                raise CheckpointError(
+                    f"quantization_config: {key} is not a table{' of tables' if key != 'default' else ''}; "
+                    "download or write the checkpoint again"
+                )
         self.quant_method = quant_method  # type: ignore[assignment]  # the annotation lists the built-in methods
         self.version = version
         self.default = default or {}
         self.modules = modules or {}
         self.experts = experts or {}
         self.kv_cache = kv_cache
+
+    @classmethod
+    def read(cls, packed: Any) -> CompressConfig:
+        """Return what config.json holds; CheckpointError if it is not ours."""
+        method = packed.get("quant_method") if isinstance(packed, dict) else packed
+        if method != METHOD:
+            raise CheckpointError(
+                f"quantization_config is of {shown(method)}, not of {METHOD}; give a checkpoint that compress wrote"
+            )
+        return cls(**packed)
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json stores it; without "experts" and "kv_cache" where there are none, for older versions."""
@@ -105,11 +120,7 @@ def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] |
 
 def scheme(config: CompressConfig, name: str) -> Stored:
     """Return how a listed linear is stored."""
-    try:
-        entry = {**config.default, **config.modules[name]}
-    except TypeError as error:
-        raise CheckpointError(f"quantization_config: the entry of {name} is not a table") from error
-    return stored.from_dict(entry, f"quantization_config: {name}")
+    return stored.from_dict({**config.default, **config.modules[name]}, f"quantization_config: {name}")
 
 
 def swap(model: nn.Module, config: CompressConfig) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import cached_file
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, shown
 from compress.kv import generation
 from compress.kv import static as calibrated
 from compress.kv.cache import coded_layers, head_shape, layer_types, states_heads
@@ -66,8 +66,8 @@ def read(section: Mapping[str, Any], layer_count: int) -> CacheSettings:
         raise CheckpointError("quantization_config: kv_cache is not a table; write the checkpoint again")
     if section.get("version") != VERSION:
         raise CheckpointError(
-            f"quantization_config: kv_cache has version {section.get('version')!r}, this compress reads {VERSION}; "
-            "upgrade compress"
+            f"quantization_config: kv_cache has version {shown(section.get('version'))}, this compress reads "
+            f"{VERSION}; upgrade compress"
         )
     settings = cache_settings({key: value for key, value in section.items() if key not in ("version", "static")})
     settings.by_layer(layer_count)

@@ -22,12 +22,11 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
-from compress.storage import paths
+from compress.errors import CheckpointError, first_line, shown
+from compress.storage import config_sizes, json_text, paths
 
 INDEX = "model.safetensors.index.json"
 CONFIG, MANIFEST = paths.CONFIG, paths.MANIFEST
-HEADER_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
 CHUNK = 8 << 20  # bytes copied at a time
 
 DTYPES = {
@@ -76,7 +75,7 @@ class StoredTensor(NamedTuple):
                     count = stream.readinto(view[done:])
                     if not count:
                         raise CheckpointError(
-                            f"{self.file.name} ended within tensor {self.name!r}; copy the file again"
+                            f"{self.file.name} ended within tensor {shown(self.name)}; copy the file again"
                         )
                     done += count
         return tensor
@@ -125,8 +124,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """List the tensors of a checkpoint directory.
 
     Raises CheckpointError for a directory without config or safetensors, an index that points outside the directory, a
-    missing or truncated shard, an index that promises tensors its shards do not have, or float8 weights without a
-    quantization_config.
+    missing or truncated shard, an index that promises tensors its shards do not have, a config of a larger model, or
+    float8 weights without a quantization_config.
     """
     config = read_config(directory)
     tensors: dict[str, StoredTensor] = {}
@@ -135,11 +134,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         tensors.update(read_header(directory / file))
     if missing := sorted(set(weight_map) - set(tensors)):
         raise CheckpointError(
-            f"{directory / INDEX} lists {len(missing)} tensors that no shard has, the first is {missing[0]!r}; "
+            f"{directory / INDEX} lists {len(missing)} tensors that no shard has, the first is {shown(missing[0])}; "
             "download the checkpoint again"
         )
     if weight_map:
         tensors = {name: stored for name, stored in tensors.items() if name in weight_map}
+    largest = max((math.prod(stored.shape) for stored in tensors.values()), default=0)
+    config_sizes.check(config, str(directory / CONFIG), len(tensors), largest)
     if not config.get("quantization_config"):
         _check_scaled(directory, tensors)
     return Checkpoint(directory, config, tensors)
@@ -168,11 +169,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file; raise CheckpointError for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+        with path.open("rb") as stream:
+            value = json_text.loads(stream.read(json_text.TEXT_LIMIT + 1))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); download it again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
+        raise CheckpointError(f"{path} does not hold a JSON object; download it again")
     return value
 
 
@@ -186,7 +190,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} has no weight_map; download it again")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{path} places tensor {name!r} in {file!r}, outside the directory; refused")
+            raise CheckpointError(
+                f"{path} places tensor {shown(name)} in {shown(file)}, outside the directory; refused"
+            )
     return weight_map
 
 
@@ -208,22 +214,24 @@ def _single_file(directory: Path) -> list[str]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; the header is checked against the file's size."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name that no file can have, too
         raise CheckpointError(f"shard {path} is missing; download the checkpoint again")
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
-        if not 0 < length <= min(HEADER_LIMIT, size - 8):
+        if not 0 < length <= min(json_text.TEXT_LIMIT, size - 8):
             raise CheckpointError(
                 f"{path} is not a safetensors file, or is truncated ({size} bytes); download it again"
             )
         raw = stream.read(length)
     try:
-        header = json.loads(raw)
+        header = json_text.loads(raw)
         header.pop("__metadata__", None)
         tensors = {name: _stored(name, path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a malformed safetensors header ({error}); download it again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} has a malformed safetensors header ({first_line(error)}); download it again"
+        ) from error
     need = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
     if size < need:
         raise CheckpointError(f"{path} is truncated: {size} bytes of {need}; download it again")
@@ -234,9 +242,9 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
     start, end = entry["data_offsets"]
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
-        raise ValueError(f"tensor {name!r} has a shape or offsets that are no sizes")
+        raise ValueError(f"tensor {shown(name)} has a shape or offsets that are no sizes")
     if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"tensor {name!r} has {end - start} bytes for shape {shape}")
+        raise ValueError(f"tensor {shown(name)} has {end - start} bytes for shape {shown(shape)}")
     return StoredTensor(name, path, dtype, shape, base + start, end - start)
 
 

@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.storage import paths
+from compress.storage import json_text, paths
 from compress.storage.checkpoint import read_json, sync_directory, write_text
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
@@ -76,7 +76,7 @@ class WorkDirectory:
             return arrangement
         stored = self._read(self.run)
         known, first = stored.get("identity"), stored.get("arrangement")
-        if not isinstance(known, dict) or not isinstance(first, dict) or first.keys() != arrangement.keys():
+        if not isinstance(known, dict) or first is None or not _is_like(first, arrangement):
             raise OutputError(f"{self.run} is damaged, or of another version; {self.start_over}")
         if changed := sorted(name for name in {*known, *identity} if known.get(name) != identity.get(name)):
             raise OutputError(
@@ -92,11 +92,14 @@ class WorkDirectory:
     def _block(self, index: int) -> Path:
         return self.records / f"{index:05d}.json"
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path, layout: Any = json_text.OBJECT) -> dict[str, Any]:
         try:
-            return read_json(path)
+            record = read_json(path)
         except CheckpointError as error:
             raise OutputError(f"{path} is damaged; {self.start_over}") from error
+        if wrong := json_text.mismatch(record, layout):
+            raise OutputError(f"{path} is damaged, or of another version ({wrong}); {self.start_over}")
+        return record
 
     def _take_lock(self, busy: str) -> ExitStack:
         """Return the lock, held until it is closed, or raise OutputError(busy)."""
@@ -164,14 +167,17 @@ class Output(WorkDirectory):
     ) -> None:
         self._leave()
 
-    def finished_blocks(self) -> list[dict[str, Any]]:
-        """Return the records of the blocks that are done, from block 0 on without a gap."""
-        return [self._read(self._block(index)) for index in range(self.finished())]
+    def finished_blocks(self, layout: Any = json_text.OBJECT) -> list[dict[str, Any]]:
+        """Return the records of the blocks that are done, from block 0 on without a gap.
 
-    def finished_stage(self, name: str) -> dict[str, Any] | None:
-        """Return the record of a stage, None where it is not done."""
+        layout: of a record (compress/storage/json_text.py). Raises OutputError for one that is not like that.
+        """
+        return [self._read(self._block(index), layout) for index in range(self.finished())]
+
+    def finished_stage(self, name: str, layout: Any = json_text.OBJECT) -> dict[str, Any] | None:
+        """Return the record of a stage, None where it is not done; layout and errors as for blocks."""
         path = self.blocks / f"{name}.json"
-        return self._read(path) if path.is_file() else None
+        return self._read(path, layout) if path.is_file() else None
 
     def finish_stage(self, name: str, record: dict[str, Any]) -> None:
         """Record that a stage is done; `name` is letters, so that `forget_from` takes it for later than any block."""
@@ -253,6 +259,15 @@ class Output(WorkDirectory):
                     self._remove(self.calibration)
                     (self.work / "lock").unlink()
                     self.work.rmdir()
+
+
+def _is_like(stored: dict[str, Any], arrangement: dict[str, Any]) -> bool:
+    """Return whether a stored arrangement has the keys of one, whole numbers, and none that must not be 0."""
+    if json_text.mismatch(stored, {key: (type(value),) for key, value in arrangement.items()}):
+        return False
+    return stored.keys() == arrangement.keys() and all(
+        stored[key] >= min(value, 1) for key, value in arrangement.items() if isinstance(value, int)
+    )
 
 
 def check_space(directory: Path, nbytes: int) -> None:

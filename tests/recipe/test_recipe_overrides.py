@@ -133,7 +133,7 @@ def test_settings_given_with_a_new_method_must_be_its_own(make: Make, order: int
         ("rules.-1.bits=3", "there is no '-1' in a list of 3"),
         ("rules.first.bits=3", "there is no 'first' in a list of 3"),
         ("rules.2.bits=3", "the rule for 'c' keeps the weight; remove keep or ['bits']"),
-        ("ignore=&a [*a]", "ignore must be text, found a list"),
+        ("ignore=&a [*a]", "an alias inside of what it stands for; write it out"),
         ("calibration.seq_len=0", "calibration: seq_len 0 is not positive"),
     ],
 )

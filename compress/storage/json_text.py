@@ -1,0 +1,82 @@
+"""Read JSON that somebody else has written, with limits on what it may cost and on what it may hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from compress.errors import shown
+
+TEXT_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
+CONTAINERS = 2_000_000  # lists and objects: each costs some 100 bytes of memory
+DEPTH = 64  # of lists and objects in each other
+DIGITS = 40  # of an integer
+
+
+def loads(raw: bytes | str) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises ValueError, with the reason in one line, for what is not JSON, and for JSON that is too large, too deep, has
+    integers of more digits than anything needs, or text that is not Unicode (half of a surrogate pair).
+    """
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    if len(text) > TEXT_LIMIT:
+        raise ValueError(f"more than {TEXT_LIMIT >> 20} MiB")
+    if text.count("[") + text.count("{") > CONTAINERS:
+        raise ValueError(f"more than {CONTAINERS:,} lists and objects")
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {DEPTH} deep") from error
+    _check_depth(value)
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # UnicodeEncodeError is a ValueError
+    return value
+
+
+INTEGER, NUMBER, TEXT, OBJECT = (int,), (int, float), (str,), dict[str, Any]()  # layouts, see `mismatch`
+
+
+def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
+    """Return in a few words what is not as `layout` says, None if all is.
+
+    layout: types, of which a value must be one; [layout of every item]; {key: layout of its value}, where other keys
+    may stand beside; or {str: layout of every value}. Texts must be printable.
+    """
+    if isinstance(layout, list):
+        if not isinstance(value, list):
+            return f"{where} is no list"
+        return next(filter(None, (mismatch(item, layout[0], where) for item in value)), None)
+    if isinstance(layout, dict):
+        if not isinstance(value, dict):
+            return f"{where} is no object"
+        if str in layout:
+            layout = dict.fromkeys(value, layout[str])
+        if missing := [key for key in layout if key not in value]:
+            return f"{where} has no {missing[0]}"
+        return next(filter(None, (mismatch(value[key], inner, shown(key)) for key, inner in layout.items())), None)
+    if type(value) not in layout or (isinstance(value, str) and not value.isprintable()):
+        return f"{where} is {shown(value)}"
+    return None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        level = [
+            child
+            for outer in level
+            if isinstance(outer, dict | list)
+            for child in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {DEPTH} deep")
