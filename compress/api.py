@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.progress import Progress, silent
@@ -63,8 +64,19 @@ def load(
     directory: str | os.PathLike[str],
     dtype: torch.dtype | str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    verify: bool = False,
 ) -> PreTrainedModel:
-    """Load the causal language model in `directory`, packed or plain; the options are those of from_pretrained."""
-    from transformers import AutoModelForCausalLM
+    """Load the causal language model in `directory` (or of a hub id), packed or plain, in eval mode.
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map)
+    dtype and device_map are those of from_pretrained. verify: compare the hash of every file with the manifest that
+    `quantize` wrote, as COMPRESS_VERIFY=1 does for from_pretrained. Raises CheckpointError for files that are missing,
+    damaged, or not those that were written.
+    """
+    from compress.model.load import load_model
+
+    path = Path(directory)
+    if not path.is_dir():
+        from compress.run.prepare import resolve
+
+        path = resolve(os.fspath(directory))
+    return load_model(path, dtype, device_map=device_map, verify=verify)

@@ -56,7 +56,10 @@ def inspect(
     all_layers: Annotated[bool, typer.Option("--all", help="Every layer, not only the worst.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint stores: bits per weight by group of layers and in all, the largest errors, fallbacks."""
+    """Show what a checkpoint stores: bits per weight by group of layers and in all, the largest errors, fallbacks.
+
+    Of one that was saved again by other software, which writes no report: the bits.
+    """
     with errors():
         paths.check_checkpoint(directory)
         from compress.cli import tables
@@ -70,13 +73,19 @@ def inspect(
         total = sizes.pop("total")
         sizes.pop("quantized linears")
         tables.out.print(tables.plan_table(report["plan"], sizes, total, report["source_nbytes"], report["bpw"]))
+        if "incomplete" in report:
+            print(f"{directory}: {report['incomplete']}")
+            return
         rows = report["layers"] if all_layers else worst(report["layers"])
         tables.out.print(tables.layers_table(rows, "all layers" if all_layers else "largest errors"))
 
 
 @app.command(epilog="Example: compress verify models_out/my-model-int4")
 def verify(directory: Directory, as_json: AsJson = False) -> None:
-    """Check a checkpoint: file hashes, names, shapes and types, and that every block loads and gives finite outputs."""
+    """Check a checkpoint: file hashes, names, shapes and types, and that every block loads and gives finite outputs.
+
+    One that was saved again by other software has no hashes; the rest is checked.
+    """
     with errors():
         paths.check_checkpoint(directory)
         from compress.cli import tables

@@ -111,8 +111,11 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int, bpw: float) -> Table:
-    """Return the plan as a table: a row for each group of layers, then what is copied, then the sum."""
+def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int | None, bpw: float) -> Table:
+    """Return the plan as a table: a row for each group of layers, then what is copied, then the sum.
+
+    source: bytes of the original, if they are known.
+    """
     table = _table(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
@@ -127,7 +130,8 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
         )
     for name, nbytes in other.items():
         table.add_row(name, "", "", "", "as it is", "", f"{nbytes:,}")
-    table.add_row("total", "", "", "", f"{size(total)} of {size(source)}", f"{bpw:.3f}", f"{total:,}", style="bold")
+    whole = size(total) if source is None else f"{size(total)} of {size(source)}"
+    table.add_row("total", "", "", "", whole, f"{bpw:.3f}", f"{total:,}", style="bold")
     return table
 
 
@@ -185,11 +189,16 @@ def cache_line(found: dict[str, Any]) -> str:
     return f"cache of {found['context']:,} tokens: {size(found['nbytes'])}; bits an element: {bits}"
 
 
-def verify_line(counts: dict[str, int], directory: str) -> str:
-    """Say what `compress verify` has checked."""
+def verify_line(found: dict[str, Any], directory: str) -> str:
+    """Say what `compress verify` has checked, and what it could not."""
+    tensors, blocks = f"{found['tensors']} tensors ({size(found['nbytes'])})", f"{found['blocks']} blocks"
+    if found["manifest"] == "checked":
+        beside = f"; not listed and not checked: {', '.join(found['unlisted'])}" if found["unlisted"] else ""
+        return f"{directory}: {found['files']} files, {tensors} and {blocks} are as written{beside}"
+    why = "there is no manifest" if found["manifest"] == "none" else f"the manifest is {found['manifest']}"
     return (
-        f"{directory}: {counts['files']} files, {counts['tensors']} tensors ({size(counts['nbytes'])}) and "
-        f"{counts['blocks']} blocks are as written"
+        f"{directory}: {tensors} fit the configuration, all values are finite, and {blocks} decode; hashes are not "
+        f"checked, because {why}"
     )
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.kernels import dispatch
+from compress.model.load import load_model
 from compress.runtime.linear import PackedLinear
 
 Call = Callable[[], object]
@@ -65,14 +66,9 @@ class Speed:
     layers: list[LayerSpeed] = field(default_factory=list)
 
 
-def measure(
-    model: Path | str, device: str = "cpu", batch: int = 1, prompt_tokens: int = 128, new_tokens: int = 32
-) -> Speed:
+def measure(model: Path, device: str = "cpu", batch: int = 1, prompt_tokens: int = 128, new_tokens: int = 32) -> Speed:
     """Load the checkpoint in bfloat16 and time it; its packed layers one by one, too."""
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    loaded = loaded.to(device).eval()
+    loaded: Any = load_model(model, "bfloat16", device)
     with torch.inference_mode():
         prefill, decode = _generation(loaded, batch, prompt_tokens, new_tokens)
         copied = copy_rate(device)

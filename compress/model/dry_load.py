@@ -14,28 +14,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, first_line
 from compress.model import stored_weights
-from compress.model.load import quiet
+from compress.model.load import FAILURES, open_config, without_weights
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
-
-_FAILURES = (  # what the code of a model raises when it meets linears or tensors that it does not expect
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
 
 
 def check_written(directory: Path) -> None:
@@ -43,12 +31,11 @@ def check_written(directory: Path) -> None:
 
     Raises CheckpointError if one of them raises, or does not find a weight in its shape.
     """
-    model = _load(AutoModelForCausalLM, directory, **_LOCAL)
+    model = _load(AutoModelForCausalLM, directory)
     checkpoint = open_checkpoint(directory)
     stored_weights.check(model, checkpoint, stored_weights.sources(model, checkpoint))
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    for kind in _named_classes(config, type(model)):
-        _load(kind, directory, **_LOCAL)
+    for kind in _named_classes(open_config(directory), type(model)):
+        _load(kind, directory)
 
 
 def check_planned(skeleton: Skeleton, plan: Plan) -> None:
@@ -81,9 +68,8 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
 def _load(kind: Any, source: Path | None, **options: Any) -> PreTrainedModel:
     """Return the model on the meta device; CheckpointError says in one line what goes wrong."""
     try:
-        with quiet():
-            model, info = kind.from_pretrained(source, device_map="meta", output_loading_info=True, **options)
-    except (CompressError, *_FAILURES) as error:
+        model, info = without_weights(kind, source, **options)
+    except (CompressError, *FAILURES) as error:
         reason = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"transformers' {kind.__name__} fails ({reason[:300]})") from error
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})

@@ -1,6 +1,8 @@
-"""Load a whole causal language model with one-line errors, and let it write text.
+"""Open configurations, tokenizers and whole models, always in the same safe way, and let a model write text.
 
-Evaluation, generation and self-generated calibration text need the whole model in memory.
+Nothing else in this package calls `from_pretrained` or `from_config` of transformers. Here they run no code that comes
+with a checkpoint, read weights from safetensors files only, and never ask the hub. Evaluation, generation and
+self-generated calibration text need the whole model in memory.
 """
 
 from __future__ import annotations
@@ -12,26 +14,63 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
 from compress.model import stored_weights
-from compress.model.skeleton import no_bars
-from compress.storage.checkpoint import open_checkpoint, read_config
+from compress.runtime import hf
+from compress.storage import manifest
+from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, open_checkpoint, read_config
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+_ELSEWHERE = {  # what makes transformers read weights that are not those of the index -> what to do
+    "transformers_weights": f"remove that key from {CONFIG}",
+    "adapter_config.json": "merge the adapter, or move it to a directory of its own",
+}
+FAILURES = (  # what transformers raises for a damaged checkpoint
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, ImportError),
+    *(StrictDataclassError, SafetensorError),
+)
+
+
+def open_config(directory: Path) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model; errors are those of transformers."""
+    config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+    return config
+
+
+def empty_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Return a causal language model without weights from a checkpoint; errors are those of transformers."""
+    model: transformers.PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return model
+
+
+def without_weights(
+    kind: Any, source: Path | None, **options: Any
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
+    """Return the model that `from_pretrained` of a class builds on the meta device, and transformers' loading report.
+
+    source: a checkpoint directory; None where `options` hold a config and a state_dict. Errors are transformers'.
+    """
+    local = {} if source is None else {**_LOCAL, "use_safetensors": True}
+    with quiet():
+        loaded = kind.from_pretrained(source, device_map="meta", output_loading_info=True, **local, **options)
+    return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 
 def load_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
     read_config(directory)
     try:
-        return AutoConfig.from_pretrained(directory, **_LOCAL).get_text_config()
-    except (OSError, ValueError) as error:
+        return open_config(directory).get_text_config()
+    except FAILURES as error:
         raise CheckpointError(
             f"{directory}: transformers cannot read its configuration ({first_line(error)})"
         ) from error
@@ -43,25 +82,40 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     try:
         with quiet(), _bare_errors():
             return AutoTokenizer.from_pretrained(directory, **_LOCAL)
-    except (OSError, ValueError) as error:  # ValueError: damaged JSON too
+    except FAILURES as error:
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
 
 
-def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> transformers.PreTrainedModel:
+def load_model(
+    directory: Path,
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
+    verify: bool = False,
+) -> transformers.PreTrainedModel:
     """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
 
-    Raise CheckpointError for a checkpoint that does not hold every weight: transformers would fill in random ones. A
-    plain one must hold nothing else either, because what transformers leaves out may be the scales of the rest.
+    device_map, if any, takes the place of device, as in `from_pretrained`. verify: compare the hash of every file with
+    the manifest. Raise CheckpointError for a checkpoint that does not hold every weight: transformers would fill in
+    random ones. A plain one must hold nothing else either, because what transformers leaves out may be the scales of
+    the rest.
     """
-    if dtype not in DTYPES:
+    if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     checkpoint = open_checkpoint(directory)  # files, index and headers are whole, or one clear line
+    _check_files(checkpoint, verify)
     try:
         with quiet():
             loaded = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
+                directory,
+                dtype=dtype,
+                device_map=device_map,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **_LOCAL,
             )
-    except (OSError, ValueError) as error:
+    except FAILURES as error:
         raise CheckpointError(f"{directory}: transformers cannot load it ({first_line(error)})") from error
     model, info = cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
@@ -72,8 +126,26 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
         )
     if not checkpoint.config.get("quantization_config"):
         stored_weights.check(model, checkpoint, stored_weights.sources(model, checkpoint))
-    cast(torch.nn.Module, model).to(device)
+    if device_map is None:
+        cast(torch.nn.Module, model).to(device)
     return model
+
+
+def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
+    """Raise CheckpointError for weights that are not where the index says, or not those of the manifest.
+
+    The quantizer of packed checkpoints (runtime/hf.py) compares them with the manifest, too, unless `verify` asks for
+    more than it does.
+    """
+    directory = checkpoint.directory
+    for name, advice in _ELSEWHERE.items():
+        if checkpoint.config.get(name) is not None or (directory / name).is_file():
+            raise CheckpointError(f"{directory} has {name}, so its weights are not those of its index; {advice}")
+    packed = checkpoint.config.get("quantization_config")
+    is_ours = isinstance(packed, dict) and packed.get("quant_method") == hf.METHOD
+    if verify or (not is_ours and (directory / MANIFEST).is_file()):
+        weights = {stored.file.name for stored in checkpoint.tensors.values()}
+        manifest.check_loaded(directory, weights, verify or manifest.is_asked())
 
 
 class Draw(LogitsProcessor):
@@ -195,6 +267,22 @@ def _checked(model: transformers.PreTrainedModel, key: str, token: Any, limit: i
             "generation_config.json"
         )
     return token
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Silence progress bars of transformers and the hub, and leave the settings of both as they were."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    is_hub_quiet = are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's too
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+        if is_hub_quiet:
+            disable_progress_bars()
 
 
 @contextmanager

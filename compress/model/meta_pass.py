@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from compress.model.load import empty_model
 from compress.runtime.experts import is_fused_experts, is_supported
 
 PROBE_TOKENS = 8
@@ -26,7 +27,7 @@ class SkippedExperts(nn.Module):
 def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model on the meta device whose forward pass needs no data."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = empty_model(config, dtype).eval()
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
             model.set_submodule(name, SkippedExperts(module))

@@ -17,17 +17,16 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import stored_weights
 from compress.model.edits import Edits
+from compress.model.load import empty_model, no_bars, open_config
 from compress.model.meta_pass import shared_inputs
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
@@ -46,7 +45,7 @@ class Skeleton:
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
         with init_empty_weights(include_buffers=False), _one_line(checkpoint):
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+            self.model = empty_model(self.config, self.dtype)
         self.model.eval()
         self.model.tie_weights()
         if packed := checkpoint.config.get("quantization_config"):
@@ -270,26 +269,10 @@ def _fused_shape(module: nn.Module) -> tuple[int, int, int]:
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     with _one_line(checkpoint):
-        config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False, local_files_only=True)
+        config = open_config(checkpoint.directory)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # packed linears are put in place here, not by transformers
     return config
-
-
-@contextmanager
-def no_bars() -> Iterator[None]:
-    """Silence progress bars of transformers and the hub, and leave the settings of both as they were."""
-    if not logging.is_progress_bar_enabled():
-        yield
-        return
-    is_hub_quiet = are_progress_bars_disabled()
-    logging.disable_progress_bar()  # the hub's too
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
-        if is_hub_quiet:
-            disable_progress_bars()
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import transformers
 from compress import recipe
 from compress.calib.data import Calibration
 from compress.run.job import Job
-from compress.storage.checkpoint import MANIFEST, Checkpoint, sha256, write_text
+from compress.storage import manifest
+from compress.storage.checkpoint import MANIFEST, Checkpoint, write_text
 from compress.version import __version__
 
 SAMPLED = 1 << 20  # bytes hashed at the start, middle and end of each shard to tell models apart
@@ -58,12 +59,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def write_manifest(directory: Path, job: Job, source: Checkpoint) -> None:
-    """Write the manifest of a finished checkpoint: the hash of every file, and what it was made of."""
-    manifest = {
-        "files": {path.name: sha256(path) for path in sorted(directory.iterdir())},
+    """Write the manifest of a finished checkpoint: hash and size of every file, and what it was made of."""
+    values = {
+        **manifest.entries(directory),
         "source": {"model": job.model.rstrip("/").rsplit("/", 1)[-1], "fingerprint": fingerprint(source)},
         "recipe": recipe.fingerprint(job.recipe),
         "seed": job.seed,
         "versions": versions(),
     }
-    write_text(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_text(directory / MANIFEST, json.dumps(values, indent=1) + "\n")

@@ -14,13 +14,16 @@ from torch import Tensor
 from compress import formats, process_memory
 from compress.errors import CheckpointError, shown
 from compress.formats import stored
+from compress.model.skeleton import Skeleton
 from compress.run import expert_pruning, identity, plan
 from compress.run.job import RunState
 from compress.runtime import integer
+from compress.runtime.linear import PackedLinear
 from compress.storage import json_text
-from compress.storage.checkpoint import open_checkpoint, read_json
+from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
-from compress.types import LayerPlan, LayerReport, PackedWeight, Stats
+from compress.storage.manifest import Manifest
+from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
 
 MEASURED_ROWS = 512
 WORST = 5  # layers listed as the worst ones
@@ -187,15 +190,48 @@ def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """Return the report of a checkpoint; CheckpointError if there is none, or if it is of other bytes."""
-    path = directory / "report.json"
+    """Return the report of a checkpoint; what its headers say if there is none, or if that is of an earlier save."""
+    path, checkpoint = directory / "report.json", open_checkpoint(directory)
     if not path.is_file():
-        raise CheckpointError(f"{directory} has no report.json; give a directory that `compress quantize` wrote")
-    report, nbytes = read_json(path), open_checkpoint(directory).nbytes
+        return from_headers(checkpoint, "there is no report.json")
+    report, listed = read_json(path), Manifest.read(directory)
     if wrong := json_text.mismatch(report, LAYOUT):
-        raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); download or write it again")
-    if nbytes != (said := report["nbytes"]["total"]):
-        raise CheckpointError(
-            f"{path} speaks of {said} bytes of tensors, {directory} has {nbytes}; it is of another model"
-        )
+        return from_headers(checkpoint, f"report.json is damaged, or of another version ({wrong})")
+    weights = {tensor.file.name for tensor in checkpoint.tensors.values()}
+    is_of_these = report["nbytes"]["total"] == checkpoint.nbytes
+    if not is_of_these or (listed is not None and listed.is_of_earlier_save(weights)):
+        return from_headers(checkpoint, "report.json is of an earlier save, or of another model")
     return report
+
+
+def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
+    """Return the part of a report that config.json and the headers give; `why` there is no more.
+
+    "incomplete" says what is not known. Raises CheckpointError for a checkpoint without packed linears.
+    """
+    skeleton = Skeleton(checkpoint)
+    skeleton.check_tensors()
+    kept, layers = {stored.name: stored.nbytes for stored in checkpoint.tensors.values()}, []
+    for name, module in skeleton.model.named_modules():
+        if isinstance(module, PackedLinear):
+            names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
+            nbytes = sum(kept.pop(stored) for stored in names)
+            spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
+            layers.append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
+    if not layers:
+        raise CheckpointError(
+            f"{checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
+        )
+    found = Plan(tuple(layers), kept_nbytes=kept)
+    rows = (
+        {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
+        for x in layers
+    )
+    return {
+        "bpw": found.bpw,
+        "nbytes": {"quantized linears": found.quantized_nbytes, **skeleton.other_nbytes(kept), "total": found.nbytes},
+        "source_nbytes": None,
+        "plan": [dataclasses.asdict(group) for group in plan.groups(found)],
+        "layers": list(rows),
+        "incomplete": f"from config.json and the headers of the files, because {why}; methods and errors are not known",
+    }

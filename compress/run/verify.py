@@ -7,7 +7,7 @@ fresh module tree with packed linears is filled from the files block by block, a
 hashes, bit for bit. Where low-rank parts are trained after that, new hashes are taken before they are written, of the
 checked files with the trained parts in memory. `verify` repeats on any finished checkpoint what does not need the
 original: file hashes, names, shapes and types against the configuration, and that every block decodes to finite
-outputs.
+outputs. A checkpoint that was saved again by other software has no hashes; the rest is checked all the same.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError
+from compress.kv.cache import layer_types
 from compress.model import blockwise, dry_load
+from compress.model.load import open_config
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress, silent
+from compress.runtime import kv_config
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
-from compress.storage import checkpoint
-from compress.storage.checkpoint import open_checkpoint, read_json, sha256
+from compress.storage.checkpoint import CONFIG, Checkpoint, open_checkpoint, sha256
+from compress.storage.manifest import RECIPE, Manifest
 
 PROBE_TOKENS = 64
+CHECKED, NO_MANIFEST, EARLIER_SAVE = "checked", "none", "of an earlier save"  # what `verify` says of the manifest
 
 
 class Probe:
@@ -79,27 +84,62 @@ def self_check(
     return "passed"
 
 
-def verify(directory: Path, progress: Progress = silent) -> dict[str, int]:
-    """Check a finished checkpoint; return counts. Raises CheckpointError at the first thing that is wrong."""
-    if not (directory / checkpoint.MANIFEST).is_file():
-        raise CheckpointError(
-            f"{directory} has no {checkpoint.MANIFEST}; only checkpoints that compress wrote can be verified"
-        )
-    files = read_json(directory / checkpoint.MANIFEST).get("files")
-    if not isinstance(files, dict) or not files:
-        raise CheckpointError(
-            f"{directory / checkpoint.MANIFEST} lists no files; download or write the checkpoint again"
-        )
-    for number, (name, expected) in enumerate(files.items()):
-        progress("hashing files", number, len(files))
-        path = directory / name
-        if Path(name).name != name or not path.is_file():
-            raise CheckpointError(f"{path} is missing; download or write the checkpoint again")
-        if sha256(path) != expected:
-            raise CheckpointError(f"{path} is not the file that was written; download or write the checkpoint again")
-    blocks = replay(directory, torch.device("cpu"), progress)
+def verify(directory: Path, progress: Progress = silent) -> dict[str, Any]:
+    """Check a finished checkpoint; return what was checked.
+
+    "files": how many have the hash that was written; "tensors", "nbytes", "blocks": of the model; "manifest":
+    "checked", or why there are no hashes; "unlisted": files that the manifest lacks and that loading does not read.
+    Without hashes all stored numbers must at least be finite. Raises CheckpointError for what is not as it should be.
+    """
     stored = open_checkpoint(directory)
-    return {"files": len(files), "tensors": len(stored.tensors), "nbytes": stored.nbytes, "blocks": len(blocks)}
+    weights = {tensor.file.name for tensor in stored.tensors.values()}
+    listed, outcome, unlisted = Manifest.read(directory), NO_MANIFEST, list[str]()
+    if listed is not None and listed.is_of_earlier_save(weights):
+        listed, outcome = None, EARLIER_SAVE
+    if listed is not None:
+        outcome, unlisted = CHECKED, check_listed(listed, weights, progress)
+    else:
+        check_finite(stored, progress)
+    blocks = replay(directory, torch.device("cpu"), progress)
+    check_cache(stored)
+    counts = {"tensors": len(stored.tensors), "nbytes": stored.nbytes, "blocks": len(blocks)}
+    return {"files": len(listed.files) if listed else 0, **counts, "manifest": outcome, "unlisted": unlisted}
+
+
+def check_listed(listed: Manifest, weights: set[str], progress: Progress) -> list[str]:
+    """Compare all files with the manifest; return those beside it that loading does not read.
+
+    Raises CheckpointError for a file that is missing or changed, and for one that loading reads and that is not listed.
+    """
+    read, others = listed.unlisted()
+    listed.check_listed({*read, *weights, CONFIG, RECIPE})
+    for name in listed.files:
+        listed.check_size(name)
+    for number, name in enumerate(listed.files):
+        progress("hashing files", number, len(listed.files))
+        listed.check_hash(name)
+    return others
+
+
+def check_finite(stored: Checkpoint, progress: Progress) -> None:
+    """Raise CheckpointError for a stored tensor with NaN or infinite numbers."""
+    for number, (name, tensor) in enumerate(stored.tensors.items()):
+        progress("reading tensors", number, len(stored.tensors))
+        is_tiny = tensor.dtype.itemsize == 1  # float8, for which torch has no isfinite
+        for part in tensor.parts() if tensor.dtype.is_floating_point else ():
+            numbers = part.view(tensor.dtype)
+            if not torch.isfinite(numbers.half() if is_tiny else numbers).all():
+                raise CheckpointError(f"{tensor.file}: {name} has NaN or infinite values; write the checkpoint again")
+
+
+def check_cache(stored: Checkpoint) -> None:
+    """Raise CheckpointError for calibrated tensors of a cache that are not those that config.json speaks of."""
+    packed = stored.config.get("quantization_config")
+    section = packed.get("kv_cache") if isinstance(packed, dict) else None
+    if section is not None:
+        config = open_config(stored.directory)
+        settings = kv_config.read(section, len(layer_types(config)))
+        kv_config.read_static(section, stored.directory, config, settings)
 
 
 def replay(

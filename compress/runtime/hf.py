@@ -40,6 +40,8 @@ from compress.errors import CheckpointError, shown
 from compress.formats import stored
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.storage import manifest
+from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
@@ -159,11 +161,13 @@ class CompressQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
             raise CheckpointError("this checkpoint is not packed; write a packed one with `compress quantize` first")
+        files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        self._directory = files[0].parent if files else None  # None: a state dict in memory
+        if self._directory is not None:
+            _check_files(model, self._directory, {file.name for file in files})
         swap(model, self.quantization_config)
         for module in _packed(model):
             module.weight = _initialized(module.shape)
-        files = kwargs.get("checkpoint_files")
-        self._directory = Path(files[0]).parent if files else None  # None: a state dict in memory
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for module in _packed(model):
@@ -198,6 +202,16 @@ def register() -> None:
     """Make from_pretrained know the method; runs when this file is imported, and again does no harm."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = CompressQuantizer
+
+
+def _check_files(model: PreTrainedModel, directory: Path, weights: set[str]) -> None:
+    """Compare the files that are about to be loaded with the manifest beside them."""
+    asked = manifest.is_asked()
+    if asked and not (directory / MANIFEST).is_file():
+        from compress.runtime import kv_config
+
+        kv_config.fetched(model, directory, MANIFEST)
+    manifest.check_loaded(directory, weights, asked)
 
 
 def _set_pruning(model: nn.Module, config: CompressConfig) -> None:

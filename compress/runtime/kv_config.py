@@ -121,15 +121,15 @@ def use(model: Any, section: Mapping[str, Any], directory: Path | None) -> None:
     settings = read(section, len(layer_types(model.config)))
     where = directory or Path(model.name_or_path)
     if section.get("static") is not None and not (where / FILE).is_file():
-        where = _fetched(model, where) or where
+        where = fetched(model, where, FILE) or where
     static = read_static(section, where, model.config, settings)
     generation.attach(model, settings, static)
     if static:
         model.save_pretrained = MethodType(partial(_save, static), model)
 
 
-def _fetched(model: Any, directory: Path) -> Path | None:
-    """The folder of the file in the hub's cache, into which from_pretrained fetches nothing but weights.
+def fetched(model: Any, directory: Path, file: str) -> Path | None:
+    """Return the folder of a file in the hub's cache, into which from_pretrained fetches nothing but weights.
 
     directory: where these are, <cache>/<repository>/snapshots/<commit>/<folder>, so that the file comes from the same
     cache, commit and folder; without such, from the default cache and the commit of the configuration.
@@ -142,7 +142,7 @@ def _fetched(model: Any, directory: Path) -> Path | None:
         given = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
     path = cached_file(
         model.name_or_path,
-        FILE,
+        file,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         **given,

@@ -26,6 +26,7 @@ from compress.errors import CheckpointError, first_line, shown
 from compress.storage import config_sizes, json_text, paths
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # all tensors in one file; an index beside it, of an earlier save, does not count
 CONFIG, MANIFEST = paths.CONFIG, paths.MANIFEST
 CHUNK = 8 << 20  # bytes copied at a time
 
@@ -129,7 +130,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     config = read_config(directory)
     tensors: dict[str, StoredTensor] = {}
-    weight_map = _weight_map(directory)
+    weight_map = {} if (directory / SINGLE).is_file() else _weight_map(directory)  # transformers looks in this order
     for file in sorted(set(weight_map.values())) if weight_map else _single_file(directory):
         tensors.update(read_header(directory / file))
     if missing := sorted(set(weight_map) - set(tensors)):
@@ -197,8 +198,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def _single_file(directory: Path) -> list[str]:
-    if (directory / "model.safetensors").is_file():
-        return ["model.safetensors"]
+    if (directory / SINGLE).is_file():
+        return [SINGLE]
     found = sorted(p.name for p in directory.glob("*.safetensors"))
     if len(found) == 1:
         return found
