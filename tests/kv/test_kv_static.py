@@ -132,7 +132,6 @@ def changed(tensor: Tensor, values: dict[int, float]) -> Tensor:
         ("pca", "values.bits", {0: 255}, "holds 255, "),
         ("pca", "keys.bits", dict.fromkeys(range(32), 7), "sum to 224, more than the 64 of the settings"),
         ("pca", "keys.variances", {0: 0.0}, "holds 0, which is not above 0"),
-        ("pca", "values.back", dict.fromkeys(range(WIDTH), 0.0), "holds a singular matrix"),
         ("kvquant", "keys.levels", {0: 60000.0}, "is not in ascending order"),
         ("kvquant", "keys.scales", {5: -1.0}, "holds -1, which is not above 0"),
     ],
@@ -147,6 +146,15 @@ def test_values(method: str, name: str, values: dict[int, float], message: str, 
     assert f"layer 0, {kind}: {method} is calibrated, but {short} {message}" in refusal(
         method, spec, own, **case.settings
     )
+
+
+def test_a_basis_that_is_none() -> None:
+    """To be found by inverting it, which waits for the first keys."""
+    case, name = next(case for case in CALIBRATED if case.method == "pca"), "layers.0.values.back"
+    static = {**case.static(), name: changed(case.static()[name], dict.fromkeys(range(WIDTH), 0.0))}
+    cache = make_cache(model(), case.recipe, static)
+    with pytest.raises(RecipeError, match="layer 0, values: back holds a singular matrix; calibrate"):
+        cache.codec(0, "values", normal(1, HEADS, 8, WIDTH))
 
 
 def test_an_order_with_a_channel_twice(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.errors import RecipeError
 from compress.kernels import dispatch, kv_contract
 from compress.kernels.kv_contract import (
     BLOCK,
@@ -147,13 +148,11 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
 
 
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
-    """Check that bits are possible and within the budget, and that the basis is one; ValueError."""
+    """Check that bits are possible and within the budget, and variances are some; ValueError."""
     checks.within("bits", static["bits"], 0, MOST_MIXED_BITS)
     if (total := int(static["bits"].sum())) > _budget(config, spec):
         raise ValueError(f"bits sum to {total}, more than the {_budget(config, spec)} of the settings")
     checks.positive("variances", static["variances"])
-    if bool(torch.linalg.lu_factor_ex(static["back"].double()).info.any()):
-        raise ValueError("back holds a singular matrix")
 
 
 def _budget(config: Config, spec: Spec) -> int:
@@ -166,10 +165,13 @@ class Principal(Codec):
 
     def __init__(self, spec: Spec, static: Mapping[str, Tensor]) -> None:
         back = static["back"].double()
+        inverse, info = torch.linalg.inv_ex(back)
+        if bool(info.any()):
+            raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
         held = {
             "mean": static["mean"].float()[:, None],
             "back": back.mT.float().contiguous(),
-            "forward": torch.linalg.inv(back).mT.float().contiguous(),
+            "forward": inverse.mT.float().contiguous(),
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
