@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, first_line
 from compress.model import stored_weights
 from compress.model.load import FAILURES, open_config, without_weights
+from compress.model.meta_pass import run_without_data
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
+from compress.runtime.experts import Experts, is_fused_experts
+from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 
@@ -39,7 +43,10 @@ def check_written(directory: Path) -> None:
 
 
 def check_planned(skeleton: Skeleton, plan: Plan) -> None:
-    """Load what a run will write, by the same classes; raise UnsupportedModelError if one of them cannot."""
+    """Load what a run will write, by the same classes, and run it without data.
+
+    Raises UnsupportedModelError if a class cannot load it, or reads a weight that will be packed.
+    """
     packed = hf.build_config({layer.spec.name: layer.stored for layer in plan.layers}).to_dict()
     tensors = {
         f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
@@ -55,9 +62,11 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
         config = copy.deepcopy(skeleton.model.config if kind is causal else skeleton.config)
         config.quantization_config = packed
         try:
-            _load(kind, None, config=config, state_dict=tensors, dtype=skeleton.dtype)
+            model = _load(kind, None, config=config, state_dict=tensors, dtype=skeleton.dtype)
+            if kind is causal:
+                _check_forward(model)
         except CheckpointError as error:
-            advice = "give a model of another architecture"
+            advice = "list what is at fault under ignore in the recipe, or give a model of another architecture"
             if kind is not causal:
                 advice = f'for its text part alone, set architectures in config.json to ["{causal.__name__}"]'
             raise UnsupportedModelError(
@@ -79,6 +88,39 @@ def _load(kind: Any, source: Path | None, **options: Any) -> PreTrainedModel:
             f"first {absent[0]}"
         )
     return model
+
+
+class _WeightReadError(AttributeError):
+    """Stop a forward pass that reads the weight of a packed linear; asking whether there is one is no error."""
+
+
+class _Unread(nn.Module):
+    """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read."""
+
+    def __init__(self, name: str, real: nn.Module) -> None:
+        super().__init__()
+        self.name, self.bias = name, getattr(real, "bias", None)
+        self.in_features, self.out_features = getattr(real, "in_features", None), getattr(real, "out_features", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise _WeightReadError(self.name)
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(x) if self.out_features is None else x.new_empty(*x.shape[:-1], self.out_features)
+
+
+def _check_forward(model: PreTrainedModel) -> None:
+    """Raise CheckpointError if the forward pass of a loaded model reads the weight of a packed linear itself."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Experts) or is_fused_experts(module):
+            model.set_submodule(name, _Unread(name, module))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            model.set_submodule(name, _Unread(name, module))
+    if isinstance(error := run_without_data(model), _WeightReadError):
+        raise CheckpointError(f"transformers' {type(model).__name__} reads the weight of {error} itself")
 
 
 def _named_classes(config: PretrainedConfig, causal: type) -> Iterator[type[PreTrainedModel]]:

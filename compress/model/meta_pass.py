@@ -52,9 +52,14 @@ def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
+    return {} if run_without_data(model) is not None else keys
+
+
+def run_without_data(model: PreTrainedModel) -> Exception | None:
+    """Run the forward pass of a model on the meta device; return what stopped it, None if nothing did."""
     try:
         # with a cache, transformers does not look into the (absent) position values for packed sequences
         model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-        return {}
-    return keys
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return error
+    return None
