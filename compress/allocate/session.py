@@ -28,8 +28,9 @@ from compress.storage.workdir import writing
 def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     """Open the measurements of a recipe; every linear is quantized at every option when it is entered."""
     opened = prepare_options.options(asked)
-    if opened.allocation.target is not None:
-        table.check_target(opened, opened.allocation.target)
+    target, context = opened.allocation.target, opened.allocation.context
+    if target is not None:
+        table.check_target(opened, target)
     database = Database(asked.measurements or prepare_options.folder_of(asked))
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
@@ -42,8 +43,8 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     opened = dataclasses.replace(opened, prepared=prepared)
     arrangement = prepared.arrangement.as_stored()
     with database.opened(prepare_options.measurement_identity(opened, calibration), arrangement):
-        if opened.allocation.context is not None and opened.allocation.target is not None:
-            kv_share.check_room(opened, opened.allocation.target, calibration.tokens, database.folder, progress)
+        if target is not None and context is not None:
+            kv_share.check_room(opened, target, calibration.tokens, database.folder, progress)
         quantize_options.quantize_all(opened, database, calibration.tokens, progress)
         evaluators = Evaluators(opened, database.folder, calibration, progress)
         try:

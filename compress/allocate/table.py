@@ -37,18 +37,20 @@ class SensitivityTable:
         """Return the number of quantized weights, those that rules decide included."""
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
+    def budget(self, target: Target) -> int:
+        """Return the bytes that a target leaves for the units."""
+        if target.unit == "bpw":
+            total = int(target.value * self.numel / 8)
+        else:
+            total = int(target.value * UNITS[target.unit.upper()]) - self.other_nbytes
+        return total - self.fixed_nbytes
+
     def problem(self, target: Target) -> Problem:
         """Return the allocation of a target's bytes, at most of what the largest entries take.
 
         Raises BudgetError for a target that no choice reaches.
         """
-        if target.unit == "bpw":
-            total = int(target.value * self.numel / 8)
-        else:
-            total = int(target.value * UNITS[target.unit.upper()]) - self.other_nbytes
-        problem = Problem(self.units, total - self.fixed_nbytes)
-        if problem.budget > problem.most:
-            return Problem(self.units, problem.most)
+        problem = Problem(self.units, min(self.budget(target), Problem(self.units, 0).most))
         if problem.budget < problem.least:
             least = problem.least + self.fixed_nbytes
             raise BudgetError(
@@ -95,7 +97,7 @@ def check_target(opened: prepare_options.Options, target: Target) -> None:
         return
     sizes = assemble(opened, {}, {}, 0, {})
     problem = sizes.problem(target)
-    if problem.budget == problem.most and opened.allocation.context is None:
+    if sizes.budget(target) > problem.most and opened.allocation.context is None:
         bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel
         nbytes = show(sizes.most_nbytes)
         note(

@@ -53,20 +53,25 @@ class Database(WorkDirectory):
         """Create it, or go on with one of this identity; held by one process at a time. Raises OutputError."""
         busy = f"{self.folder} is in use by another run; wait, or give another folder"
         with writing(self.folder, self.option), self._take_lock(busy):
+            if self.is_begun and self.records.is_dir():
+                self._forget_empty()
             self.records.mkdir(exist_ok=True)
             if not self.is_begun and any(self.records.iterdir()):
                 raise OutputError(f"{self.folder} has levels but no run.json; give another folder, or remove it")
+            opened = False
             try:
-                self._forget_empty()
-                self.records.mkdir(exist_ok=True)
                 self._upgrade()
                 self.arrangement = self.begin({"version": VERSION, **identity}, dict(arrangement))
+                opened = True
                 self._remove_parts(self.records)
                 for left in [*self.folder.glob("candidates-*"), *self.folder.glob("text/candidates-*")]:
                     shutil.rmtree(left, ignore_errors=True)  # of a killed run
                 yield self
             finally:
-                if self._forget_empty():
+                if not opened:
+                    with suppress(OSError):  # a run.json that is not ours, or levels
+                        self.records.rmdir()
+                elif self._forget_empty():
                     with suppress(OSError):  # there is something else in it, or another run waits for the lock
                         (self.folder / "lock").unlink()
                         self.folder.rmdir()
@@ -76,7 +81,7 @@ class Database(WorkDirectory):
         if any(self.records.glob("*.json")):
             return False
         with suppress(OSError):  # what cannot be removed is left to the next run
-            for path in [*self.records.iterdir(), self.run, self.folder / "stream"]:
+            for path in [*self.records.iterdir(), self.run]:
                 path.unlink(missing_ok=True)
             self.records.rmdir()
         return True

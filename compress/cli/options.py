@@ -147,11 +147,13 @@ class RunOptions:
 
     def _check_folders(self, writes: Writes, out: Path | None) -> None:
         """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
+        if writes is not None and self.measurements is not None:
+            paths.check_writable(self.measurements, "--measurements")
+        elif writes == "measurements" and out is not None:
+            paths.check_writable(out.parent, "--measurements")
         if writes == "checkpoint" and out is not None:
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
-        if writes is not None and self.measurements is not None:
-            paths.check_writable(self.measurements, "--measurements")
 
     def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
         """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
@@ -248,7 +250,7 @@ def errors(resume: str = "") -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(streams.UNREAD) from None
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            note(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+            note(f"{error.filename or 'cannot write the output'}: {error.strerror}")
             raise typer.Exit(1) from None
         raise
 

@@ -93,8 +93,15 @@ def test_a_measurement_that_holds_work_stays(model: Path, mine: Setup, tmp_path:
 
 
 def test_a_folder_of_others_keeps_what_it_holds(model: Path, mine: Setup, tmp_path: Path) -> None:
-    """Given for measurements that are refused."""
+    """Given for measurements that are refused, though it has a file of the name of ours."""
     folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "run.json").write_text("of another program")
+    for _ in range(2):
+        result = cli(*measure(model, mine, folder))
+        assert result.code == 1 and "run.json is damaged" in one_line(result)
+        assert (folder / "run.json").read_text() == "of another program" and not (folder / "levels").exists()
+    shutil.rmtree(folder)
     folder.mkdir()
     (folder / "photo").write_text("precious")
     spoil(model)
@@ -117,7 +124,7 @@ def test_targets_are_answered_before_measuring(mine: Setup, tmp_path: Path) -> N
         for name in ("quantize", "plan"):
             result = cli(name, str(model), *words, *more)
             assert result.code == 1 and said in one_line(result) and "raise it" in result.err, result
-    alone = ["--recipe", "kv4", "--set", "allocate={context: 100}"]
+    alone = ["--recipe", "kv4", "--set", "kv_cache.group_size=16", "--set", "allocate={context: 100}"]
     result = cli("quantize", str(model), *words, *alone, "--target", "100KB")
     assert result.code == 1 and "leaves nothing for the cache: the weights take 517.25 KiB" in one_line(result)
     assert sorted(tmp_path.iterdir()) == before
