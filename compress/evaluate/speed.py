@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress import process_memory
+from compress.errors import BudgetError
 from compress.kernels import dispatch
-from compress.model.load import load_model
+from compress.model.load import load_model, sequence_nbytes
 from compress.runtime.linear import PackedLinear
 
 Call = Callable[[], object]
@@ -79,6 +81,7 @@ def measure(model: Path, device: str = "cpu", batch: int = 1, prompt_tokens: int
 
 def _generation(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
     """Return tokens a second of the prompt and of what follows, with the model's own generate: the better of two."""
+    _check_size(model, batch, prompt_tokens + new_tokens)
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(model.device)
@@ -93,6 +96,16 @@ def _generation(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> 
     seconds(2)
     first, all = (min(seconds(count) for _ in range(2)) for count in (1, 1 + new_tokens))
     return batch * prompt_tokens / first, batch * new_tokens / max(all - first, 1e-9)
+
+
+def _check_size(model: Any, batch: int, tokens: int) -> None:
+    """Raise BudgetError for sequences that cannot be in memory, not even packed as no cache packs them."""
+    least = batch * sequence_nbytes(model.config.get_text_config(), tokens) // 16
+    if least > process_memory.available():
+        raise BudgetError(
+            f"{batch} sequences of {tokens} tokens take more than {process_memory.show(least)}, which is not free; "
+            "ask for fewer"
+        )
 
 
 def now(device: torch.device) -> float:

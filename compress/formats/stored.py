@@ -11,7 +11,6 @@ config.json, report.json, the records of finished blocks and those of packed opt
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -90,5 +89,5 @@ def _fits(value: Any, hint: Any) -> bool:
     if choices:
         return isinstance(value, list | tuple) and all(_fits(item, choices[0]) for item in value)
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= LARGEST
+        return type(value) in (int, float) and abs(value) <= LARGEST  # so that it is finite
     return type(value) is hint and (hint is not int or abs(value) <= LARGEST)

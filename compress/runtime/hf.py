@@ -88,7 +88,7 @@ class CompressConfig(QuantizationConfigMixin):
     def read(cls, packed: Any) -> CompressConfig:
         """Return what config.json holds; CheckpointError if it is not ours."""
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
-        if method != METHOD:
+        if method != METHOD or method is packed:
             raise CheckpointError(
                 f"quantization_config is of {shown(method)}, not of {METHOD}; give a checkpoint that compress wrote"
             )

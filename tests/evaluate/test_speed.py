@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from compress import api
 from compress.cli.app import app
+from compress.errors import BudgetError
 from compress.evaluate import speed
 from pico import save_pico
 from runs import RTN, job
@@ -61,3 +62,9 @@ def test_the_command(packed: Path) -> None:
     told = CliRunner().invoke(app, ["bench", str(packed), "--prompt-tokens", "4", "--new-tokens", "2", "--json"])
     values = json.loads(told.stdout)
     assert values["device"] in ("cpu", "cuda") and values["layers"][0]["format"] == "int"
+
+
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(10**30, 8, 2), (1 << 40, 8, 2), (1, 10**30, 2), (1, 8, 10**12)])
+def test_more_than_memory_holds(batch: int, prompt: int, new: int, packed: Path) -> None:
+    with pytest.raises(BudgetError, match="which is not free; ask for fewer"):
+        speed.measure(packed, batch=batch, prompt_tokens=prompt, new_tokens=new)

@@ -255,11 +255,9 @@ def test_registering_again_does_no_harm(packed: Callable[[str], Packed]) -> None
 
 
 def test_tables_of_other_shapes_are_errors() -> None:
-    config = CompressConfig(default={"format": "dense", "params": {}}, modules={"a": {"bits": 4}, "b": [1]})
+    config = CompressConfig(default={"format": "dense", "params": {}}, modules={"a": {"bits": 4}})
     with pytest.raises(CheckpointError, match=r"a has \['bits', 'format', 'params'\]"):
         scheme(config, "a")
-    with pytest.raises(CheckpointError, match="b is not a table"):
-        scheme(config, "b")
     with pytest.raises(CheckpointError, match="c has"):
         scheme(CompressConfig(modules={"c": {"format": 4, "params": {}}}), "c")
 
@@ -273,7 +271,7 @@ def test_tables_of_other_shapes_are_errors() -> None:
         (lambda c: c.update(version=2), "version 2.*upgrade compress"),
         (lambda c: c.update(transforms=[]), r"unknown keys \['transforms'\].*upgrade compress"),
         (lambda c: c["default"].update(format="hologram"), "'hologram' is unknown.*upgrade compress"),
-        (lambda c: c["default"].update(format="../int"), "not a valid name"),
+        (lambda c: c["default"].update(format="../int"), "is unknown to this version"),
         (lambda c: c["default"]["params"].update(colour=1), "unknown keys"),
         (lambda c: c["default"]["params"].update(bits=11), "bits 11"),
         (lambda c: c["default"].update(ops={"input": ["spin"]}), "transform 'spin' is unknown to this version"),
