@@ -6,7 +6,7 @@
     compress.prepare(job).plan                              # what would be done, with exact bytes; reads no weight
     compress.quantize(job)                                  # do it: a directory that transformers loads
     compress.evaluate.evaluate("models_out/small", text)    # how good the result is
-    model = compress.load("models_out/small")               # the packed model; from_pretrained does the same
+    model = compress.load("models_out/small")               # the packed model; from_pretrained loads the same
 
 Importing this package makes `from_pretrained` know packed checkpoints, and imports neither torch nor transformers.
 

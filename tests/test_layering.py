@@ -14,6 +14,8 @@ from compress import plugins
 ROOT = Path(__file__).parents[1]
 HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
 LOOSE = 10  # modules beside the packages
+OPENERS = {"from_pretrained", "from_config", "torch_load", "load_state_dict_from_url"}
+REFUSED = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True, "use_safetensors": True}
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -167,8 +169,29 @@ def unsafe(tree: ast.Module) -> list[str]:
             found.append(f"line {node.lineno}: torch.load")
         if isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in {a.name for a in node.names}:
             found.append(f"line {node.lineno}: torch.load")
-        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
-            found.append(f"line {node.lineno}: trust_remote_code")
+        if isinstance(node, ast.keyword) and node.arg in REFUSED and ast.unparse(node.value) != str(REFUSED[node.arg]):
+            found.append(f"line {node.lineno}: {node.arg}")
+    return found
+
+
+def openers(tree: ast.Module) -> list[str]:
+    """line N: name, for each use of what opens a model, a configuration or a tokenizer in transformers."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in OPENERS]
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in OPENERS]  # getattr
+    return sorted(f"line {node.lineno}: {ast.unparse(node)}" for node in (*nodes, *texts))
+
+
+def unguarded(tree: ast.Module) -> list[str]:
+    """Calls of `openers` that do not refuse remote code, or open weights of any kind of file."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OPENERS:
+            given = {word.arg or ast.unparse(word.value) for word in node.keywords}
+            text = ast.unparse(node.func)
+            if not given & {"trust_remote_code", "_LOCAL"}:
+                found.append(f"{text}: remote code")
+            if text == "AutoModelForCausalLM.from_pretrained" and "use_safetensors" not in given:
+                found.append(f"{text}: pickles")
     return found
 
 
@@ -228,10 +251,13 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 
 # The third asks only where the user keeps caches: what it finds there saves time and changes no number.
-READS_ENVIRONMENT = ("compress.autoload", "compress.cli.app", "compress.kernels.object_cache")
+# The fourth asks whether files are to be compared with their hashes.
+READS_ENVIRONMENT = (
+    *("compress.autoload", "compress.cli.app", "compress.kernels.object_cache", "compress.storage.manifest"),
+)
 
 
-def test_environment_is_read_in_three_places_only() -> None:
+def test_environment_is_read_in_four_places_only() -> None:
     assert offenders(lambda name: environment_reads(parse(name))).keys() == set(READS_ENVIRONMENT)
 
 
@@ -241,6 +267,17 @@ EVERYWHERE = [*sources(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT
 def test_nothing_is_unpickled_and_no_remote_code_is_trusted() -> None:
     found = {str(path.relative_to(ROOT)): unsafe(ast.parse(path.read_text(encoding="utf-8"))) for path in EVERYWHERE}
     assert {path: wrong for path, wrong in found.items() if wrong} == {}
+
+
+OPENS = "compress.model.load"
+
+
+def test_one_module_opens_models() -> None:
+    assert offenders(lambda name: openers(parse(name))).keys() == {OPENS}
+    assert unguarded(parse(OPENS)) == []
+    local = next(n for n in parse(OPENS).body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "_LOCAL")
+    assert local.value is not None
+    assert ast.literal_eval(local.value) == {"trust_remote_code": False, "local_files_only": True}
 
 
 # The checks themselves, on sources that break the rules.
@@ -312,7 +349,29 @@ def test_check_of_unsafe_code() -> None:
         "torch.load(x)",
         "from torch import load",
         call.format(True),
+        "np.load(x, allow_pickle=True)",
+        "f(weights_only=False)",
+        "f(use_safetensors=None)",
     ):
         assert len(unsafe(ast.parse(source))) == 1, source
     for source in ("import torch", "safetensors.torch.load_file(x)", call.format(False)):
         assert unsafe(ast.parse(source)) == [], source
+
+
+def test_check_of_openers() -> None:
+    for source in (
+        "AutoConfig.from_pretrained(x)",
+        "M.from_config(c)",
+        "f = M.from_pretrained",
+        "getattr(M, 'from_config')",
+    ):
+        assert len(openers(ast.parse(source))) == 1, source
+    assert openers(ast.parse("'AutoModel.from_pretrained(x)'\nload_model(x)")) == []
+    call = "AutoModelForCausalLM.from_pretrained(x, {})"
+    for words, count in (
+        ("", 2),
+        ("trust_remote_code=False", 1),
+        ("use_safetensors=True, **_LOCAL", 0),
+        ("**other", 2),
+    ):
+        assert len(unguarded(ast.parse(call.format(words)))) == count, words

@@ -1,0 +1,177 @@
+"""Checkpoints that bring code along: no command runs any of it, be it a pickle or a module for transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+import typer
+
+from compress import api
+from compress.cli.app import app
+from compress.errors import CheckpointError
+from compress.model import load
+from compress.run import verify
+from compress.storage.checkpoint import CONFIG
+from pico import save_pico
+from runs import RTN, TEXT, cli, job
+
+MARKER = "code-was-run"
+MODULE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
+Config.model_type = "evil"
+"""
+AUTO_MAP = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": "evil.Tokenizer"}
+
+
+class Bait:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return io.open, (str(self.marker), "w")
+
+
+def pickled(directory: Path, *names: str) -> None:
+    for name in names:
+        torch.save({"lm_head.weight": Bait(directory.parent / MARKER)}, directory / name)
+
+
+def remote_code(directory: Path) -> None:
+    """Let the configuration and the tokenizer name a module in the directory."""
+    (directory / "evil.py").write_text(MODULE.format(marker=str(directory.parent / MARKER)))
+    for name in (CONFIG, "tokenizer_config.json"):
+        values = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps({**values, "auto_map": AUTO_MAP}))
+
+
+def only_pickles(directory: Path) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
+    pickled(directory, "pytorch_model.bin")
+    remote_code(directory)
+
+
+def unknown_model(directory: Path) -> None:
+    pickled(directory, "pytorch_model.bin", "training_args.bin")
+    remote_code(directory)
+    values = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps({**values, "model_type": "evil", "architectures": ["Evil"]}))
+
+
+def known_model(directory: Path) -> None:
+    pickled(directory, "pytorch_model.bin", "adapter_model.bin")
+    remote_code(directory)
+
+
+SOURCES = [only_pickles, unknown_model, known_model]
+DATA_FREE = ["--recipe", "int8"]
+ALLOCATION = ["--recipe", "mixed3bit", "--calib", str(TEXT), "--set", "calibration.num_samples=2"]
+ALLOCATION += ["--set", "calibration.seq_len=16"]
+NEEDED: dict[str, list[str]] = {  # what a command must be given beside the checkpoint; a new one may need nothing
+    "quantize": [*DATA_FREE, "--out", "out"],
+    "plan": DATA_FREE,
+    "transform": ["--recipe", "w4a8", "--out", "out", "--calib", str(TEXT), "--set", "calibration.num_samples=2"],
+    "measure": [*ALLOCATION, "--measurements", "measured"],
+    "allocate": [*ALLOCATION, "--measurements", "measured", "--text", str(TEXT)],
+    "eval": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64"],
+    "generate": ["--prompt", "a", "--max-new-tokens", "2"],
+    "bench": ["--prompt-tokens", "2", "--new-tokens", "1"],
+    "kv-bench": ["--text", str(TEXT), "--kv", "kv8", "--context", "64", "--max-tokens", "128", "--no-speed"],
+}
+
+
+@cache
+def commands() -> dict[str, click.Command]:
+    """The commands that are given a checkpoint, by name, as the command line has them."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    names = {"model", "directory"}
+    return {name: c for name, c in group.commands.items() if names & {parameter.name for parameter in c.params}}
+
+
+def words(name: str, directory: Path) -> list[str]:
+    """A command line on this checkpoint, which is given wherever one can be."""
+    options = ["--base", str(directory)] if "base" in {p.name for p in commands()[name].params} else []
+    return [name, str(directory), *NEEDED.get(name, []), *options]
+
+
+def test_the_baits_work(tmp_path: Path) -> None:
+    """Who unpickles or imports them makes the marker."""
+    directory = save_pico("llama", tmp_path / "model")
+    known_model(directory)
+    marker = tmp_path / MARKER
+    for source in (
+        "import sys, torch; torch.load(sys.argv[1] + '/pytorch_model.bin', weights_only=False)",
+        "import sys, transformers\ntransformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)",
+    ):
+        assert not marker.exists()
+        subprocess.run([sys.executable, "-c", source, str(directory)], check=False, capture_output=True)
+        assert marker.exists()
+        marker.unlink()
+
+
+@pytest.mark.parametrize("hostile", SOURCES, ids=lambda hostile: hostile.__name__)
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_no_command_runs_code_of_a_checkpoint(name: str, hostile: Callable[[Path], None], tmp_path: Path) -> None:
+    directory = save_pico("llama", tmp_path / "model")
+    hostile(directory)
+    result = cli(*words(name, directory), cwd=tmp_path)
+    assert not (tmp_path / MARKER).exists(), result
+    assert result.code in (0, 1), result
+    errors = [line for line in result.err.splitlines() if line.startswith("compress: ")]
+    assert len(errors) == result.code and "Traceback" not in result.err, result
+    if hostile is not known_model:
+        assert result.code == 1, result
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hostile")
+    api.quantize(job(save_pico("llama", directory / "source"), RTN, directory / "out"))
+    return directory / "out"
+
+
+@pytest.mark.parametrize("name", ["bench", "eval", "generate", "inspect", "kv-bench", "verify"])
+def test_packed_checkpoints_that_bring_code(name: str, packed: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(packed, tmp_path / "model"))
+    known_model(directory)
+    result = cli(*words(name, directory), cwd=tmp_path)
+    assert not (tmp_path / MARKER).exists() and "Traceback" not in result.err, result
+    if name == "verify":
+        assert result.code == 1 and "is not listed in" in result.err
+        for path in directory.glob("*.bin"):
+            path.unlink()
+        with pytest.raises(CheckpointError, match=f"{CONFIG} is not the file that was written"):
+            verify.verify(directory)
+    else:
+        assert result.code == 0, result
+
+
+def test_weights_that_are_elsewhere(packed: Path, tmp_path: Path) -> None:
+    """Files that transformers would read in place of those of the index."""
+    for changed in ("transformers_weights", "adapter_config.json"):
+        directory = Path(shutil.copytree(packed, tmp_path / changed))
+        pickled(directory, "adapter_model.bin")
+        if changed == "adapter_config.json":
+            (directory / changed).write_text(json.dumps({"base_model_name_or_path": str(packed)}))
+        else:
+            values = json.loads((directory / CONFIG).read_text())
+            (directory / CONFIG).write_text(json.dumps({**values, changed: "adapter_model.bin"}))
+        with pytest.raises(CheckpointError, match=f"has {changed}, so its weights are not those of its index"):
+            load.load_model(directory)
+    assert not (tmp_path / MARKER).exists()
