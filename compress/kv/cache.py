@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 )
 
 from compress import plugins
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
 from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
@@ -41,10 +41,33 @@ CODED = "full_attention"  # the type of layer that is coded
 
 
 class Handle:
-    """Stands for keys or values on their way through the model where the stored codes are read."""
+    """Stands for keys or values on their way through the model where the stored codes are read.
+
+    Whatever looks into it as into a tensor raises UnreadCacheError.
+    """
 
     def __init__(self, layer: CodedLayer, kind: str, new: Tensor) -> None:
         self.layer, self.kind, self.new = layer, kind, new
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _unread()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _unread()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any) -> Any:
+        raise _unread()
+
+
+def _unread() -> UnreadCacheError:
+    return UnreadCacheError(
+        "kv_cache: the attention that runs here cannot read a cache with path='fused'; give the cache to the whole "
+        "model that compress.kv.generation.attach was given, and ask for no output_attentions, or make it with "
+        "path='decode'"
+    )
 
 
 class CodedLayer(CacheLayerMixin):
@@ -251,6 +274,20 @@ def check(codec: Codec, path: CachePath) -> None:
         )
 
 
+def needs_queries(coding: Coding, kind: str) -> bool:
+    """Return whether these settings of keys or values work with fused attention only."""
+    asks = getattr(coding.config, "needs_queries", None)
+    return asks is not None and bool(asks(kind))
+
+
+def no_queries(where: str, coding: Coding) -> str:
+    """Return what to say of settings that need queries on a model whose attention cannot be replaced."""
+    return (
+        f"{where}: {coding.method} with these settings needs the queries of attention, which cannot be replaced in "
+        "this model; choose other settings, or another method such as kivi"
+    )
+
+
 def layer_types(config: Any) -> list[str]:
     """Return the types of the decoder's layers, as caches count them."""
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
@@ -261,26 +298,6 @@ def coded_layers(config: Any, settings: CacheSettings) -> Codings:
     types, plain = layer_types(config), dict.fromkeys(KINDS, exact())
     codings = settings.by_layer(len(types))
     return tuple(layer if kind == CODED else plain for kind, layer in zip(types, codings, strict=True))
-
-
-def head_shape(config: Any) -> tuple[int, int, int]:
-    """Return the number of query heads, of KV heads, and the width of a head, as a configuration states them."""
-    decoder = config.get_text_config(decoder=True)
-    queries = decoder.num_attention_heads
-    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
-    return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
-
-
-def check_codecs(config: Any, codings: Codings) -> None:
-    """Build the codecs that need no calibration for the heads of a configuration; RecipeError where they do not fit."""
-    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:  # caches of another shape
-        return
-    queries, heads, width = head_shape(config)
-    for index, layer in enumerate(codings):
-        for kind in KINDS:
-            if not plugins.load("kv", layer[kind].method).NEEDS:
-                spec = Spec(kind, index, len(codings), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
-                build(layer[kind], spec, {})
 
 
 def named_path(path: str) -> CachePath:

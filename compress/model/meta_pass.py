@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from compress.runtime.experts import is_fused_experts, is_supported
 
 PROBE_TOKENS = 8
+# what a forward pass raises that depends on data which the meta device does not have
+NEEDS_DATA = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 class SkippedExperts(nn.Module):
@@ -54,6 +56,6 @@ def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str
     try:
         # with a cache, transformers does not look into the (absent) position values for packed sequences
         model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+    except NEEDS_DATA:
         return {}
     return keys
