@@ -94,7 +94,9 @@ class Request:
     max_tokens: int = 16384  # of the text, for each context
     equal_bytes: bool = True
     speed: bool = True
-    left_out: Callable[[str], None] | None = None  # is told, in a line, of recipes that do not fit the model; None: such
+    left_out: Callable[[str], None] | None = (
+        None  # is told, in a line, of recipes that do not fit the model; None: such
+    )
     # are an error
 
 

@@ -64,9 +64,9 @@ class Handle:
 
 def _unread() -> UnreadCacheError:
     return UnreadCacheError(
-        "kv_cache: the attention that runs here cannot read a cache with path='fused'; give the cache to the whole "
-        "model that compress.kv.generation.attach was given, and ask for no output_attentions, or make it with "
-        "path='decode'"
+        "kv_cache: an attention function that reads tensors was given a cache that is read as codes (path='fused'); "
+        "give it by name, past_key_values=..., to the whole model that compress.kv.generation.attach was given, or "
+        "make it with path='decode'"
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv import attention, hooks
 from compress.kv.cache import CachePath, KVCache, make_cache, named_path, needs_queries, no_queries
 from compress.kv.codec import Codec, Spec
@@ -101,9 +101,16 @@ def switch(model: nn.Module) -> None:
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
-        before.append(module.config._attn_implementation if cache is not None and cache.path == "fused" else None)
-        if before[-1] is not None:
-            module.config._attn_implementation = attention.NAME
+        if cache is None or cache.path != "fused":
+            before.append(None)
+            return
+        if kwargs.get("output_attentions"):
+            raise UnreadCacheError(
+                "kv_cache: attention that reads stored codes gives no attention weights; ask for no output_attentions, "
+                "or use attention 'eager' and compress.kv.generation.attach(..., path='decode')"
+            )
+        before.append(module.config._attn_implementation)
+        module.config._attn_implementation = attention.NAME
 
     def leave(module: Any, args: Any, output: Any) -> None:
         own = before.pop() if before else None

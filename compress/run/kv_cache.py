@@ -12,7 +12,7 @@ from compress.calib.kv import calibrate
 from compress.errors import RecipeError
 from compress.kv import cache as caches
 from compress.kv.codec import Spec
-from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
+from compress.kv.settings import EXACT, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.model.skeleton import Skeleton
 from compress.runtime import kv_config
