@@ -98,18 +98,23 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         is_read = is_watched and not has_sinks and (keys, values) in attended
         shapes = (keys[1], keys[3]), (values[1], values[3])
         by_layer[layer] = CachedHeads(*shapes, seen.rotary.get(layer, 0), "" if is_read else reason)
-    queries = config.get_text_config(decoder=True).num_attention_heads
-    return CachedLayers(by_layer, queries, _is_fused(model, seen), _is_half_split(model))
+    return CachedLayers(by_layer, _query_heads(config), _is_fused(model, seen), _is_half_split(model))
 
 
 def stated(config: PretrainedConfig) -> CachedLayers:
     """Return what a configuration says of the cache of its layers."""
-    decoder = config.get_text_config(decoder=True)
-    queries = decoder.num_attention_heads
+    decoder, queries = config.get_text_config(decoder=True), _query_heads(config)
+    if not queries:
+        return CachedLayers({}, queries)
     width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
     heads = getattr(decoder, "num_key_value_heads", None) or queries
     same = CachedHeads((heads, width), (heads, width), width)
     return CachedLayers(dict.fromkeys(range(len(layer_types(config))), same), queries)
+
+
+def _query_heads(config: PretrainedConfig) -> int:
+    """Return the number of query heads that a configuration states, 0 if it states none."""
+    return getattr(config.get_text_config(decoder=True), "num_attention_heads", None) or 0
 
 
 def _pass(model: PreTrainedModel) -> tuple[_Seen, bool]:

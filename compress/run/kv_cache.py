@@ -32,14 +32,15 @@ def check(config: Any, settings: CacheSettings) -> Codings:
 
     No weight is read: it is known before any work whether generation can use the cache.
     """
-    cached = cached_layers(config)
-    if caches.CODED not in caches.layer_types(config) or not cached.by_layer:
+    cached = cached_layers(config) if caches.CODED in caches.layer_types(config) else None
+    if cached is None or not cached.by_layer:
         raise RecipeError("kv_cache: no layer of this model has the full attention that is coded; remove kv_cache")
     caches.make_cache(config, settings)
     codings = caches.coded_layers(config, settings)
-    for index, heads in cached.by_layer.items():
-        for kind, coding in codings[index].items():
-            if coding.method != EXACT:
+    for index, layer in enumerate(codings):
+        heads = cached.by_layer.get(index)
+        for kind, coding in layer.items():
+            if heads is not None and coding.method != EXACT:
                 shape = heads.keys if kind == "keys" else heads.values
                 queries = max(1, cached.queries // shape[0])
                 _check_coding(coding, Spec(kind, index, len(codings), *shape, queries), heads, cached)  # type: ignore[arg-type]
@@ -62,7 +63,7 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
     if is_before_rope and not (heads.rotary and cached.is_half_split):
         raise RecipeError(
             f"{spec.where}: {coding.method} stores keys before the rotary embedding, but this model has none of the "
-            "half-split form; choose a method of keys after it, such as kivi"
+            "half-split form; choose another method, such as kivi, or rope: post where the method has it"
         )
     if caches.needs_queries(coding, spec.kind) and not cached.is_fused:
         raise RecipeError(caches.no_queries(spec.where, coding))

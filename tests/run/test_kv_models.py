@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 KIVI = "{method: kivi, bits: 4, group_size: 16, residual_length: 32, other_layers: exact}"
 NO_LAYER = "no layer of this model has the full attention that is coded; remove kv_cache"
-NO_ROPE = "stores keys before the rotary embedding, but this model has none of the half-split form; choose a method of"
+NO_ROPE = "stores keys before the rotary embedding, but this model has none of the half-split form; choose another"
 NOT_WATCHED = "cannot be calibrated on this model, because "
 NO_QUERIES = "with these settings needs the queries of attention, which cannot be replaced in this model; choose other"
 
