@@ -7,6 +7,7 @@ CompressError
 ├── UnsupportedModelError  no decoder blocks, no linears matched, unknown layout
 ├── CalibrationError       too little, empty or undecodable text
 ├── BudgetError            the memory budget cannot be met
+├── UnreadCacheError       attention that cannot read the codes of the cache it was given
 ├── NotMeasuredError       something is not measured yet, and the job forbids measuring
 └── NumericalError         non-finite weights, activations or Hessians
 
@@ -96,6 +97,10 @@ class CalibrationError(CompressError):
 
 class BudgetError(CompressError):
     """The run does not fit the memory that it was given."""
+
+
+class UnreadCacheError(CompressError, AttributeError):
+    """A cache of stored codes was given to an attention that looks into keys and values as tensors."""
 
 
 class NotMeasuredError(CompressError):

@@ -92,7 +92,12 @@ ODD: dict[str, Any] = {  # changes to "llama": all sizes multiples of 2, and of 
 def build(name: str, changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A model of PICO, with changes to its configuration."""
     model_type, differences = _CONFIGS[name]
-    config = CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **(changes or {})})
+    return of_type(model_type, {**differences, **(changes or {})})
+
+
+def of_type(model_type: str, differences: Mapping[str, Any]) -> PreTrainedModel:
+    """A model of any type of transformers, as small and as random."""
+    config = CONFIG_MAPPING[model_type](**{**_COMMON, **differences})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -126,8 +131,12 @@ def save_pico(
     changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """A checkpoint as transformers writes it: config.json, safetensors (with an index if `shards`), tokenizer."""
-    model = build(name, changes).to(dtype)
-    model.config.dtype = dtype
+    return save(build(name, changes).to(dtype), directory, shards)
+
+
+def save(model: PreTrainedModel, directory: Path, shards: bool = False) -> Path:
+    """The same of any model."""
+    model.config.dtype = model.dtype
     model.save_pretrained(directory, max_shard_size=SHARD_SIZE if shards else "1GB")
     pico_tokenizer().save_pretrained(directory)
     return directory

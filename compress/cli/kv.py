@@ -78,7 +78,7 @@ def kv_bench(
     model: Model,
     kv: Annotated[
         list[str] | None,
-        typer.Option("--kv", metavar="RECIPE", help="Recipe with kv_cache; repeatable. Default: own, or all built-in."),
+        typer.Option("--kv", metavar="RECIPE", help="Recipe with kv_cache; repeatable. Default: own, or all that fit."),
     ] = None,
     text: TextFile = None,
     context: Annotated[
@@ -107,7 +107,8 @@ def kv_bench(
         directory = resolve(model)
         if recipes is None:
             recipes = cache_recipes([OWN] if _has_cache(directory) else with_cache(only=True))
-        asked = cache.Request(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed)
+        left_out = None if kv else note  # what was not asked for by name
+        asked = cache.Request(recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed, left_out)
         with tables.progress_bar() as progress:
             found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)
         if as_json:

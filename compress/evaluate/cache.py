@@ -13,7 +13,7 @@ is left out); those before are mostly untouched, whatever the recipe. `kl_all` i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from compress.calib.data import source_name
 from compress.errors import CalibrationError
 from compress.evaluate import scores
-from compress.evaluate.cache_candidates import candidates, load_model
+from compress.evaluate.cache_candidates import candidates, fitting, load_model
 from compress.evaluate.cache_error import output_errors
 from compress.evaluate.cache_scores import (
     Candidate,
@@ -94,18 +94,27 @@ class Request:
     max_tokens: int = 16384  # of the text, for each context
     equal_bytes: bool = True
     speed: bool = True
+    left_out: Callable[[str], None] | None = (
+        None  # is told, in a line, of recipes that do not fit the model; None: such
+    )
+    # are an error
 
 
 def bench(directory: Path, asked: Request, execution: Execution, progress: Progress = silent) -> Bench:
-    """Measure all caches. Raises CalibrationError for contexts and texts that do not fit, RecipeError for caches."""
-    limit = lm.max_positions(lm.load_config(directory))
+    """Measure all caches. Raises CalibrationError for contexts and texts that do not fit, RecipeError for caches.
+
+    Nothing is loaded before it is known which caches the model can use.
+    """
+    config = lm.load_config(directory)
+    recipes = fitting(config, asked.recipes, asked.left_out)
+    limit = lm.max_positions(config)
     contexts = asked.contexts or default_contexts(limit)
     texts = {n: scores.text_windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
     for length, windows in texts.items():
         if len(windows) < 2:
             raise CalibrationError(f"a context of {length} tokens needs two windows of text or more; give more text")
     model = load_model(directory, execution)
-    found = candidates(model, directory, asked.recipes, asked.calib, progress)
+    found = candidates(model, directory, recipes, asked.calib, progress)
     stored = load_model(directory, Execution("auto", execution.device)) if execution.dtype != "auto" else model
     rows = []
     for length, windows in texts.items():
@@ -142,9 +151,10 @@ def evaluate(
     directories: Sequence[Path], asked: Request, seq_len: int, execution: Execution, progress: Progress = silent
 ) -> Comparison:
     """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact one."""
+    recipes = fitting(lm.load_config(directories[0]), asked.recipes, asked.left_out)
     windows = scores.text_windows(list(directories), asked.text, seq_len, asked.max_tokens)
     models = [load_model(directory, execution) for directory in directories]
-    found = candidates(models[0], directories[0], asked.recipes, asked.calib, progress)
+    found = candidates(models[0], directories[0], recipes, asked.calib, progress)
     say = counter(progress, "scoring", len(windows))
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
     summary = scores.summary(positions[0], source_name(asked.text), seq_len)
@@ -158,8 +168,9 @@ def generate(
     """Return what the model writes with one cache; the arguments are those of compress/evaluate/generation.py."""
 
     def load() -> PreTrainedModel:
+        recipes = fitting(lm.load_config(directory), asked.recipes, asked.left_out)
         model = lm.load_model(directory, "auto", device)
-        (found,) = candidates(model, directory, asked.recipes, asked.calib, silent)
+        (found,) = candidates(model, directory, recipes, asked.calib, silent)
         generation.attach(model, found.settings, found.static)
         return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from compress.kv.cache import coded_layers
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.progress import Progress
+from compress.run import kv_cache
 from compress.run.calibration_text import say_fewer
 
 CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
@@ -32,6 +33,27 @@ def load_model(directory: Path, execution: Execution) -> PreTrainedModel:
     if generation.can_read_codes(model):
         generation.switch(model)
     return model
+
+
+def fitting(
+    config: Any, caches: Mapping[str, CacheSettings], left_out: Callable[[str], None] | None
+) -> dict[str, CacheSettings]:
+    """Return the caches that a model of this configuration can use.
+
+    `left_out` is told of each of the others, in a line. Without it, and where all are left out, RecipeError is raised.
+    """
+    found = {}
+    for name, settings in caches.items():
+        try:
+            kv_cache.check(config, settings)
+            found[name] = settings
+        except RecipeError as error:
+            if left_out is None:
+                raise RecipeError(f"recipe {name}: {error}") from error
+            left_out(f"{name} is left out: {error}")
+    if caches and not found:
+        raise RecipeError("no cache recipe fits this model; the lines above say why")
+    return found
 
 
 def candidates(

@@ -24,7 +24,8 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
     RecipeError where the settings do not fit the layer.
 4.  Only if NEEDS is not empty: `calibrate(config, spec, samples) -> dict[str, Tensor]`. samples: name -> float32
     [tokens, h, width], queries [tokens, H, width], without sinks and padding. What it returns is stored as
-    "layers.<i>.<keys|values>.<name>" and comes back to `build` as `static`.
+    "layers.<i>.<keys|values>.<name>" and comes back to `build` as `static`. And, if not all heads can be stored,
+    `check_heads(config, spec)`: it raises what `build` does for settings that do not fit the layer, before calibration.
 5.  With `calibrate`: `specs(config, spec) -> {name: (shape, dtype)}` of what it returns, on which compiled code relies;
     and `check(static, config, spec)` where more can be wrong with a tensor than a number that is not finite, such as an
     order with a channel twice: ValueError, which begins with the tensor's name. static.py calls both before `build`,
@@ -49,7 +50,8 @@ get `halves` instead; generation then needs hooks.attach). It shares memory with
 stands for `Field.tokens` tokens, or for all tokens that were encoded together. Heads may share a row, [B, 1, n, ...].
 
 Only path="fused" works for a codec with `needs_queries` (`begin` is then given queries [B, H, n, width]) and for one
-without `decode` (`reconstructs` = False).
+without `decode` (`reconstructs` = False). If some settings of a codec need queries, its `Config` has
+`needs_queries(kind) -> bool`, so that they are refused before anything is built where there is no fused attention.
 
 Exact are the first `sink` tokens, the last `residual_length` or more, and, with `exact_prefill`, all tokens within one
 forward pass. Bytes are those of the tensors as they are stored; `static` is counted apart and must hold every tensor

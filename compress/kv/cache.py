@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 )
 
 from compress import plugins
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv import static as calibrated
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
@@ -42,10 +42,33 @@ CODED = "full_attention"  # the type of layer that is coded
 
 
 class Handle:
-    """Stands for keys or values on their way through the model where the stored codes are read."""
+    """Stands for keys or values on their way through the model where the stored codes are read.
+
+    Whatever looks into it as into a tensor raises UnreadCacheError.
+    """
 
     def __init__(self, layer: CodedLayer, kind: str, new: Tensor) -> None:
         self.layer, self.kind, self.new = layer, kind, new
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _unread()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _unread()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any) -> Any:
+        raise _unread()
+
+
+def _unread() -> UnreadCacheError:
+    return UnreadCacheError(
+        "kv_cache: an attention function that reads tensors was given a cache that is read as codes (path='fused'); "
+        "give it by name, past_key_values=..., to the whole model that compress.kv.generation.attach was given, or "
+        "make it with path='decode'"
+    )
 
 
 class CodedLayer(CacheLayerMixin):
@@ -260,6 +283,20 @@ def check(codec: Codec, path: CachePath) -> None:
         )
 
 
+def needs_queries(coding: Coding, kind: str) -> bool:
+    """Return whether these settings of keys or values work with fused attention only."""
+    asks = getattr(coding.config, "needs_queries", None)
+    return asks is not None and bool(asks(kind))
+
+
+def no_queries(where: str, coding: Coding) -> str:
+    """Return what to say of settings that need queries on a model whose attention cannot be replaced."""
+    return (
+        f"{where}: {coding.method} with these settings needs the queries of attention, which cannot be replaced in "
+        "this model; choose other settings, or another method such as kivi"
+    )
+
+
 def layer_types(config: Any) -> list[str]:
     """Return the types of the decoder's layers, as caches count them."""
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
@@ -291,18 +328,6 @@ def states_heads(config: Any) -> bool:
     return not any(
         word in key for key in decoder.to_dict() if key not in read for word in ("head", "kv", "multi_query")
     )
-
-
-def check_codecs(config: Any, codings: Codings) -> None:
-    """Build the codecs that need no calibration for the heads of a configuration; RecipeError where they do not fit."""
-    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:  # caches of another shape
-        return
-    queries, heads, width = head_shape(config)
-    for index, layer in enumerate(codings):
-        for kind in KINDS:
-            if not plugins.load("kv", layer[kind].method).NEEDS:
-                spec = Spec(kind, index, len(codings), heads, width, max(1, queries // heads))  # type: ignore[arg-type]
-                build(layer[kind], spec, {})
 
 
 def named_path(path: str) -> CachePath:

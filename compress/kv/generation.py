@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv import attention, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache, named_path
+from compress.kv.cache import CachePath, KVCache, make_cache, named_path, needs_queries, no_queries
 from compress.kv.codec import Codec, Spec
-from compress.kv.settings import CacheSettings, cache_settings
+from compress.kv.settings import KINDS, CacheSettings, cache_settings
 
 _METHOD = "_prepare_cache_for_generation"
 _SWITCH = "_compress_kv_switch"
@@ -54,14 +54,15 @@ def attach(
 ) -> None:
     """Let `generate` use caches of these settings; path None is "fused" where the model allows it.
 
-    RecipeError for settings that the model's layers cannot use.
+    RecipeError for settings that the model's layers cannot use. Settings that need fused attention are tried with a
+    forward pass of one token.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise RecipeError("kv_cache: a model with an encoder has caches of another kind; remove kv_cache")
     if not hasattr(model, _METHOD):
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
     settings = cache_settings(settings)
-    make_cache(model.config, settings, static)  # for its errors
+    codings = make_cache(model.config, settings, static).codings  # for its errors, too
     detach(model)
     use = Use(settings, dict(static or {}), named_path(path or ("fused" if can_read_codes(model) else "decode")))
     use.tried = path is not None
@@ -69,6 +70,10 @@ def attach(
     hooks.attach(model)
     model.kv_cache = use  # type: ignore[assignment]
     setattr(model, _METHOD, MethodType(_prepare, model))
+    asking = [(kind, layer[kind]) for layer in codings for kind in KINDS if needs_queries(layer[kind], kind)]
+    if asking and not (use.path == "fused" and _works(model, use)):
+        detach(model)
+        raise RecipeError(no_queries(f"kv_cache: {asking[0][0]}", asking[0][1]))
 
 
 def detach(model: nn.Module) -> None:
@@ -96,9 +101,16 @@ def switch(model: nn.Module) -> None:
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
-        before.append(module.config._attn_implementation if cache is not None and cache.path == "fused" else None)
-        if before[-1] is not None:
-            module.config._attn_implementation = attention.NAME
+        if cache is None or cache.path != "fused":
+            before.append(None)
+            return
+        if kwargs.get("output_attentions"):
+            raise UnreadCacheError(
+                "kv_cache: attention that reads stored codes gives no attention weights; ask for no output_attentions, "
+                "or use attention 'eager' and compress.kv.generation.attach(..., path='decode')"
+            )
+        before.append(module.config._attn_implementation)
+        module.config._attn_implementation = attention.NAME
 
     def leave(module: Any, args: Any, output: Any) -> None:
         own = before.pop() if before else None

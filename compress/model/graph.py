@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import BlockInputs, attached, run_block, states_of
-from compress.model.meta_pass import PROBE_TOKENS, SkippedExperts, without_experts
+from compress.model.meta_pass import NEEDS_DATA, PROBE_TOKENS, SkippedExperts, without_experts
 from compress.model.skeleton import Skeleton
 from compress.runtime.experts import PROJECTIONS, Experts
 
@@ -136,7 +136,7 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
     try:
         with watched(model.config, attend):
             model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+    except NEEDS_DATA as error:
         reason = " ".join(str(error).split())[:150]
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be followed without data ({reason}); use a recipe without transforms"

@@ -10,6 +10,8 @@ from compress.model.load import empty_model
 from compress.runtime.experts import is_fused_experts, is_supported
 
 PROBE_TOKENS = 8
+# what a forward pass raises that depends on data which the meta device does not have
+NEEDS_DATA = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class SkippedExperts(nn.Module):
@@ -60,6 +62,6 @@ def run_without_data(model: PreTrainedModel) -> Exception | None:
     try:
         # with a cache, transformers does not look into the (absent) position values for packed sequences
         model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except NEEDS_DATA as error:
         return error
     return None

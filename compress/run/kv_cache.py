@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from compress import process_memory
+from compress import plugins, process_memory
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
-from compress.kv.cache import CODED, check_codecs, coded_layers, head_shape, layer_types, make_cache
-from compress.kv.settings import CacheSettings, Codings
+from compress.kv import cache as caches
+from compress.kv.codec import Spec
+from compress.kv.settings import EXACT, CacheSettings, Coding, Codings
+from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.model.skeleton import Skeleton
 from compress.runtime import kv_config
 from compress.storage.checkpoint import open_checkpoint, sha256
@@ -28,19 +30,50 @@ if TYPE_CHECKING:
 
 
 def check(config: Any, settings: CacheSettings) -> Codings:
-    """Return the codings of the layers of a model of this configuration; RecipeError where the settings do not fit."""
-    make_cache(config, settings)
-    if CODED not in layer_types(config):
+    """Return the codings of the layers of a model of this configuration; RecipeError where the settings do not fit.
+
+    No weight is read: it is known before any work whether generation can use the cache.
+    """
+    cached = cached_layers(config) if caches.CODED in caches.layer_types(config) else None
+    if cached is None or not cached.by_layer:
         raise RecipeError("kv_cache: no layer of this model has the full attention that is coded; remove kv_cache")
-    codings = coded_layers(config, settings)
-    check_codecs(config, codings)
+    caches.make_cache(config, settings)
+    codings = caches.coded_layers(config, settings)
+    for index, layer in enumerate(codings):
+        heads = cached.by_layer.get(index)
+        for kind, coding in layer.items():
+            if heads is not None and coding.method != EXACT:
+                shape = heads.keys if kind == "keys" else heads.values
+                queries = max(1, cached.queries // shape[0])
+                _check_coding(coding, Spec(kind, index, len(codings), *shape, queries), heads, cached)  # type: ignore[arg-type]
     return codings
+
+
+def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: CachedLayers) -> None:
+    """Raise RecipeError unless the keys or the values of a layer can be stored like this."""
+    plugin = plugins.load("kv", coding.method)
+    is_before_rope = spec.kind == "keys" and "keys_pre" in plugin.NEEDS
+    if not plugin.NEEDS:
+        is_before_rope = caches.build(coding, spec, {}).rope == "pre"
+    elif heads.unwatched:
+        raise RecipeError(
+            f"{spec.where}: {coding.method} cannot be calibrated on this model, because {heads.unwatched}; choose a "
+            "method that is not calibrated, such as kivi"
+        )
+    elif hasattr(plugin, "check_heads"):
+        plugin.check_heads(coding.config, spec)
+    if is_before_rope and not (heads.rotary and cached.is_half_split):
+        raise RecipeError(
+            f"{spec.where}: {coding.method} stores keys before the rotary embedding, but this model has none of the "
+            "half-split form; choose another method, such as kivi, or rope: post where the method has it"
+        )
+    if caches.needs_queries(coding, spec.kind) and not cached.is_fused:
+        raise RecipeError(caches.no_queries(spec.where, coding))
 
 
 def sampled(config: Any, tokens: int) -> int:
     """Return the bytes of a layer's keys, values and queries, float32, that calibrating on so many tokens takes."""
-    queries, heads, width = head_shape(config)
-    return 4 * width * (2 * heads + queries) * min(tokens, CALIBRATED)
+    return 4 * cached_layers(config).widest * min(tokens, CALIBRATED)
 
 
 def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -75,7 +108,7 @@ def _calibrated(
     """Calibrate and write the cache of a checkpoint: its section, and facts of the calibration if there was one."""
     asked = facts.job
     skeleton = Skeleton(open_checkpoint(directory))
-    codings = check(skeleton.config, settings)
+    codings = caches.coded_layers(skeleton.config, settings)
     static: dict[str, Tensor] = {}
     found = None
     if settings.needs():

@@ -199,8 +199,9 @@ def test_eval_and_generate_through_a_cache(pico_dir: Callable[..., Path], recipe
     [
         (["--kv", "int4"], "recipe 'int4' has no kv_cache; those that have are .*kv4"),
         (["--kv", "own"], "stores no cache of its own; name a recipe"),
-        (["--kv", "kv4", "--context", "300"], "windows of 300 tokens cannot be scored; seq_len may be 2 to 256"),
-        (["--kv", "kv4"], "values: group_size 32 does not divide the head's 16 channels"),
+        (["--kv", "zipkv", "--context", "300"], "windows of 300 tokens cannot be scored; seq_len may be 2 to 256"),
+        (["--kv", "kv4"], "recipe kv4: .*values: group_size 32 does not divide the head's 16 channels"),
+        (["--kv", "zipkv", "--kv", "rotatekv2", "--calib", str(TEXT)], "recipe rotatekv2: .*group_size 128 does not"),
     ],
 )
 def test_errors_are_one_line(pico_dir: Callable[..., Path], words: list[str], message: str) -> None:
@@ -208,6 +209,42 @@ def test_errors_are_one_line(pico_dir: Callable[..., Path], words: list[str], me
     assert code == 1 and err.count("\n") == 1
     with pytest.raises(RecipeError, match=message):
         raise RecipeError(err)
+
+
+def test_recipes_that_do_not_fit_are_left_out_unless_they_are_named(
+    pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is calibrated; with a line for each that says why."""
+    directory = pico_dir("llama")
+    said: list[str] = []
+    real = cache_candidates.calibrate
+    monkeypatch.setattr(cache_candidates, "calibrate", lambda *a: said.append("calibrated") or real(*a))
+    monkeypatch.setattr(cache_candidates, "CALIBRATION", (4, 64))
+    recipes = {
+        "fits": cache_settings({"method": "kvquant", "residual_length": 32}),
+        "does not": cache_settings({"method": "rotatekv"}),
+    }
+    execution = Execution("float32", "cpu")
+    asked = bench.Request(recipes, TEXT, str(TEXT), (128,), 400, speed=False)
+    with pytest.raises(RecipeError, match="recipe does not: kv_cache: layer 0, keys: group_size 128 does not divide"):
+        bench.bench(directory, asked, execution)
+    assert not said
+    found = bench.bench(directory, replace(asked, left_out=said.append), execution)
+    assert {row.recipe for row in found.rows} == {"fits"} and said[1:] == ["calibrated"]
+    assert said[0].startswith("does not is left out: kv_cache: layer 0, keys: group_size 128 does not divide")
+    asked = replace(asked, recipes={"does not": recipes["does not"]}, left_out=said.append)
+    with pytest.raises(RecipeError, match="no cache recipe fits this model; the lines above say why"):
+        bench.bench(directory, asked, execution)
+
+
+def test_without_names_all_recipes_that_fit_are_compared(pico_dir: Callable[..., Path]) -> None:
+    words = ["--text", str(TEXT), "--calib", str(TEXT), "--context", "256", "--max-tokens", "600", "--device", "cpu"]
+    quick = ["--no-speed", "--no-equal-bytes", "--json"]
+    result = CliRunner().invoke(app, ["kv-bench", str(pico_dir("llama")), *words, *quick])
+    assert result.exit_code == 0, result.stderr
+    assert [row["recipe"] for row in json.loads(result.stdout)["rows"]] == ["kv2", "kv3", "kvquant3", "pca4", "zipkv"]
+    left_out = [line.split()[1] for line in result.stderr.splitlines() if " is left out: kv_cache: layer 0" in line]
+    assert left_out == ["gear4", "kivi2", "kv4", "kv8", "rotatekv2", "squat2"]
 
 
 def test_calibrated_recipes_need_a_text(

@@ -186,8 +186,9 @@ class Principal(Codec):
         self._is_readable = 0 < self.pieces.reach <= 2 * self.pieces.nbytes
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        if "cos" in state and (kernel := self._kernel("prerope", x)) is not None:
-            self._transform(kernel, state["cos"].shape[-1])  # now, for its bytes to be counted from the start
+        turned = state["cos"].shape[-1] if "cos" in state else 0
+        if turned and can_turn(turned) and (kernel := self._kernel("prerope", x)) is not None:
+            self._transform(kernel, turned)  # now, for its bytes to be counted from the start
         y = (x - self._static("mean", x)) @ self._static("forward", x)
         weights = self._static("weights", y)
         active = (weights > 0).to(y.dtype)
@@ -272,7 +273,7 @@ class Principal(Codec):
         if self.rope == "post":
             return whole, NO_TURNS
         halves = block.get("halves")
-        if halves is None or halves.dtype not in kv_contract.DTYPES or halves.shape[-1] % kv_contract.PIECE:
+        if halves is None or halves.dtype not in kv_contract.DTYPES or not can_turn(2 * halves.shape[-1]):
             return 0, NO_TURNS
         return whole, Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
 
@@ -319,6 +320,11 @@ class Principal(Codec):
 
     def _on(self, like: Tensor, tensor: Tensor) -> Tensor:
         return tensor.to(like.device)
+
+
+def can_turn(rotary: int) -> bool:
+    """Return whether compiled code can turn so many channels: half of them must be whole pieces."""
+    return rotary % (2 * kv_contract.PIECE) == 0
 
 
 def table(bits: int) -> Tensor:

@@ -131,7 +131,12 @@ class Rotated(Codec):
         return self.static["order"].to(like.device).long()
 
 
-def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+def check_heads(config: Config, spec: Spec) -> None:
+    """Raise RecipeError unless heads of this width can be stored."""
     channels = spec.heads * spec.width
     check_groups(spec, config.group_size, channels, f"{channels} channels of a token")
+
+
+def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+    check_heads(config, spec)
     return Rotated(spec, config, static)

@@ -55,6 +55,10 @@ class Config:
         if self.strength < 0 or (self.rank is not None and self.rank < 1):
             raise ValueError("strength is 0 or more, rank 1 or more")
 
+    def needs_queries(self, kind: str) -> bool:
+        """Return whether the codec of keys or values must be given queries."""
+        return kind == "keys" and self.subspace == "prompt"
+
 
 def moment(queries: Tensor, heads: int) -> Tensor:
     """Return the second moment [..., h, width, width] of queries [..., H, n, width], divided by its mean diagonal.
@@ -109,7 +113,7 @@ class Keys(kivi.ByChannel):
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, kivi.Config(config.bits, config.group_size))
         self.config, self.static = config, dict(static)
-        self.needs_queries = config.subspace == "prompt"
+        self.needs_queries = config.needs_queries(spec.kind)
 
     def begin(self, x: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         if not self.needs_queries:
@@ -135,6 +139,12 @@ class Keys(kivi.ByChannel):
                 used += later * (stop - start)
         codes, scales, minima = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         return {**self.codes.pack(codes), "scales": scales, "minima": minima}
+
+
+def check_heads(config: Config, spec: Spec) -> None:
+    """Raise RecipeError unless heads of this width can be stored."""
+    if spec.kind == "values":
+        build(config, spec, {})
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

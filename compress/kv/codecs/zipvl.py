@@ -52,6 +52,10 @@ class Config:
         if not 1 <= round(self.important * SPAN) < SPAN:
             raise ValueError(f"important {self.important} leaves a tier of {SPAN} tokens empty")
 
+    def needs_queries(self, kind: str) -> bool:
+        """Return whether the codec of keys or values must be given queries."""
+        return kind == "keys" and self.judge == "probes"
+
 
 class Tiers(lloyd.Lloyd):
     """For each span: codes of both tiers [B, h, spans, tokens words], norms by token, a bit for each token."""
@@ -61,7 +65,7 @@ class Tiers(lloyd.Lloyd):
         super().__init__(spec, base)
         self.granularity, self.is_compiled = SPAN, False
         self.judge = config.judge if spec.kind == "keys" else "length"
-        self.needs_queries = self.judge == "probes"
+        self.needs_queries = config.needs_queries(spec.kind)
         high = round(config.important * SPAN)
         self.counts = {"high": high, "low": SPAN - high}
         self.tier_levels = {tier: self.coder(base, getattr(config, tier)) for tier in TIERS}
