@@ -1,0 +1,136 @@
+"""Class "packed": everything in a packed checkpoint. It is opened, run, verified and inspected after the change.
+
+A case is {"base": NAME, "edits": [...]}; `fuzz/edits.py` says what an edit is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from fuzz import edits, guards, verdicts
+from fuzz.sandbox import Case
+from fuzz.verdicts import Verdict
+
+CHEAP = ("calibration.num_samples=4", "calibration.seq_len=64")
+WIDE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "num_attention_heads": 2}
+WIDE["num_key_value_heads"] = 1
+BASES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # name -> model, recipe, overrides
+    "int4": ("llama", "int4", ("quantize.group_size=32", "quantize.symmetric=false")),
+    "trellis": ("llama", "vq2bit", ("quantize.state_bits=12",)),
+    "gptvq": ("llama", "gptvq2bit", ()),
+    "lattice": ("llama", "glvq2bit", ()),
+    "moe": ("mixtral", "moe2.5bit", ("allocate.target=3.1bpw",)),
+    "structured": ("llama", "layerwise-zd", ()),
+    "lowrank": ("llama", "int3-eora", ("quantize.group_size=32",)),
+    "lord": ("llama", "lord20", ()),
+    "vptq": ("llama", "vptq2bit", ()),
+    "e8p": ("llama", "e8p2bit", ()),
+    "pvq": ("llama", "pvq3bit", ()),
+    "nf": ("llama", "lq-lora2.75", ()),
+    "w4a4": ("llama", "w4a4kv4", ()),
+    "rotated": ("llama", "quarot4bit", ()),
+    "smooth": ("llama", "w8a8-smooth", ()),
+    "os": ("llama", "w8a8-os", ()),
+}
+CACHES = ("kv2", "kvquant3", "rotatekv2", "kivi2", "squat2", "gear4", "zipkv", "kv3", "kv4", "kv8", "pca4")  # of int8
+NAMES = ("int4", "kv2", "trellis", "kvquant3", "gptvq", "rotatekv2")
+NAMES += tuple(name for name in (*BASES, *CACHES) if name not in NAMES)
+FEW = 6  # of NAMES, that a short campaign makes
+PROMPT = 40  # tokens
+NEW = 6  # tokens
+
+
+def prepare(folder: Path, name: str) -> Path:
+    """Return a packed checkpoint, written the first time."""
+    return _prepared(folder, name)[0]
+
+
+@functools.cache
+def _prepared(folder: Path, name: str) -> tuple[Path, str]:
+    """The directory, and what the unchanged model computes."""
+    import compress
+    import pico
+    from compress import recipe
+    from compress.run.job import Job
+
+    kind, recipe_name, overrides = BASES[name] if name in BASES else ("llama", "int8", (_cache(name),))
+    model = folder / f"{kind}-wide"
+    if not model.exists():
+        changes = {**WIDE, "intermediate_size": 128} if kind == "mixtral" else WIDE
+        pico.save_pico(kind, model, changes=changes)
+    out = folder / f"packed-{name}"
+    compress.quantize(Job(str(model), recipe.load(recipe_name, [*CHEAP, *overrides]), out, calib=pico.__file__))
+    return out, computed(out)
+
+
+def _cache(name: str) -> str:
+    """Return the override that gives a recipe the cache of another, which takes over after some tokens."""
+    from compress import recipe
+
+    section = yaml.safe_load(recipe.text(name))["kv_cache"]
+    short = {key: 16 for key in ("residual_length", "flush") if key in section}
+    return "kv_cache=" + json.dumps({**section, **short, **({"group_size": 32} if name == "rotatekv2" else {})})
+
+
+def make(random: Random, folder: Path, few: bool = False) -> Case:
+    name = random.choice(NAMES[: FEW if few else None])
+    directory = prepare(folder, name)
+    names = sorted(path.name for path in directory.iterdir())
+    often = [n for n in names if n.endswith(".safetensors") or n == "config.json"] * 4
+    count = random.choice([1, 1, 1, 2, 3])
+    changes = [edits.random_edit(directory, random, names + often) for _ in range(count)]
+    return {"base": name, "edits": [*changes, *([{"sign": True}] if random.random() < 0.5 else [])]}
+
+
+def judge(case: Case, folder: Path, place: Path) -> Verdict:
+    """Load it, verify it, inspect it; the worst counts."""
+    base, expected = _prepared(folder, case["base"])
+    directory = edits.linked(base, place / "model")
+    edits.apply(directory, case["edits"])
+    loaded, found = verdicts.attempt(lambda: computed(directory))
+    if loaded.is_failure:
+        return loaded._replace(detail=f"load, {loaded.detail}")
+    if found == "unstable":
+        return Verdict("unstable", "load, two equal calls differ")
+    worst = loaded
+    for words in (["verify", str(directory)], ["inspect", str(directory), *(["--json"] if len(str(case)) % 2 else [])]):
+        verdict = verdicts.command(words)
+        if verdict.is_failure:
+            return verdict._replace(detail=f"{words[0]}, {verdict.detail}")
+        signed = any(edit.get("sign") for edit in case["edits"])
+        if words[0] == "verify" and verdict.kind == "ok" and found not in (None, expected) and not signed:
+            return Verdict("silent", "verify passes, and the model computes something else")
+        if words[0] == "verify" and verdict.kind == "ok" and found is None and not signed:
+            return Verdict("silent", f"verify passes, and loading says {loaded.detail[:150]}")
+        worst = max(worst, verdict, key=lambda each: each.kind != "ok")
+    return worst
+
+
+def computed(directory: Path) -> str:
+    """Hash the logits and tokens of a model with guarded tensors; "unstable" where a second call gives others."""
+    import compress
+
+    with guards.guarded_cache():
+        model = compress.load(directory, dtype=torch.float32)
+    guards.guard(model)
+    vocabulary = max(1, min(200, model.get_input_embeddings().weight.shape[0]))
+    tokens = torch.randint(vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    results = [_once(model, tokens) for _ in range(2)]
+    return results[0] if results[0] == results[1] else "unstable"
+
+
+def _once(model: nn.Module, tokens: Tensor) -> str:
+    with torch.no_grad():
+        logits = model(tokens).logits
+        generate: Callable[..., Tensor] = model.generate  # type: ignore[assignment]
+        written = generate(tokens, max_new_tokens=NEW, do_sample=False)
+    return hashlib.sha256(logits.float().numpy().tobytes() + written.numpy().tobytes()).hexdigest()
