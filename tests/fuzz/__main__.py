@@ -6,6 +6,7 @@ Prints the table when it ends, when it is interrupted, and now and then. The exi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -16,12 +17,12 @@ from fuzz import setup
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--cases", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-j", "--jobs", type=int, default=1)
     parser.add_argument("--only", action="append", help="class of cases; repeatable")
     parser.add_argument("--failures", type=Path, help="JSON file for one small case of every failure")
-    parser.add_argument("--replay", type=Path, help="judge the cases of such a file instead of new ones")
+    parser.add_argument("--replay", type=Path, help="judge the cases of such a file first")
     parser.add_argument("--few", action="store_true", help="few base models, the classes case by case in turn")
     parser.add_argument("--show-every", type=float, default=60, help="seconds between tables")
     asked = parser.parse_args()
@@ -42,11 +43,9 @@ def _campaign(asked: argparse.Namespace, folder: Path) -> int:
             print(f"{campaign.now()}\n{tally.table()}", file=sys.stderr, flush=True)
             _write(asked.failures, tally)
 
-    if asked.replay:
-        kept = [row["case"] for row in json.loads(asked.replay.read_text())]
-        numbered = iter(list(enumerate(kept)))
-    else:
-        numbered = campaign.cases(asked.only or list(campaign.CLASSES), asked.cases, asked.seed, folder, asked.few)
+    kept = [row["case"] for row in json.loads(asked.replay.read_text())] if asked.replay else []
+    made = campaign.cases(asked.only or list(campaign.CLASSES), asked.cases, asked.seed, folder, asked.few)
+    numbered = itertools.chain(enumerate(kept, -len(kept)), made)
     try:
         campaign.run(numbered, folder, tally, asked.jobs, show)
     except KeyboardInterrupt:

@@ -197,7 +197,8 @@ def random_edit(directory: Path, random: Random, names: list[str]) -> dict[str, 
     name = random.choice(names)
     path = directory / name
     if roll < 0.06:
-        return {"file": name, **random.choice([{"remove": True}, {"folder": True}, {"fifo": True}, {"text": []}])}
+        kinds: list[dict[str, Any]] = [{"remove": True}, {"folder": True}, {"text": []}, {"text": ["{}"]}]
+        return {"file": name, **(random.choice(kinds) if random.random() < 0.9 else {"fifo": True})}
     if roll < 0.12:
         return _swapped(name, random, names)
     if name.endswith(".safetensors"):

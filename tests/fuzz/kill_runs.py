@@ -14,9 +14,10 @@ TEXT = Path(__file__)
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
 GPTQ = (*SMALL, "group_size=32")
 KVQUANT = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
+NARROW = ("kv_cache.keys.group_size=16", "kv_cache.values.group_size=16")
 ALLOCATED = (*SMALL, "allocate.samples=2", "allocate.options=[{method: rtn, bits: 2}, {method: rtn, bits: 4}]")
 SEARCHED = (*SMALL, "allocate.samples=4", "allocate.generations=3", "allocate.offspring=4", "group_size=32")
-SEARCHED = (*SEARCHED, "allocate.options=[{bits: 2}, {bits: 3}, {bits: 4}]", "allocate.target=3.6bpw")
+SEARCHED = (*SEARCHED, "allocate.options=[{bits: 2}, {bits: 3}, {bits: 4}]", "allocate.target=3.9bpw")
 TIMES = re.compile(r"seconds|peak|memory|resumed|\bs$|per_second")  # keys of what two equal runs report differently
 OLD = {"old": b"old", "compress_manifest.json": b"old"}
 
@@ -38,7 +39,7 @@ class Kind:
         words = [self.command, str(models / self.shape), "--recipe", self.recipe]
         words += [word for text in self.sets for word in ("--set", text)]
         words += [] if self.own_text else ["--calib", str(TEXT)]
-        words += [word.format(place=place) for word in self.options]
+        words += [word.replace("{place}", str(place)) for word in self.options]
         return words if self.command in ("measure", "allocate") else [*words, "--out", str(place / "out")]
 
 
@@ -49,8 +50,10 @@ KINDS: dict[str, Kind] = {
     "trellis": Kind("llama", "vq2bit", (*SMALL, "state_bits=8")),
     "vectors": Kind("wide", "gptvq2bit", ("calibration.num_samples=4", "calibration.seq_len=32")),
     "rotated": Kind("llama", "quarot4bit"),
-    "rotation searched": Kind("llama", "w4a4kv4", (*SMALL, "transform.0.seeds=3", "transform.0.search_samples=2")),
-    "rotation learned": Kind("llama", "w4a4kv4", (*SMALL, "transform.0.learn=3")),
+    "rotation searched": Kind(
+        "llama", "w4a4kv4", (*SMALL, *NARROW, "transform.0.seeds=3", "transform.0.search_samples=2")
+    ),
+    "rotation learned": Kind("llama", "w4a4kv4", (*SMALL, *NARROW, "transform.0.learn=3")),
     "awq": Kind("llama", "awq4bit", GPTQ),
     "smooth": Kind("llama", "w8a8-smooth"),
     "trained": Kind("llama", "int4", (*GPTQ, "bits=2", "lowrank={rank: 4, train: 8}")),
@@ -60,7 +63,7 @@ KINDS: dict[str, Kind] = {
     "w4kv2": Kind("llama", "w4kv2", (*GPTQ, "kv_cache.residual_length=16")),
     "target correction": Kind("llama", "int4", (*GPTQ, "calibration.target_correction=0.25")),
     "importance": Kind("llama", "rsq3bit", GPTQ),
-    "experts": Kind("mixtral", "moe2.5bit", (*GPTQ, "allocate.target=3.2bpw")),
+    "experts": Kind("mixtral", "moe2.5bit", (*GPTQ, "allocate.target=5bpw")),
     "measure": Kind("llama", "mixed3bit", ALLOCATED, MEASUREMENTS, "measure"),
     "allocate": Kind("llama", "mixed3bit", ALLOCATED, (*MEASUREMENTS, "--points", "2", "--json"), "allocate"),
     "target": Kind("llama", "mixed3bit", ALLOCATED, ("--target", "5bpw", *MEASUREMENTS)),
@@ -92,6 +95,17 @@ def begin(kind: Kind, place: Path) -> None:
         (place / "out").mkdir()
         for name, data in OLD.items():
             (place / "out" / name).write_bytes(data)
+
+
+def is_done(place: Path, err: str) -> bool:
+    """Return whether a run was refused because its output is in place: it had been killed right after that.
+
+    What that run had not removed yet is removed here.
+    """
+    done = "out exists already" in err and (place / "out").is_dir()
+    if done and not (place / "out.partial" / "model").exists():
+        shutil.rmtree(place / "out.partial", ignore_errors=True)
+    return done
 
 
 def left(place: Path) -> dict[str, str]:

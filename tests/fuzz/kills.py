@@ -96,7 +96,12 @@ class Campaign:
                 tally["too late"] += fault is not None
                 break
             tally["kills" if fault and fault["how"] in faults.SIGNALS else "faults"] += 1
-        if ended.code == 0 and (changed := _differing(reference.files, kill_runs.left(place))):
+            if ended.code == 1 and kill_runs.is_done(place, ended.err):  # killed when the output was in place
+                tally["too late"] += 1
+                problems = [problem for problem in problems if not problem.startswith("not resumed")]
+                break
+        complete = not any(problem.startswith("not resumed") for problem in problems)
+        if complete and (changed := _differing(reference.files, kill_runs.left(place))):
             problems.append(f"different: {', '.join(changed[:5])}")
         for problem in problems:
             tally[problem.partition(":")[0]] += 1
@@ -132,7 +137,7 @@ def _problems(ended: Ended, fault: Fault | None) -> list[str]:
     if ended.code < 0:
         return [f"words: {fault['how']}: it dies without a word ({ended.code})"]
     verdict = verdicts.message(lines[-1] if lines else "")
-    return [f"words: {fault['how']}: {verdict.detail}"] if verdict.is_failure else []
+    return [f"words: {fault['how']}: exit code {ended.code}, {verdict.detail}"] if verdict.is_failure else []
 
 
 def run(kind: Kind, models: Path, place: Path, fault: Fault | None) -> Ended:
@@ -213,7 +218,8 @@ def _child(kind: Kind, models: Path, place: Path, fault: Fault | None, err: Path
     from compress.cli.app import main
 
     process_memory.reset_peak()
-    words = [word.format(limit=process_memory.resident() + (300 << 20)) for word in kind.words(models, place)]
+    limit = str(process_memory.resident() + (300 << 20))
+    words = [word.replace("{limit}", limit) for word in kind.words(models, place)]
     sys.argv = ["compress", *words]
     faults.install(fault)
     code: Any = 0

@@ -27,7 +27,8 @@ from fuzz.verdicts import Verdict
 
 Case = dict[str, Any]
 CPU_SECONDS = 20  # of a case; more is a hang
-WALL_SECONDS = 150  # of a case: it waits for something that never comes
+WALL_SECONDS = 150  # of a case
+IDLE_SECONDS = 20  # without any CPU time: it waits for something that never comes
 ADDRESS_SPACE = 4 << 30  # bytes beyond what the parent has
 RESIDENT = 2 << 30  # bytes; a peak above is a failure of its own
 FILE_SIZE = 1 << 30  # bytes
@@ -44,10 +45,16 @@ class Child:
     cases: deque[tuple[int, Case]]
     buffer: bytes = b""
     since: float = field(default_factory=time.monotonic)
+    used: str = ""  # CPU time when it was last seen to use some
+    awake: float = field(default_factory=time.monotonic)
 
     @property
     def is_stuck(self) -> bool:
-        return time.monotonic() - self.since > WALL_SECONDS
+        now = time.monotonic()
+        state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()
+        if (used := " ".join(state[11:15])) != self.used or state[0] == "R":
+            self.used, self.awake = used, now
+        return now - self.since > WALL_SECONDS or now - self.awake > IDLE_SECONDS
 
 
 def run_all(
@@ -87,6 +94,8 @@ def _attend(
     """Yield what a child reports; at its end, put aside the cases that it has not come to."""
     stuck = child.is_stuck
     if stuck:
+        os.kill(child.process, signal.SIGXCPU)  # which says where it is
+        time.sleep(1)
         os.kill(child.process, signal.SIGKILL)
     yield from _reports(child, data := os.read(child.pipe, 1 << 16))
     if data and not stuck:
@@ -166,7 +175,7 @@ def _reports(child: Child, data: bytes) -> Iterator[tuple[int, Case, Verdict]]:
         yield (*child.cases.popleft(), Verdict(*json.loads(line)))
 
 
-def _ended(child: Child, over: bool) -> Verdict:
+def _ended(child: Child, stuck: bool) -> Verdict:
     """Collect a dead child; say what killed it."""
     os.close(child.pipe)
     status = os.waitpid(child.process, 0)[1]
@@ -176,8 +185,8 @@ def _ended(child: Child, over: bool) -> Verdict:
     at = " < ".join(_short(frame) for frame in [*frames[:1], *[f for f in frames[1:] if "/compress/" in f][:2]])
     shutil.rmtree(child.folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
-    if over:
-        return Verdict("hang", f"waits for {WALL_SECONDS} s")
+    if stuck:
+        return Verdict("hang", f"waits at {at}")
     if code == -signal.SIGXCPU:
         return Verdict("hang", f"{CPU_SECONDS} s of CPU time at {at}")
     return Verdict("crash", f"{signal.Signals(-code).name if code < 0 else f'exit {code}'} at {at}")
