@@ -91,18 +91,18 @@ def run(
     folder: Path,
     tally: Tally,
     jobs: int = 1,
-    on_case: Callable[[], None] = lambda: None,
+    on_case: Callable[[int, Case, Verdict], None] = lambda *_: None,
 ) -> None:
     """Judge the cases into the tally; failing ones are made small first."""
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     scratch.chmod(0o777)
     verdict_of = partial(judge, folder=folder)
-    for _, case, verdict in sandbox.run_all(numbered, verdict_of, scratch, jobs):
+    for number, case, verdict in sandbox.run_all(numbered, verdict_of, scratch, jobs):
         if verdict.is_failure and f"{case['class']}: {group(verdict)}" not in tally.failures:
             case, verdict = smaller(case, verdict, verdict_of, scratch)
         tally.add(case["class"], case, verdict)
-        on_case()
+        on_case(number, case, verdict)
 
 
 def smaller(
@@ -110,7 +110,7 @@ def smaller(
 ) -> tuple[Case, Verdict]:
     """Leave out edits, overrides or words as long as the failure stays of one cause."""
     cause = group(verdict)
-    tries = 0
+    tries = 0 if verdict.kind != "hang" else TRIES  # which take too long
     for key in ("edits", "sets", "words", "pieces"):
         at = len(case.get(key, [])) - 1
         while at >= 0 and tries < TRIES and len(case[key]) > 1:

@@ -170,18 +170,11 @@ def _sign(directory: Path) -> None:
         _replace(directory / "config.json", json.dumps(config, indent=2).encode("utf-8", "surrogatepass"))
     with contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError):
         manifest = json.loads((directory / MANIFEST).read_bytes())
-        for name, former in manifest["files"].items():
-            if (directory / name).is_file():
-                manifest["files"][name] = _resigned(former, directory / name)
+        present = [name for name in manifest["files"] if (directory / name).is_file()]
+        manifest["files"] |= {name: _sha256(directory / name) for name in present}
+        if "sizes" in manifest:
+            manifest["sizes"] |= {name: (directory / name).stat().st_size for name in present}
         _replace(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-
-
-def _resigned(former: Any, path: Path) -> Any:
-    """Return the entry of a file: its hash, or a table that holds hash and size."""
-    if not isinstance(former, dict):
-        return _sha256(path)
-    facts = {"sha256": _sha256(path), "size": path.stat().st_size, "nbytes": path.stat().st_size}
-    return {key: facts.get(key, value) for key, value in former.items()}
 
 
 def _sha256(path: Path) -> str:

@@ -14,7 +14,7 @@ TEXT = Path(__file__)
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
 GPTQ = (*SMALL, "group_size=32")
 KVQUANT = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
-NARROW = ("kv_cache.keys.group_size=16", "kv_cache.values.group_size=16")
+NARROW = (*SMALL, "kv_cache.keys.group_size=16", "kv_cache.values.group_size=16")
 ALLOCATED = (*SMALL, "allocate.samples=2", "allocate.options=[{method: rtn, bits: 2}, {method: rtn, bits: 4}]")
 SEARCHED = (*SMALL, "allocate.samples=4", "allocate.generations=3", "allocate.offspring=4", "group_size=32")
 SEARCHED = (*SEARCHED, "allocate.options=[{bits: 2}, {bits: 3}, {bits: 4}]", "allocate.target=3.9bpw")
@@ -53,7 +53,7 @@ KINDS: dict[str, Kind] = {
     "rotation searched": Kind(
         "llama", "w4a4kv4", (*SMALL, *NARROW, "transform.0.seeds=3", "transform.0.search_samples=2")
     ),
-    "rotation learned": Kind("llama", "w4a4kv4", (*SMALL, *NARROW, "transform.0.learn=3")),
+    "rotation learned": Kind("llama", "w4a4kv4", (*NARROW, "transform.0.learn=3")),
     "awq": Kind("llama", "awq4bit", GPTQ),
     "smooth": Kind("llama", "w8a8-smooth"),
     "trained": Kind("llama", "int4", (*GPTQ, "bits=2", "lowrank={rank: 4, train: 8}")),

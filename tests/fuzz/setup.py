@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "200",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",  # the usual one has a thread, which a fork loses
 }
 MEMORY = Path("/dev/shm")
 

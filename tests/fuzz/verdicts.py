@@ -41,13 +41,18 @@ class Ran(NamedTuple):
     problem: str
 
 
-def attempt(action: Callable[[], Any]) -> tuple[Verdict, Any]:
-    """Call; return the verdict on how that ended, and the value."""
+def attempt(action: Callable[[], Any], theirs: bool = False) -> tuple[Verdict, Any]:
+    """Call; return the verdict on how that ended, and the value.
+
+    theirs: transformers may raise what it likes where none of our frames is within its own.
+    """
     try:
         return Verdict("ok"), action()
     except CompressError as error:
         return message(f"compress: {error}"), None
     except Exception as error:  # noqa: BLE001 (any other is what is looked for)
+        if theirs and not _is_ours(error):
+            return Verdict("refused", summary(error)), None
         return Verdict("memory" if _is_memory(error) else "traceback", summary(error)), None
 
 
@@ -94,7 +99,13 @@ def run(words: list[str]) -> Ran:
 
 def command(words: list[str]) -> Verdict:
     """Run a command line and judge it: done, refused in one line, wrong usage, or a failure."""
-    return judged(run(words))
+    return command_ran(words)[0]
+
+
+def command_ran(words: list[str]) -> tuple[Verdict, Ran]:
+    """Run a command line; return the judgement and what it printed."""
+    ran = run(words)
+    return judged(ran), ran
 
 
 def judged(ran: Ran) -> Verdict:
@@ -125,6 +136,13 @@ def summary(error: BaseException) -> str:
     )
     first = str(error).strip().partition("\n")[0][:160]
     return f"{type(error).__name__} in {places}: {first}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether one of our frames lies within all those of transformers."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = max((i for i, name in enumerate(files) if "/transformers/" in name), default=-1)
+    return theirs < 0 or any("/compress/" in name for name in files[theirs:])
 
 
 def group(verdict: Verdict) -> str:
