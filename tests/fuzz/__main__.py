@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--few", action="store_true", help="few base models, the classes case by case in turn")
     parser.add_argument("--show-every", type=float, default=60, help="seconds between tables")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with setup.workplace() as folder:
         setup.imports()
         return _campaign(asked, folder)

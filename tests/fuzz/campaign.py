@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzz import command_lines, directories, packed, recipes, sandbox, texts
+from fuzz import command_lines, directories, edits, packed, recipes, sandbox, texts
 from fuzz.sandbox import Case
 from fuzz.verdicts import FAILURES, PASSED, Verdict, group
 
@@ -98,11 +98,16 @@ def run(
     scratch.mkdir(exist_ok=True)
     scratch.chmod(0o777)
     verdict_of = partial(judge, folder=folder)
+    case: Case = {"class": next(iter(CLASSES))}
     for number, case, verdict in sandbox.run_all(numbered, verdict_of, scratch, jobs):
         if verdict.is_failure and f"{case['class']}: {group(verdict)}" not in tally.failures:
             case, verdict = smaller(case, verdict, verdict_of, scratch)
         tally.add(case["class"], case, verdict)
         on_case(number, case, verdict)
+    if changed := edits.changed_since_sealed(folder):
+        tally.add(
+            case["class"], {"class": case["class"]}, Verdict("litter", f"a source file was changed: {changed[0]}")
+        )
 
 
 def smaller(
@@ -123,17 +128,8 @@ def smaller(
     return case, verdict
 
 
-def digest(folder: Path) -> str:
-    """Hash the models that all cases share, which no case may change."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*-*/*")):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
-
-
 def stopwatch() -> Callable[[], float]:
     """Return a function that says how much CPU time this process and its children have used since."""
-    import os
 
     def used() -> float:
         times = os.times()

@@ -42,7 +42,7 @@ def prepare(folder: Path, name: str) -> Path:
 def _prepared(folder: Path, name: str) -> Path:
     import pico
 
-    return pico.save_pico(name, folder / f"model-{name}", shards=True)
+    return edits.sealed(pico.save_pico(name, folder / f"base-{name}", shards=True))
 
 
 def make(random: Random, folder: Path, few: bool = False) -> Case:

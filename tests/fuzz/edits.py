@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import struct
 from pathlib import Path
 from random import Random
@@ -58,6 +57,18 @@ EXTRAS = (
     *("adapter_model.safetensors", "modeling_x.py", "generation_config.json", "chat_template.jinja", "vocab.json"),
     *("kv_cache.safetensors", "tokenizer.model", "processor_config.json", "special_tokens_map.json", "merges.txt"),
 )
+
+
+def sealed(directory: Path) -> Path:
+    """Mark the files of a directory that cases share, so that `changed_since_sealed` finds those that were written."""
+    for path in directory.iterdir():
+        os.utime(path, (0, 0))
+    return directory
+
+
+def changed_since_sealed(folder: Path) -> list[str]:
+    """Return the files of sealed directories that were changed."""
+    return [str(path) for path in sorted(folder.glob("base-*/*")) if path.stat().st_mtime_ns]
 
 
 def linked(source: Path, target: Path) -> Path:
@@ -248,9 +259,3 @@ def _other_shape(shape: list[int], random: Random) -> list[int]:
     size = max(0, random.choice([0, 1, shape[axis] - 1, shape[axis] + 1, shape[axis] * 2, shape[axis] // 2]))
     changed = [*shape[:axis], min(size, 4096), *shape[axis + 1 :]]
     return random.choice([changed, changed, [*shape, 1], shape[::-1], [math.prod(shape)], [1, *shape]])
-
-
-def untouched(source: Path, target: Path) -> Path:
-    """Make a full copy, for what may be written into."""
-    shutil.copytree(source, target)
-    return target

@@ -15,9 +15,14 @@ SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
 GPTQ = (*SMALL, "group_size=32")
 KVQUANT = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
 NARROW = (*SMALL, "kv_cache.keys.group_size=16", "kv_cache.values.group_size=16")
-ALLOCATED = (*SMALL, "allocate.samples=2", "allocate.options=[{method: rtn, bits: 2}, {method: rtn, bits: 4}]")
+ALLOCATED = (
+    *SMALL,
+    "allocate.samples=2",
+    "allocate.target=5bpw",
+    "allocate.options=[{method: rtn, bits: 2}, {method: rtn, bits: 4}]",
+)
 SEARCHED = (*SMALL, "allocate.samples=4", "allocate.generations=3", "allocate.offspring=4", "group_size=32")
-SEARCHED = (*SEARCHED, "allocate.options=[{bits: 2}, {bits: 3}, {bits: 4}]", "allocate.target=3.9bpw")
+SEARCHED = (*SEARCHED, "allocate.options=[{bits: 2}, {bits: 3}, {bits: 4}]", "allocate.target=4.5bpw")
 TIMES = re.compile(r"seconds|peak|memory|resumed|\bs$|per_second")  # keys of what two equal runs report differently
 OLD = {"old": b"old", "compress_manifest.json": b"old"}
 

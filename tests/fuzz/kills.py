@@ -28,6 +28,7 @@ from fuzz.faults import Fault
 from fuzz.kill_runs import KINDS, Kind
 
 LIMIT = 300  # seconds of a run
+SHOW_EVERY = 30  # seconds
 COLUMNS = ("trials", "kills", "faults", "too late", "different", "not resumed", "words", "lost", "orphans")
 
 
@@ -218,7 +219,7 @@ def _child(kind: Kind, models: Path, place: Path, fault: Fault | None, err: Path
     from compress.cli.app import main
 
     process_memory.reset_peak()
-    limit = str(process_memory.resident() + (300 << 20))
+    limit = f"{(process_memory.resident() >> 26 << 6) + 416}MiB"  # little more than it needs, the same each time
     words = [word.replace("{limit}", limit) for word in kind.words(models, place)]
     sys.argv = ["compress", *words]
     faults.install(fault)
@@ -266,8 +267,12 @@ def trials(names: list[str], seed: int) -> Any:
 
 def work(campaign: Campaign, names: list[str], kills: int, seed: int) -> None:
     """Kill `kills` times in all, or until it is interrupted."""
+    shown = time.monotonic()
     try:
         for name, random in trials(names, seed):
+            if time.monotonic() - shown > SHOW_EVERY:
+                shown = time.monotonic()
+                print(f"{campaign.struck()} of {kills} kills, {len(campaign.failures)} failures", file=sys.stderr)
             if campaign.struck() >= kills or not names:
                 break
             try:
@@ -279,25 +284,32 @@ def work(campaign: Campaign, names: list[str], kills: int, seed: int) -> None:
                 continue
             campaign.trial(name, [random_fault(random, reference) for _ in range(random.choice([1, 1, 1, 2, 3]))])
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
 
 
 def side_by_side(folder: Path, names: list[str], asked: argparse.Namespace) -> Campaign:
     """Share the kinds out to processes; return what all have found."""
-    pipes = []
+    jobs: dict[int, int] = {}  # process -> the pipe that it reports to
     for job in range(asked.jobs):
         readable, writable = os.pipe()
-        if os.fork() == 0:
+        if (process := os.fork()) == 0:
             campaign = Campaign(folder / f"job-{job}", folder / "models")
             work(campaign, names[job :: asked.jobs], asked.kills // asked.jobs, asked.seed)
             with os.fdopen(writable, "w") as stream:
                 json.dump([campaign.tables, campaign.failures], stream)
             os._exit(0)
         os.close(writable)
-        pipes.append(readable)
+        jobs[process] = readable
+
+    def interrupt(number: int, frame: object) -> None:
+        for process in jobs:
+            os.kill(process, signal.SIGINT)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     whole = Campaign(folder, folder / "models")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes get it too, and report
-    for readable in pipes:
+    for readable in jobs.values():
         with os.fdopen(readable) as stream:
             tables, failures = json.loads(stream.read() or "[{}, []]")
         whole.tables |= {name: Counter(counts) for name, counts in tables.items()}

@@ -67,9 +67,9 @@ def _prepared(folder: Path, name: str) -> tuple[Path, str]:
     if not model.exists():
         changes = {**WIDE, "intermediate_size": 128} if kind == "mixtral" else WIDE
         pico.save_pico(kind, model, changes=changes)
-    out = folder / f"packed-{name}"
+    out = folder / f"base-packed-{name}"
     compress.quantize(Job(str(model), recipe.load(recipe_name, [*CHEAP, *overrides]), out, calib=pico.__file__))
-    return out, computed(load(out))
+    return edits.sealed(out), computed(load(out))
 
 
 def _cache(name: str) -> str:
