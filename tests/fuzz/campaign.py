@@ -96,7 +96,6 @@ def run(
     """Judge the cases into the tally; failing ones are made small first."""
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    scratch.chmod(0o777)
     verdict_of = partial(judge, folder=folder)
     case: Case = {"class": next(iter(CLASSES))}
     for number, case, verdict in sandbox.run_all(numbered, verdict_of, scratch, jobs):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuzz import verdicts
+from fuzz import enclosure, verdicts
 from fuzz.verdicts import Verdict
 
 Case = dict[str, Any]
@@ -119,7 +119,6 @@ def _batch(cases: Iterator[tuple[int, Case]]) -> deque[tuple[int, Case]]:
 
 def _fork(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict], scratch: Path) -> Child:
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    folder.chmod(0o777)  # the child may give up its rights
     readable, writable = os.pipe()
     process = os.fork()
     if process == 0:
@@ -136,6 +135,7 @@ def _serve(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict
     """Judge the cases of a batch and report each as a line of JSON."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    enclosure.enclose(folder.parents[1])
     verdicts.captured()
     stacks = (folder / "stacks").open("w")
     faulthandler.enable(stacks)
@@ -150,7 +150,6 @@ def _serve(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict
     for number, case in batch:
         place = folder / str(number)
         place.mkdir()
-        place.chmod(0o777)
         os.chdir(place)
         used = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (int(used) + CPU_SECONDS, resource.RLIM_INFINITY))

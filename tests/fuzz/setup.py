@@ -26,10 +26,8 @@ MEMORY = Path("/dev/shm")
 def workplace() -> Iterator[Path]:
     """Give a folder, in memory where that is possible; caches of compiled code and of data sets lie in it too."""
     folder = Path(tempfile.mkdtemp(prefix="compress-fuzz-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
-    folder.chmod(0o777)
     for name in ("cache", "home"):
         (folder / name).mkdir()
-        (folder / name).chmod(0o777)
     os.environ.update(ENVIRONMENT, XDG_CACHE_HOME=str(folder / "cache"), HOME=str(folder / "home"))
     os.environ.update(HF_HOME=str(folder / "home" / "hf"))
     try:

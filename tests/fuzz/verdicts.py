@@ -117,7 +117,7 @@ def judged(ran: Ran) -> Verdict:
     if ran.code == 0:
         return Verdict("ok")
     lines = [line for line in ran.err.split("\n") if line]
-    if ran.code == 2 and "Usage:" in ran.err:
+    if ran.code == 2 and ("Usage:" in ran.err or "─ Error ─" in ran.err):
         return Verdict("words", f"usage error: {ran.err[:300]!r}") if len(ran.err) > 2000 else Verdict("refused", "use")
     if ran.code not in (1, 2) or not lines:
         return Verdict("words", f"exit code {ran.code}, stderr {ran.err[:300]!r}")
