@@ -34,7 +34,8 @@ def main() -> int:
     parser.add_argument("--few", action="store_true", help="few base models, the classes case by case in turn")
     parser.add_argument("--show-every", type=float, default=60, help="seconds between tables")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with setup.workplace() as folder:
         setup.imports()
         return _campaign(asked, folder)

@@ -163,6 +163,8 @@ def _changed(tensor: Tensor, edit: dict[str, Any]) -> Tensor:
         tensor = tensor.to(getattr(torch, edit["dtype"]))
     if "fill" in edit and tensor.numel():
         value = float(edit["fill"])
+        if tensor.dtype.is_floating_point and math.isfinite(value):
+            value = max(-torch.finfo(tensor.dtype).max, min(value, torch.finfo(tensor.dtype).max))
         if not tensor.dtype.is_floating_point:
             info = torch.iinfo(tensor.dtype) if tensor.dtype != torch.bool else torch.iinfo(torch.uint8)
             value = int(min(max(value, info.min), info.max)) if math.isfinite(value) else 0

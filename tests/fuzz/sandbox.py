@@ -133,6 +133,7 @@ def _fork(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict]
 
 def _serve(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict], folder: Path, pipe: int) -> None:
     """Judge the cases of a batch and report each as a line of JSON."""
+    os.setpgid(0, 0)  # what a terminal sends is for the parent
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     enclosure.enclose(folder.parents[1])
