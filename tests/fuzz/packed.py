@@ -44,7 +44,7 @@ BASES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # name -> model, recipe,
 CACHES = ("kv2", "kvquant3", "rotatekv2", "kivi2", "squat2", "gear4", "zipkv", "kv3", "kv4", "kv8", "pca4")  # of int8
 NAMES = ("int4", "kv2", "trellis", "kvquant3", "gptvq", "rotatekv2")
 NAMES += tuple(name for name in (*BASES, *CACHES) if name not in NAMES)
-FEW = 6  # of NAMES, that a short campaign makes
+FEW = 4  # of NAMES, that a short campaign makes
 PROMPT = 40  # tokens
 NEW = 6  # tokens
 

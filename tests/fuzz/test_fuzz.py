@@ -83,7 +83,7 @@ def test_reading_behind_a_guarded_tensor_is_a_crash(tmp_path: Path) -> None:
         (1, "compress: the file is damaged\n", "refused"),
         (1, "14 linears to 4.5 bits\ncompress: the file is damaged\n", "refused"),
         (1, "compress: \x1b[31m\n", "words"),
-        (1, "compress: " + "x" * 400 + "\n", "words"),
+        (1, "compress: " + "x" * 500 + "\n", "words"),
         (1, "", "words"),
         (1, "UserWarning: x\ncompress: y\n", "words"),
         (1, "Traceback (most recent call last):\nKeyError: 1\n", "traceback"),
@@ -119,6 +119,7 @@ def test_cases_depend_on_the_seed_and_the_number_only(tmp_path: Path) -> None:
     assert cases(1) == cases(1) != cases(2)
 
 
+@pytest.mark.slow
 def test_an_interrupted_campaign_prints_its_table() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])}
     words = [sys.executable, "-m", "fuzz", "--cases", "100000", "--only", "recipe", "--show-every", "0"]
