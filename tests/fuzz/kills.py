@@ -180,7 +180,7 @@ def _wait(process: int) -> int:
 
 def _end_group(group: int) -> int:
     """End what the process has started and left behind; return how many there were after a moment."""
-    for _ in range(100):
+    for _ in range(400):
         alive = _members(group)
         if not alive:
             return 0
