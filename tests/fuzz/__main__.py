@@ -89,7 +89,7 @@ def _write(path: Path | None, tally: object) -> None:
 
     if path is None or not isinstance(tally, Tally):
         return
-    rows = [{"case": f.case, "verdict": list(f.verdict), "count": f.count} for f in tally.failures.values()]
+    rows = [{"case": f.case, "verdict": list(f.verdict[:2]), "count": f.count} for f in tally.failures.values()]
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
 

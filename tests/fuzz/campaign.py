@@ -43,10 +43,12 @@ class Tally:
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in CLASSES})
     failures: dict[str, Failure] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)  # milliseconds by class
     seconds: float = 0.0
 
     def add(self, name: str, case: Case, verdict: Verdict) -> None:
         self.counts[name][verdict.kind] += 1
+        self.spent[name] += round(1000 * verdict.seconds)
         if not verdict.is_failure:
             return
         cause = f"{name}: {group(verdict)}"
@@ -57,12 +59,12 @@ class Tally:
 
     def table(self) -> str:
         """Return the table by class, for people."""
-        shown = ["cases", *PASSED, *FAILURES]
-        rows = [["class", *shown]]
-        for name, counts in self.counts.items():
-            rows.append([name, str(sum(counts.values())), *(str(counts[kind]) for kind in shown[1:])])
+        shown = [*PASSED, *FAILURES]
+        rows = [["class", "cases", *shown, "per s"]]
         total: Counter[str] = sum(self.counts.values(), Counter())
-        rows.append(["all", str(sum(total.values())), *(str(total[kind]) for kind in shown[1:])])
+        for name, counts in (*self.counts.items(), ("all", total)):
+            rate = counts.total() * 1000 / max(1, self.spent[name] if name != "all" else self.spent.total())
+            rows.append([name, str(counts.total()), *(str(counts[kind]) for kind in shown), f"{rate:.1f}"])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(
@@ -70,7 +72,7 @@ class Tally:
             )
             for row in rows
         ]
-        return "\n".join([*lines, f"{self.seconds:.0f} s of CPU time"])
+        return "\n".join([*lines, f"{self.seconds:.0f} s of CPU time in all"])
 
 
 def judge(numbered: Case, place: Path, folder: Path) -> Verdict:

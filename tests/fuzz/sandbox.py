@@ -162,6 +162,7 @@ def _serve(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict
             verdict = Verdict("crash", f"of the judge: {verdicts.summary(error)}")
         if _kilobytes("VmHWM") * 1024 > RESIDENT and not verdict.is_failure:
             verdict = Verdict("memory", f"peak {_kilobytes('VmHWM') >> 10} MiB, {verdict.kind}")
+        verdict = verdict._replace(seconds=time.process_time() - used)
         os.write(pipe, json.dumps(verdict).encode() + b"\n")
         os.chdir(folder)
         shutil.rmtree(place, ignore_errors=True)

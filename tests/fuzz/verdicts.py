@@ -22,10 +22,11 @@ PLAN = re.compile(r"\d+ linears to .*|block \d+/\d+: .*|.* \(\d+%\)")  # lines t
 
 
 class Verdict(NamedTuple):
-    """The kind, one of PASSED or FAILURES, and for failures what happened and where."""
+    """The kind, one of PASSED or FAILURES, and for failures what happened and where; seconds of CPU time."""
 
     kind: str
     detail: str = ""
+    seconds: float = 0.0
 
     @property
     def is_failure(self) -> bool:
