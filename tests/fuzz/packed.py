@@ -1,6 +1,7 @@
 """Class "packed": everything in a packed checkpoint. It is opened, run, verified and inspected after the change.
 
-A case is {"base": NAME, "edits": [...]}; `fuzz/edits.py` says what an edit is.
+A case is {"base": NAME, "edits": [...], "plain": whether transformers alone loads it}; `fuzz/edits.py` says what an edit
+is.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def make(random: Random, folder: Path, few: bool = False) -> Case:
     often = [n for n in names if n.endswith(".safetensors") or n == "config.json"] * 4
     count = random.choice([1, 1, 1, 2, 3])
     changes = [edits.random_edit(directory, random, names + often) for _ in range(count)]
-    return {"base": name, "edits": [*changes, *([{"sign": True}] if random.random() < 0.5 else [])]}
+    signed = [{"sign": True}] if random.random() < 0.5 else []
+    return {"base": name, "plain": random.random() < 0.3, "edits": [*changes, *signed]}
 
 
 def judge(case: Case, folder: Path, place: Path) -> Verdict:
@@ -96,7 +98,8 @@ def judge(case: Case, folder: Path, place: Path) -> Verdict:
     base, expected = _prepared(folder, case["base"])
     directory = edits.linked(base, place / "model")
     edits.apply(directory, case["edits"])
-    loaded, model = verdicts.attempt(lambda: load(directory))
+    plain = case.get("plain", False)
+    loaded, model = verdicts.attempt(lambda: load(directory, plain), theirs=plain)
     found = None
     if model is not None:
         loaded, found = verdicts.attempt(lambda: computed(model), theirs=True)
@@ -125,12 +128,15 @@ def _is_signed(case: Case) -> bool:
     return any(edit.get("sign") for edit in case["edits"])
 
 
-def load(directory: Path) -> Any:
-    """Load a model whose stored tensors lie in front of pages that cannot be read."""
+def load(directory: Path, plain: bool = False) -> Any:
+    """Load a model whose stored tensors lie in front of pages that cannot be read; `plain`: by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
     import compress
 
     with guards.guarded_cache():
-        model = compress.load(directory, dtype=torch.float32)
+        opened = AutoModelForCausalLM.from_pretrained if plain else compress.load
+        model = opened(directory, dtype=torch.float32)
     guards.guard(model)
     return model
 
