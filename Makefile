@@ -1,5 +1,6 @@
 # make demo: quantize the bundled model, reload it, score it, let it write.   make test: lint, types, tests.   make slow: the tests that are left out.
-# Both create a virtual environment in .venv and install what is missing.
+# make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
+# All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -7,7 +8,12 @@ BIN := $(VENV)/bin
 MODEL := tests/models/books-8m
 OUT := models_out/books-8m-int4
 
-.PHONY: demo test slow install
+CASES ?= 20000
+KILLS ?= 200
+SEED ?= 1
+JOBS ?= 2
+
+.PHONY: demo test slow fuzz kills install
 
 install: $(VENV)/.installed
 
@@ -32,3 +38,9 @@ test: install
 
 slow: install
 	$(BIN)/python -m pytest -m slow
+
+fuzz: install
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
+
+kills: install
+	PYTHONPATH=tests $(BIN)/python -m fuzz.kills --kills $(KILLS) --seed $(SEED) --jobs $(JOBS)
