@@ -89,12 +89,11 @@ def methods(entries: Sequence[str]) -> list[str]:
 def run_model(directory: Path) -> Row:
     """Seconds to load (imports not counted), to the first token (weights are decoded then), and tokens a second."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    import compress.runtime.hf  # noqa: F401  (registers the quantizer)
+    from compress.model.load import load_model
 
     start = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = load_model(directory, "float32")
     loaded = time.perf_counter()
     tokens = torch.arange(1, PROMPT_TOKENS + 1).unsqueeze(0)
 

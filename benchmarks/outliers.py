@@ -48,9 +48,10 @@ FACTORS = (20.0, 30.0, 45.0, 60.0)  # of the planted channels, everywhere
 def plant(model: Path, out: Path) -> None:
     """A copy of a llama-like model with outliers; saved in float32, so that nothing is rounded again."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    from compress.model.load import load_model, load_tokenizer
+
+    net: Any = load_model(model, "float32")
     generator = torch.Generator().manual_seed(0)
     factors = torch.tensor(FACTORS)
 
@@ -69,7 +70,7 @@ def plant(model: Path, out: Path) -> None:
             scale(layer.post_attention_layernorm.weight, [mlp.gate_proj.weight, mlp.up_proj.weight])
             scale(mlp.up_proj.weight, [mlp.down_proj.weight])
     net.save_pretrained(out)
-    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    load_tokenizer(model).save_pretrained(out)
 
 
 def overrides(entry: str) -> list[str]:

@@ -118,17 +118,16 @@ def load_checkpoint(directory: Path) -> Row:
     import random_llama
     import torch
     from peers import peak_rss
-    from transformers import AutoModelForCausalLM
 
-    import compress.runtime.hf  # noqa: F401  (registers the quantizer)
+    import compress
 
     with tempfile.TemporaryDirectory() as temporary:
         random_llama.write(Path(temporary), random_llama.Shape(1, 64, 64, 2, 1, 260))
-        model = AutoModelForCausalLM.from_pretrained(temporary)
+        model = compress.load(temporary)
         del model
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
     before, start = peak_rss(), time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(directory)
+    model = compress.load(directory)
     elapsed, loaded = time.perf_counter() - start, peak_rss()
     for tensor in model.state_dict().values():
         tensor.contiguous().view(torch.uint8).flatten()[:: mmap.PAGESIZE].sum()

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from compress.model.load import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "tests/models/books-8m"
@@ -62,7 +64,7 @@ def build(vocab_size: int, end: int) -> MixtralForCausalLM:
 
 def tokenized(path: Path) -> Tensor:
     """The whole text as one row of token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, local_files_only=True)
+    tokenizer = load_tokenizer(TOKENIZER)
     text = path.read_text(encoding="utf-8")
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -149,7 +151,7 @@ def make(out: Path, steps: int, minutes: float, threads: int, seed: int) -> dict
         raise SystemExit(f"{out} has a checkpoint already; choose another directory or remove it")
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, local_files_only=True)
+    tokenizer = load_tokenizer(TOKENIZER)
     model = build(len(tokenizer), tokenizer.eos_token_id or 0)
     started = time.monotonic()
     made = train(model, tokenized(TEXT), steps, 60 * minutes, seed)

@@ -125,7 +125,7 @@ def test_saved_again(options: dict[str, Any], is_same: bool, copy: Path, tmp_pat
     assert ("of an earlier save" if is_same else "there is no report.json") in shown["incomplete"]
     assert shown["nbytes"] == before["nbytes"] and shown["bpw"] == before["bpw"]
     assert {row["name"]: row["bpw"] for row in shown["layers"]} == {row["name"]: row["bpw"] for row in before["layers"]}
-    assert [{**row, "method": ""} for row in before["plan"]] == shown["plan"]
+    assert [{**row, "method": ""} for row in before["plan"]] == json.loads(json.dumps(shown["plan"]))
     compress.load(directory)  # the manifest of the earlier save is in nobody's way
     with pytest.raises(CheckpointError, match="no hashes to compare with"):
         compress.load(directory, verify=True)
