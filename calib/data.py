@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from compress.calib.pieces import PIECE_NBYTES, Piece, batches
 from compress.errors import BudgetError, CalibrationError, CheckpointError, cut, first_line
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_header, read_json, write_shard, write_text
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 
 READ_FACTOR = 4  # this many times the tokens asked for are read, and windows chosen among them
 TEXT_TOKENS = 1 << 22  # of a text file, at least as many are read if it has them
-PIECE_NBYTES = 1 << 20  # of a text file tokenized at a time; tokenizing takes some 200 bytes of memory a byte of text
 LINE_NBYTES = 1 << 16  # how much further a piece may go to end where a line ends
-BATCH_CHARACTERS = 1 << 20  # of documents tokenized at a time
 FLOAT32_NBYTES = 1 << 30  # a stored model up to this size writes in float32: attention on CPUs is several times faster
 SELF_BATCH = 32  # sequences that the model writes side by side, memory permitting
 SELF_SPARE = 32 << 20  # bytes for what the libraries take when a model first runs
@@ -81,9 +80,7 @@ def calibration(
     is the model's: token ids beyond it are a CheckpointError.
     """
     _check_counts(num_samples, seq_len)
-    limit = READ_FACTOR * num_samples * seq_len
-    if is_text_file(source):
-        limit = max(limit, TEXT_TOKENS)
+    limit = _read_at_most(source, num_samples, seq_len)
     windows, available = token_windows(source, tokenizer, seq_len, vocab_size, limit)
     if not len(windows):
         raise CalibrationError(
@@ -101,6 +98,17 @@ def calibration(
         notes = (f"Of the calibration text the first {available} tokens were read.",)
     tokens = windows[chosen]
     return Calibration(tokens, source_name(source), _sha256(tokens), available, notes=notes)
+
+
+def most_read(source: str | Path, num_samples: int, seq_len: int) -> int:
+    """Return a bound of the tokens that `calibration` reads; a text has no more tokens than bytes."""
+    limit, path = _read_at_most(source, num_samples, seq_len), Path(source)
+    return min(limit, path.stat().st_size) if is_text_file(path) else limit
+
+
+def _read_at_most(source: str | Path, num_samples: int, seq_len: int) -> int:
+    asked = READ_FACTOR * num_samples * seq_len
+    return max(asked, TEXT_TOKENS) if is_text_file(source) else asked
 
 
 def self_generated(
@@ -255,35 +263,21 @@ def source_name(source: str | Path) -> str:
 def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Tensor:
     """Return the first `limit` tokens of a source, or all: int32 [n]."""
     running = is_text_file(source)
-    texts_of = ([piece] for piece in documents(source)) if running else _batches(documents(source))
+    texts_of = ([Piece(text, True)] for text in documents(source)) if running else batches(documents(source))
     separator = [] if running or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     parts: list[Tensor] = []
     count = 0
-    for texts in texts_of:
+    for pieces in texts_of:
+        texts = [piece.text for piece in pieces]
         # verbose=False: that the text is longer than the model's context is no news, it is cut into windows
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        for ids in cast(list[list[int]], encoded):
-            parts.append(torch.tensor(separator + ids if parts else ids, dtype=torch.int32))
+        for piece, ids in zip(pieces, cast(list[list[int]], encoded), strict=True):
+            parts.append(torch.tensor(separator + ids if parts and piece.begins else ids, dtype=torch.int32))
             count += len(parts[-1])
         del encoded, ids  # else they lie in the way when the next piece is tokenized, and memory grows with each
         if limit is not None and count >= limit:
             break
     return torch.cat(parts)[:limit] if parts else torch.empty(0, dtype=torch.int32)
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Yield texts that are not empty, in lists of about BATCH_CHARACTERS."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if text:
-            batch.append(text)
-            size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _read_text(path: Path, column: str) -> Iterator[str]:

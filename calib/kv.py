@@ -37,6 +37,7 @@ from compress.kv.codec import Spec, rotate, unrotate
 from compress.kv.settings import KINDS, Codings
 from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
+from compress.numerics import kl
 
 NAME = "compress_kv_samples"
 SAMPLES = ("keys", "keys_pre", "values", "queries", "queries_pre", "gradients")
@@ -206,12 +207,17 @@ class _Pass:
 def _slope(skeleton: models.Skeleton, tokens: Tensor, hidden: Tensor) -> Tensor:
     """Return the gradient of the summed loss of tokens [batch, seq_len] by hidden [batch, seq_len, hidden].
 
-    The hidden states are those behind the last block.
+    The hidden states are those behind the last block. Some positions at a time, so that logits stay small.
     """
-    hidden = hidden.detach().clone().requires_grad_()
-    logits = lm_head.logits(skeleton, hidden)[:, :-1]
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    return torch.autograd.grad(loss, hidden)[0]
+    slopes = torch.zeros_like(hidden)  # the last position predicts nothing
+    vocabulary = skeleton.model.config.get_text_config().vocab_size
+    for row in range(hidden.shape[0]):
+        for part in kl.slices(hidden.shape[1] - 1, vocabulary):
+            states = hidden[row : row + 1, part].detach().clone().requires_grad_()
+            logits = lm_head.logits(skeleton, states)[0]
+            loss = nn.functional.cross_entropy(logits, tokens[row, part.start + 1 : part.stop + 1], reduction="sum")
+            slopes[row, part] = torch.autograd.grad(loss, states)[0][0]
+    return slopes
 
 
 class _Tap:

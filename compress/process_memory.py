@@ -11,7 +11,7 @@ from pathlib import Path
 from compress.errors import BudgetError
 
 GIB = 1 << 30
-MMAP_THRESHOLD = 8 << 20  # bytes; under a limit, larger blocks go back to the system when freed
+MMAP_THRESHOLD = 1 << 20  # bytes; larger blocks go back to the system when freed, smaller ones by `trim`
 _former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
 UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": GIB}  # as other programs read them
@@ -95,12 +95,17 @@ def trim() -> None:
         return
 
 
-def check(limit: int | None) -> None:
-    """Raise BudgetError if the peak so far is over the limit."""
-    if limit is not None and (used := peak()) > limit:
+def check(limit: int | None, ahead: int = 0) -> None:
+    """Raise BudgetError if the peak so far is over the limit, or what is resident and `ahead` more bytes would be."""
+    if limit is None:
+        return
+    again = "blocks that were finished are kept: run the same command with a larger limit"
+    if (used := peak()) > limit:
+        raise BudgetError(f"the run used {show(used)}, more than --max-memory {show(limit)}; {again}")
+    if ahead and (held := resident()) + ahead > limit:
         raise BudgetError(
-            f"the run used {show(used)}, more than --max-memory {show(limit)}; blocks that were finished are kept: run "
-            "the same command with a larger limit"
+            f"the run holds {show(held)} and its next block takes up to {show(ahead)}, together more than --max-memory "
+            f"{show(limit)}; {again}"
         )
 
 

@@ -34,6 +34,7 @@ class TableChoices:
     def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
         """Return KL(original || choice) of each choice, nats a token; samples: numbers of calibration sequences."""
         kls = self.joint_kl.divergence([self.assignment(choice) for choice in choices], samples)
+        process_memory.trim()
         process_memory.check(self.max_memory)
         return kls
 

@@ -38,6 +38,7 @@ def decided(asked: Job, progress: Progress) -> Job:
         return kv_share.alone(asked, allocation, progress)
     with session(asked, progress) as store:
         facts = decision(store, allocation, allocation.target)
+        facts["predicted_peak"] = store.evaluators.predicted_peak
     recipe = prepare_options.chosen(asked.recipe, facts.pop("choices"))
     if "cache" in facts:
         recipe = kv_share.applied(recipe, allocation, facts["cache"])

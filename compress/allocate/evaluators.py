@@ -8,7 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from compress import process_memory
+from compress.allocate import memory_split
 from compress.allocate.joint_kl import JointKL, Resources
+from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
 from compress.allocate.variant_source import build
 from compress.calib.data import Calibration, token_windows
@@ -16,6 +18,38 @@ from compress.errors import CalibrationError
 from compress.model import load
 from compress.progress import Progress
 from compress.run import prepare
+
+GROWTH = 32 << 20  # bytes that a process comes to hold beside weights and states: pages of libraries, small objects
+FLOAT32 = 4  # bytes of a number, as variants are compared
+
+
+def check_memory(opened: Options) -> None:
+    """Raise BudgetError if variants cannot be compared within the job's memory, before anything is measured."""
+    if (limit := opened.asked.max_memory) is not None:
+        MemorySplit.within(_sizes(opened), _left(opened, limit) // opened.asked.processes)
+
+
+def _left(opened: Options, limit: int) -> int:
+    """Return the bytes that a limit leaves beside the programs: each process has it in memory."""
+    return max(0, limit - opened.asked.processes * (process_memory.resident() + GROWTH))
+
+
+def _sizes(opened: Options) -> memory_split.Sizes:
+    prepared = opened.prepared
+    return memory_split.sizes(prepared.skeleton, prepared.seq_len, Resources().top_k, FLOAT32)
+
+
+def _predicted_peak(opened: Options, samples: int, allowed: int) -> int:
+    """Return the peak of trying every linear at every option on so many samples, of all processes together."""
+    needed, processes, skeleton = _sizes(opened), opened.asked.processes, opened.prepared.skeleton
+    split = MemorySplit.within(needed, allowed // processes)
+    linears = [layer for options in opened.levels.values() for layer in options.values()]
+    paths = max(sum(layer.spec.block == index for layer in linears) for index in range(len(skeleton.blocks)))
+    stream = samples * opened.prepared.seq_len * skeleton.config.get_text_config().hidden_size * FLOAT32
+    decoded = min(split.decoded, FLOAT32 * sum(layer.spec.numel for layer in linears))
+    states = min(split.states, paths * stream) + (stream if stream <= split.states // 2 else 0)
+    program = process_memory.resident() + GROWTH
+    return processes * (program + (needed.kept if split.keeps else needed.least) + decoded + states)
 
 
 class Evaluators:
@@ -25,6 +59,7 @@ class Evaluators:
         self.opened, self.folder, self.calibration, self.progress = opened, folder, calibration, progress
         self.source = functools.partial(build, prepare.resolve(opened.asked.model), opened.asked, folder)
         self._open: dict[str, JointKL] = {}  # by the text that they are on
+        self.predicted_peak = 0  # bytes, of those that were made
 
     def close(self) -> None:
         """Free the memory and remove the working files of all evaluators."""
@@ -57,8 +92,9 @@ class Evaluators:
     def _on(self, tokens: Tensor, folder: Path) -> JointKL:
         """Return an evaluator on tokens [samples, seq_len]; the reference log-probabilities are kept in the folder."""
         job = self.opened.asked
-        limit = job.max_memory  # each process has the program itself in memory, too
-        if limit is not None:
-            limit = max(0, limit - job.processes * process_memory.resident())
-        resources = Resources(job.device, job.processes, max_memory=limit)
+        process_memory.trim()
+        limit = job.max_memory
+        allowed = int(0.8 * process_memory.available()) if limit is None else _left(self.opened, limit)
+        self.predicted_peak = max(self.predicted_peak, _predicted_peak(self.opened, len(tokens), allowed))
+        resources = Resources(job.device, job.processes, max_memory=allowed)
         return JointKL(self.source, tokens, folder, resources, lambda text: self.progress(text, 0, 0))

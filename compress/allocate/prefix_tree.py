@@ -25,8 +25,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from compress import process_memory
-from compress.allocate import reference_logprobs
+from compress.allocate import memory_split, reference_logprobs
+from compress.allocate.memory_split import MemorySplit
 from compress.errors import BudgetError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
@@ -53,30 +53,6 @@ class VariantWeights(Protocol):
 ModelSource = Callable[
     [], tuple[Skeleton, VariantWeights]
 ]  # edits have begun; nobody else uses the skeleton until `close`
-
-
-@dataclass(frozen=True)
-class MemorySplit:
-    """Memory of one process, in bytes."""
-
-    keeps: bool  # all blocks and the head stay loaded
-    decoded: int  # changed weights that are kept for the next node, or call
-    states: int  # hidden states in memory; what does not fit is in a file
-
-    @classmethod
-    def within(cls, skeleton: Skeleton, allowed: int) -> MemorySplit:
-        """Keep everything where that leaves as much again for the rest; else set the largest block aside first."""
-        item = skeleton.dtype.itemsize
-        whole = {id(p): p.numel() * item for p in skeleton.model.parameters()}
-        keeps = 2 * sum(whole.values()) <= allowed
-        largest = max(sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks)
-        rest = allowed - (sum(whole.values()) if keeps else largest)
-        if rest < 0:
-            raise BudgetError(
-                f"comparing variants of the model takes at least {process_memory.show(largest)} for a block, more than "
-                f"the {process_memory.show(allowed)} there are; raise the memory limit"
-            )
-        return cls(keeps, rest // 2, rest // 2)
 
 
 def path(skeleton: Skeleton, assignment: Mapping[str, Variant]) -> VariantPath:
@@ -181,10 +157,13 @@ class Resources:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
-    def within(self, skeleton: Skeleton) -> MemorySplit:
+    def within(self, skeleton: Skeleton, seq_len: int) -> MemorySplit:
         """Return the memory of one process; max_memory is given."""
         assert self.memory is not None or self.max_memory is not None, "joint_kl.py sets one"
-        return self.memory or MemorySplit.within(skeleton, (self.max_memory or 0) // self.processes)
+        if self.memory is not None:
+            return self.memory
+        needed = memory_split.sizes(skeleton, seq_len, self.top_k, skeleton.dtype.itemsize)
+        return MemorySplit.within(needed, (self.max_memory or 0) // self.processes)
 
 
 class PathEvaluator:
@@ -195,7 +174,7 @@ class PathEvaluator:
         dtype = None if resources.dtype == "auto" else getattr(torch, resources.dtype)
         self.end = self.skeleton.free if dtype is None else blockwise.computing_in(self.skeleton, dtype)
         try:
-            self.memory = resources.within(self.skeleton)
+            self.memory = resources.within(self.skeleton, tokens.shape[1])
         except BudgetError:
             self.end()
             raise

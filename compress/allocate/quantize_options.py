@@ -28,10 +28,13 @@ from compress.run.quantize_linear import LinearTask
 from compress.types import PackedWeight, Quantized
 
 
-def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: Progress) -> None:
-    """Fill the database, from the first block that is not in it; tokens [samples, seq_len] of the calibration text."""
+def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: Progress) -> bool:
+    """Fill the database, from the first block that is not in it; return whether anything was left to do.
+
+    tokens [samples, seq_len] of the calibration text.
+    """
     if database.finished() == len(opened.prepared.skeleton.blocks):
-        return
+        return False
     if not opened.asked.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
     job, planned = opened.asked, opened.prepared.arrangement
@@ -40,6 +43,7 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
         opened = dataclasses.replace(opened, prepared=prepared)
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
         loop.run(_MeasuredBlocks(opened, database, loop.stream))
+    return True
 
 
 class _MeasuredBlocks:

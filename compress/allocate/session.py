@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.allocate import kv_share, metrics, prepare_options, quantize_options, table
-from compress.allocate.evaluators import Evaluators
-from compress.allocate.sensitivity import Measurements
+from compress.allocate.evaluators import Evaluators, check_memory
+from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
@@ -27,10 +27,13 @@ from compress.storage.workdir import writing
 @contextmanager
 def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     """Open the measurements of a recipe; every linear is quantized at every option when it is entered."""
+    process_memory.return_freed_memory()
     opened = prepare_options.options(asked)
     target, context = opened.allocation.target, opened.allocation.context
     if target is not None:
         table.check_target(opened, target)
+    if _compares(opened):
+        check_memory(opened)
     database = Database(asked.measurements or prepare_options.folder_of(asked))
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
@@ -39,18 +42,26 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
             opened.asked, opened.prepared, progress, database.folder / "calibration"
         )
     assert calibration is not None, "measuring always has a text"
+    process_memory.trim()
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
     opened = dataclasses.replace(opened, prepared=prepared)
     arrangement = prepared.arrangement.as_stored()
     with database.opened(prepare_options.measurement_identity(opened, calibration), arrangement):
         if target is not None and context is not None:
             kv_share.check_room(opened, target, calibration.tokens, database.folder, progress)
-        quantize_options.quantize_all(opened, database, calibration.tokens, progress)
+        is_new = quantize_options.quantize_all(opened, database, calibration.tokens, progress)
         evaluators = Evaluators(opened, database.folder, calibration, progress)
+        evaluators.predicted_peak = prepared.arrangement.peak_nbytes if is_new else 0
         try:
             yield Measurements(opened, database, evaluators)
         finally:
             evaluators.close()
+
+
+def _compares(opened: prepare_options.Options) -> bool:
+    """Return whether variants of the whole model are compared, for which each block alone is not enough."""
+    settings = opened.allocation
+    return not plugins.load("allocate", settings.method).needs(settings.config) <= {*WITH_OPTIONS}
 
 
 def measured(asked: Job, progress: Progress) -> tuple[Path, dict[str, Any]]:

@@ -59,9 +59,10 @@ def without_weights(
 
     source: a checkpoint directory; None where `options` hold a config and a state_dict. Errors are transformers'.
     """
-    local = {} if source is None else {**_LOCAL, "use_safetensors": True}
     with quiet():
-        loaded = kind.from_pretrained(source, device_map="meta", output_loading_info=True, **local, **options)
+        loaded = kind.from_pretrained(
+            source, device_map="meta", use_safetensors=True, output_loading_info=True, **_LOCAL, **options
+        )
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 

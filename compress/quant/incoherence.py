@@ -72,12 +72,16 @@ def notes(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def workspace(layer: LayerPlan, has_statistics: bool) -> int:
-    """Return the bytes needed beside those of the method: rotated weight, rotated Hessian, temporaries."""
+    """Return the bytes needed beside those of the method: rotated weight, rotated Hessian."""
     if not layer.stored.ops:
         return 0
     rows, columns = layer.spec.shape
-    hessian = columns * columns if has_statistics else 0
-    return 4 * (rows * columns + hessian + BUFFERS * min(CHUNK, max(rows * columns, hessian)))
+    return 4 * (rows * columns + (columns * columns if has_statistics else 0))
+
+
+def turning(layer: LayerPlan, has_statistics: bool) -> int:
+    """Return the bytes of temporaries while these are made, before the method begins."""
+    return 4 * BUFFERS * min(CHUNK, workspace(layer, has_statistics) // 4)
 
 
 def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:

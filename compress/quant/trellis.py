@@ -30,6 +30,7 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
+from compress.kernels import llvm
 from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps, viterbi_compiled
 from compress.quant.feedback import Objective
@@ -82,13 +83,19 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: three n x n matrices, copies of the weight, the search."""
+    """Return the bytes needed beside weight and Hessian: copies of the weight, and the most demanding of what follows.
+
+    That is three n x n matrices while the Hessian is factored; two, and the search or the coding of a chunk, after it.
+    """
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
-    square = squares(n, 3)
-    search = max(DECISIONS["cpu"], torch.get_num_threads() * viterbi_compiled.CELLS * (MAX_TILE_ROWS + 2 * WINDOW))
-    search += 16 * max(STATES["cpu"], 1 << config.state_bits) + (32 << config.state_bits)
-    coding = 16 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
-    return square + rows * n * 7 * 4 + search + coding
+    if llvm.available():
+        search = torch.get_num_threads() * viterbi_compiled.CELLS * (MAX_TILE_ROWS + 2 * WINDOW)
+        search += viterbi_compiled.COMPILER
+    else:
+        search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits)
+    search += 64 << config.state_bits
+    coding = 5 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
+    return rows * n * 7 * 4 + max(squares(n, 3), squares(n, 2) + max(search, coding))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

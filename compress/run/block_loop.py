@@ -88,6 +88,8 @@ class BlockLoop:
         if consumer.finished < count:
             self._gradients()
         self.stream.embed()
+        process_memory.trim()
+        process_memory.check(self.job.max_memory)
         with torch.no_grad():
             consumer.start(notes)
             try:
@@ -129,6 +131,7 @@ class BlockLoop:
     def _block(self, index: int, consumer: BlockConsumer, is_last: bool) -> None:
         started, is_new = time.monotonic(), index >= consumer.finished
         layers, stream = self.layers[index], self.stream
+        process_memory.check(self.job.max_memory, self.prepared.arrangement.block_nbytes)
         self.meter.begin(index, self._steps(layers, is_new))
         block = self.skeleton.load_block(index, self.device)
         has_statistics = bool(stream.passes(layers))  # as they are collected, the full-precision side goes on
@@ -156,6 +159,7 @@ class BlockLoop:
         if not is_last:
             stream.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
         self.skeleton.free()
+        process_memory.trim()
         process_memory.check(self.job.max_memory)
         self.meter.end()
         if is_new:

@@ -20,6 +20,7 @@ from compress.storage.checkpoint import open_checkpoint, sha256
 from compress.storage.json_text import OBJECT
 
 STAGE = "cache"  # of a run (compress/storage/workdir.py)
+BATCH = 4  # samples in a forward pass, at most
 RECORD = {"section": OBJECT, "calibration": (dict, type(None))}
 CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all of them are in memory
 
@@ -116,7 +117,9 @@ def _calibrated(
         tokens = facts.calibration.tokens
         tokens = tokens[: max(1, CALIBRATED // tokens.shape[1])]
         file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
-        static, found = calibrate(skeleton, codings, tokens, asked.device, file=file)
+        static, found = calibrate(
+            skeleton, codings, tokens, asked.device, min(BATCH, facts.prepared.arrangement.batch), file
+        )
         process_memory.check(asked.max_memory)
     section = kv_config.write(directory, settings, len(codings), static)
     kv_config.read_static(section, directory, skeleton.config, kv_config.read(section, len(codings)))

@@ -3,9 +3,9 @@
 A run's peak is predicted from shapes before it starts, as the process's memory at that point plus the largest of its
 phases. If the prediction passes the limit the run is rearranged: the stream of hidden states goes to disk, batches
 shrink, the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with
-what it would need. While it runs, the peak that the operating system recorded is checked against the limit, and the
-run stops, resumable, before it goes on past it. The arrangement changes no result beyond the order of floating-point
-sums: in the model's own batched products, and in the statistics of experts.
+what it would need. While it runs, the peak that the operating system recorded is checked against the limit, and before
+each block whether what is held leaves room for it: else the run stops, resumable. The arrangement changes no result
+beyond the order of floating-point sums: in the model's own batched products, and in the statistics of experts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from compress import plugins, process_memory
 from compress.errors import BudgetError
@@ -30,11 +31,15 @@ from compress.types import LayerPlan, LinearSpec, Plan
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
 MEASURING = 16  # bytes a weight that the errors in the report take
-TOKENIZING = 256 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
+TOKENIZING = 208 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
+TOKENIZER = 18  # times its file that a tokenizer takes while it is loaded
+TOKENIZER_KEPT = 6  # times its file that stay
+TOKEN = 12  # bytes of each token that is read while it is cut into samples
 SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
 EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
-KEPT = 128 << 20  # bytes that a process has come to hold when the blocks are done: compiled functions, a tokenizer
+KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
+TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
 SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 
@@ -48,6 +53,7 @@ class Arrangement:
     passes: int  # most calibration passes over one block
     statistics_nbytes: int  # what the statistics of one pass may take
     peak_nbytes: int  # predicted peak of the process
+    block_nbytes: int = 0  # most that a block takes beside what is held between blocks
 
     def as_stored(self) -> dict[str, Any]:
         """Return what a run stores of its arrangement for those that resume it: as JSON values, with the threads."""
@@ -63,6 +69,7 @@ class Extras(NamedTuple):
     others: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
     every: bool = False  # statistics of all inputs, whether a method needs them or not
     cached: int = 0  # bytes of the keys, values and queries that a cache is calibrated on
+    read: int = 0  # tokens of the calibration text that are read, at most
 
 
 NO_EXTRAS = Extras()
@@ -189,10 +196,18 @@ class _MemoryModel:
         blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
         rest = {id(p): p.numel() * item for p in skeleton.model.parameters() if id(p) not in blocks}
         self.rest = sum(rest.values())
+        self.embedding = self.rest - _head_nbytes(skeleton.model)  # what is loaded to embed a text
+        self.converted = _converted(skeleton)
+        files = skeleton.checkpoint.directory.glob("tokenizer*")
+        tokenizer = sum(path.stat().st_size for path in files) if samples else 0
+        text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * extras.read, TOKEN * extras.read)
+        self.reading = max(TOKENIZER * tokenizer, text) if samples else 0
+        self.kept = KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
         self.work = [_workspace(layers, paired) for layers in self.by_block]
         self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
+        self.alive = [_alive_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
         self.sizes = [statistics(layers, paired, extras.every) for layers in self.by_block]
         for other in extras.others:
@@ -201,11 +216,11 @@ class _MemoryModel:
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
         self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
-        self.caching = KEPT + max(self.weights) + SAMPLED * extras.cached if extras.cached else 0
+        self.caching = TRAINING + max(self.weights) + SAMPLED * extras.cached if extras.cached else 0
         self.gradients = [_gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
-            self.token = [t + item * _paired_columns(x) for t, x in zip(self.token, self.by_block, strict=True)]
+            self.alive = [t + item * _paired_columns(x) for t, x in zip(self.alive, self.by_block, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
 
     def _training(self, plan: Plan, skeleton: Skeleton) -> int:
@@ -217,24 +232,24 @@ class _MemoryModel:
         sizes = low_rank.TrainingSizes(
             parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
         )
-        return KEPT + low_rank.whole_workspace(sizes, self.seq_len)
+        return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block, beside the program and the resident stream."""
         sizes = self.sizes[index]
         held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
-        forward = batch * self.seq_len * self.token[index] + 4 * self.seq_len * self.widest[index]
+        forward = batch * self.seq_len * self.alive[index] + 4 * self.seq_len * self.widest[index]
         if self.extras.searched:  # weights rounded in float32, their kept inputs and outputs; the batch beside them
             kept = min(SEARCHED, self.samples * self.seq_len) * self.token[index] * 4 // self.item
             forward += kept + 3 * self.weights[index] * 4 // self.item
         if self.extras.weighted:  # scores of some rows, queries and keys in float32, and weighted inputs
             forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
-        loading = self.expert_weights[index]
+        loading = self.expert_weights[index] + self.converted
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
         if trained := self.trained[index]:
             states = batch * self.seq_len * self.token[index]
-            training = KEPT + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
+            training = TRAINING + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
         return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
@@ -245,17 +260,11 @@ class _MemoryModel:
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
-        first = self.rest + batch * self.seq_len * 12 * self.hidden
-        total = (
-            self.base
-            + SLACK
-            + max(
-                TOKENIZING if self.samples else 0,
-                int(MARGIN * max(stream + max(blocks, first) + self.editing, self.training, self.caching)),
-            )
-        )
+        first = self.embedding + self.converted + batch * self.seq_len * 12 * self.hidden
+        work = max(stream + max(blocks, first) + self.editing, self.training, self.caching)
+        total = self.base + max(self.reading, SLACK + self.kept + int(MARGIN * work))
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
-        return Arrangement(batch, spill, most, allowed, total)
+        return Arrangement(batch, spill, most, allowed, total, blocks)
 
 
 def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
@@ -273,6 +282,38 @@ def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
     dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
     expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
     return (dense + 3 * expert) * item
+
+
+def _alive_nbytes(specs: list[LinearSpec], item: int) -> int:
+    """Return the most bytes of activations that one token takes at a time: what linears of one module read and write.
+
+    What a module's linears share is there once, and nothing is left of one module when the next one runs.
+    """
+    modules: dict[str, dict[str, int]] = {}
+    for spec in specs:
+        if not spec.is_expert:
+            numbers = modules.setdefault(spec.name.rpartition(".")[0], {})
+            numbers[spec.input_key] = spec.shape[1]
+            numbers[f"{spec.name} out"] = spec.shape[0]
+    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
+    return (max((sum(numbers.values()) for numbers in modules.values()), default=0) + 3 * expert) * item
+
+
+def _head_nbytes(model: PreTrainedModel) -> int:
+    """Return the bytes of an output head that is not the embeddings too."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    shared = {id(p) for p in embeddings.parameters()}
+    return sum(p.numel() * p.itemsize for p in head.parameters() if id(p) not in shared) if head is not None else 0
+
+
+def _converted(skeleton: Skeleton) -> int:
+    """Return the bytes of the largest group of weights that is loaded in another type than it is stored in."""
+    groups: dict[str, int] = {}
+    for name, sources in skeleton.sources.items():
+        inner = name.removeprefix(f"{skeleton.blocks_name}.")
+        group = inner.partition(".")[0] if inner != name else ""
+        groups[group] = groups.get(group, 0) + sum(x.nbytes for x in sources if x.dtype != skeleton.dtype)
+    return max(groups.values(), default=0)
 
 
 def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
@@ -315,4 +356,5 @@ def _layer_workspace(layer: LayerPlan) -> int:
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
     if layer.scheme.lowrank is not None:
         need += correct.workspace(layer.spec.shape)
-    return need + incoherence.workspace(layer, needs_statistics(layer))
+    rotated = layer, needs_statistics(layer)
+    return max(need, incoherence.turning(*rotated)) + incoherence.workspace(*rotated)

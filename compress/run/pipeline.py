@@ -28,8 +28,8 @@ def opened(
 
     Raises CompressError; what is finished stays on disk for the next run.
     """
-    if job.max_memory is not None:
-        process_memory.return_freed_memory()
+    process_memory.return_freed_memory()
+    process_memory.trim()
     prepared = prepare.prepare(job)
     if on_plan is not None:
         on_plan(prepared)

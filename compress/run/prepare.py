@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compress import plugins
+from compress.calib import data as calib_data
 from compress.errors import CheckpointError, OutputError, first_line
 from compress.model import dry_load
 from compress.model.skeleton import Skeleton
@@ -63,6 +64,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         tuple(plans[1:]),
         every,
         kv_cache.sampled(skeleton.config, samples * seq_len) if calibrates_cache else 0,
+        calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans

@@ -145,7 +145,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         },
         "memory": {
             "limit": job.max_memory,
-            "predicted_peak": prepared.arrangement.peak_nbytes,
+            "predicted_peak": max(prepared.arrangement.peak_nbytes, (job.allocation or {}).get("predicted_peak", 0)),
             "measured_peak": process_memory.measured_peak(),  # None: of an earlier run, see there
         },
         "arrangement": dataclasses.asdict(prepared.arrangement),

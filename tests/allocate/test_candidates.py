@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compress.allocate import joint_kl, prefix_tree, reference_logprobs
+from compress.allocate import joint_kl, memory_split, prefix_tree, reference_logprobs
 from compress.allocate.joint_kl import JointKL
-from compress.allocate.prefix_tree import MemorySplit, Resources
+from compress.allocate.memory_split import MemorySplit
+from compress.allocate.prefix_tree import Resources
 from compress.errors import BudgetError, NumericalError
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
@@ -290,18 +291,23 @@ def test_what_is_shared_is_computed_once(
 
 def test_room(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     skeleton = source(pico_dir("llama"))[0]
-    weights = sum(p.numel() for p in skeleton.model.parameters()) * 4
-    assert MemorySplit.within(skeleton, 2 * weights) == MemorySplit(True, weights // 2, weights // 2)
-    tight = MemorySplit.within(skeleton, 2 * weights - 1)
+    needed = memory_split.sizes(skeleton, LENGTH, 8, 4)
+    assert needed.whole == sum(p.numel() for p in skeleton.model.parameters()) * 4 < needed.kept
+    rest, room = needed.whole, needed.kept + needed.whole
+    assert MemorySplit.within(needed, needed.kept + rest) == MemorySplit(True, rest // 2, rest // 3)
+    tight = MemorySplit.within(needed, needed.kept + rest - 1)
+    assert not tight.keeps and tight.states > rest // 3
+    assert MemorySplit.within(needed, needed.least) == MemorySplit(False, 0, 0)
+    with pytest.raises(BudgetError, match="at least"):
+        MemorySplit.within(needed, needed.least - 1)
     half = Skeleton(open_checkpoint(pico_dir("llama", dtype=torch.bfloat16)))
     with pytest.raises(BudgetError, match="at least"):
         JointKL(lambda: (half, Rounded()), TOKENS, tmp_path, Resources(max_memory=1 << 16))
     assert half.dtype == torch.bfloat16
-    assert not tight.keeps and tight.states > weights // 2
-    with pytest.raises(BudgetError, match="at least .* for a block"):
+    with pytest.raises(BudgetError, match="at least .* beside the program"):
         of(pico_dir("llama"), tmp_path, Resources(max_memory=1 << 16))
     assert not list(tmp_path.iterdir())
-    with of(pico_dir("llama"), tmp_path, Resources(max_memory=4 * weights, processes=2)) as mine:
+    with of(pico_dir("llama"), tmp_path, Resources(max_memory=2 * room, processes=2)) as mine:
         assert mine.evaluator.memory.keeps
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from compress.calib import data
+from compress.calib import data, pieces
 from compress.calib.data import calibration, token_windows
 from compress.errors import CalibrationError, CheckpointError
 from compress.model import load
@@ -173,7 +173,7 @@ def test_documents_are_joined_by_the_end_of_text(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 8)
     seen: list[str] = []
     real = data.documents
 
@@ -188,11 +188,9 @@ def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monke
     assert len(seen) == 9  # 8 tokens, then 9 with each separator
 
 
-@pytest.mark.parametrize(
-    ("floor", "available", "pieces"), [(900, 900, 50), (901, 900, 50), (450, 450, 25), (30, 80, 5)]
-)
+@pytest.mark.parametrize(("floor", "available", "read"), [(900, 900, 50), (901, 900, 50), (450, 450, 25), (30, 80, 5)])
 def test_a_text_file_is_read_up_to_a_generous_limit(
-    floor: int, available: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    floor: int, available: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "PIECE_NBYTES", 10)
     monkeypatch.setattr(data, "TEXT_TOKENS", floor)
@@ -208,7 +206,7 @@ def test_a_text_file_is_read_up_to_a_generous_limit(
 
     found = pico_calibration(write(tmp_path / "a.txt", "12345678\n" * 100), 2, 10)
 
-    assert found.tokens_available == available and len(seen) == pieces  # of two lines each
+    assert found.tokens_available == available and len(seen) == read  # of two lines each
     assert found.notes == (() if floor > 900 else (f"Of the calibration text the first {available} tokens were read.",))
 
 

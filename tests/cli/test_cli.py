@@ -224,7 +224,7 @@ def test_verify_finds_every_change(packed: Path, tmp_path: Path) -> None:
         whole = path.read_bytes()
         if path.name != MANIFEST:
             path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 32]))
-            assert f"{path.name} is not the file that was written" in refusal(copy)
+            assert re.search(f"{path.name} is not (the file that was written|valid JSON)", refusal(copy))
             path.unlink()
             assert f"{path.name} is missing" in refusal(copy)
         path.write_bytes(whole)

@@ -1,0 +1,66 @@
+"""Cut documents into pieces that are small enough to tokenize.
+
+Tokenizing takes some 200 bytes of memory a byte of text, so that no more than PIECE_NBYTES of it are tokenized at a
+time. Shorter documents are never cut, and their tokens do not depend on what is tokenized beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+PIECE_NBYTES = 1 << 20  # of text that is tokenized at a time, as UTF-8
+SEARCHED_NBYTES = 1 << 16  # at the end of a piece, where a good place to cut is looked for
+BYTE_OF_CHARACTER = range(0x80, 0xC0)  # in UTF-8, any but the first one
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one."""
+
+    text: str
+    begins: bool  # a document; False: goes on with the one before
+
+
+def batches(documents: Iterable[str]) -> Iterator[list[Piece]]:
+    """Yield pieces of the documents that are not empty, in lists of at most PIECE_NBYTES."""
+    batch: list[Piece] = []
+    size = 0
+    for document in filter(None, documents):
+        begins = True
+        for raw in cut(document.encode("utf-8", "surrogatepass")):
+            if batch and size + len(raw) > PIECE_NBYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(Piece(raw.decode("utf-8", "surrogatepass"), begins))
+            size += len(raw)
+            begins = False
+            if size >= PIECE_NBYTES:  # before the next document is read
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def cut(document: bytes) -> Iterator[bytes]:
+    """Yield the parts of a UTF-8 document, at most PIECE_NBYTES each."""
+    start = 0
+    while len(document) - start > PIECE_NBYTES:
+        end = _end(document, start, start + PIECE_NBYTES)
+        yield document[start:end]
+        start = end
+    yield document[start:]
+
+
+def _end(document: bytes, start: int, most: int) -> int:
+    """Return where a part from `start` ends, not behind `most`: after a line, else before a space, else a character.
+
+    Most tokenizers have no token across the first two.
+    """
+    least = max(start, most - SEARCHED_NBYTES)
+    if (line := document.rfind(b"\n", least, most)) >= 0:
+        return line + 1
+    if (space := document.rfind(b" ", least + 1, most)) >= 0:
+        return space
+    while document[most] in BYTE_OF_CHARACTER:
+        most -= 1
+    return most
