@@ -26,11 +26,17 @@ LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it,
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
+def open_config(directory: Path) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model; errors are those of transformers."""
+    config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+    return config
+
+
 def load_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
     read_config(directory)
     try:
-        return AutoConfig.from_pretrained(directory, **_LOCAL).get_text_config()
+        return open_config(directory).get_text_config()
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{directory}: transformers cannot read its configuration ({first_line(error)})"
@@ -41,7 +47,7 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer in a checkpoint directory."""
     read_config(directory)
     try:
-        with quiet():
+        with _quiet():
             return AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except (OSError, ValueError) as error:  # ValueError: damaged JSON too
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
@@ -57,7 +63,7 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     checkpoint = open_checkpoint(directory)  # files, index and headers are whole, or one clear line
     try:
-        with quiet():
+        with _quiet():
             loaded = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
             )
@@ -74,6 +80,22 @@ def load_model(directory: Path, dtype: str = "auto", device: str = "cpu") -> tra
         stored_weights.check(model, checkpoint, stored_weights.sources(model, checkpoint))
     cast(torch.nn.Module, model).to(device)
     return model
+
+
+def load_empty(
+    kind: type[transformers.PreTrainedModel] | None, directory: Path | None = None, **options: Any
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
+    """Run `from_pretrained` of a class (None: of the class for causal language models) with weights on the meta device.
+
+    Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
+    the options are `config` and `state_dict`.
+    """
+    opener: Any = AutoModelForCausalLM if kind is None else kind
+    with _quiet():
+        loaded = opener.from_pretrained(
+            directory, device_map="meta", output_loading_info=True, use_safetensors=True, **options, **_LOCAL
+        )
+    return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 
 class Draw(LogitsProcessor):
@@ -187,7 +209,7 @@ def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence progress bars and load reports of transformers, and leave its settings as they were."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
