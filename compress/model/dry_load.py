@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, first_line
 from compress.model import stored_weights
-from compress.model.load import FAILURES, open_config, without_weights
+from compress.model.load import FAILURES, load_empty, open_config
 from compress.model.meta_pass import run_without_data
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
@@ -35,7 +35,7 @@ def check_written(directory: Path) -> None:
 
     Raises CheckpointError if one of them raises, or does not find a weight in its shape.
     """
-    model = _load(AutoModelForCausalLM, directory)
+    model = _load(None, directory)
     checkpoint = open_checkpoint(directory)
     stored_weights.check(model, checkpoint, stored_weights.sources(model, checkpoint))
     for kind in _named_classes(open_config(directory), type(model)):
@@ -62,7 +62,7 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
         config = copy.deepcopy(skeleton.model.config if kind is causal else skeleton.config)
         config.quantization_config = packed
         try:
-            model = _load(kind, None, config=config, state_dict=tensors, dtype=skeleton.dtype)
+            model = _load(kind, config=config, state_dict=tensors, dtype=skeleton.dtype)
             if kind is causal:
                 _check_forward(model)
         except CheckpointError as error:
@@ -74,13 +74,14 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
             ) from error
 
 
-def _load(kind: Any, source: Path | None, **options: Any) -> PreTrainedModel:
+def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **options: Any) -> PreTrainedModel:
     """Return the model on the meta device; CheckpointError says in one line what goes wrong."""
     try:
-        model, info = without_weights(kind, source, **options)
-    except (CompressError, *FAILURES) as error:
+        model, info = load_empty(kind, directory, **options)
+    except (CompressError, AssertionError, *FAILURES) as error:
         reason = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"transformers' {kind.__name__} fails ({reason[:300]})") from error
+        opener = "AutoModelForCausalLM" if kind is None else kind.__name__
+        raise CheckpointError(f"transformers' {opener} fails ({reason[:300]})") from error
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if absent:
         raise CheckpointError(

@@ -52,20 +52,6 @@ def empty_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> tr
     return model
 
 
-def without_weights(
-    kind: Any, source: Path | None, **options: Any
-) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Return the model that `from_pretrained` of a class builds on the meta device, and transformers' loading report.
-
-    source: a checkpoint directory; None where `options` hold a config and a state_dict. Errors are transformers'.
-    """
-    with quiet():
-        loaded = kind.from_pretrained(
-            source, device_map="meta", use_safetensors=True, output_loading_info=True, **_LOCAL, **options
-        )
-    return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
-
-
 def load_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
     read_config(directory)
@@ -81,7 +67,7 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer in a checkpoint directory."""
     read_config(directory)
     try:
-        with quiet(), _bare_errors():
+        with _quiet(), _bare_errors():
             return AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except FAILURES as error:
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
@@ -106,7 +92,7 @@ def load_model(
     checkpoint = open_checkpoint(directory)  # files, index and headers are whole, or one clear line
     _check_files(checkpoint, verify)
     try:
-        with quiet():
+        with _quiet():
             loaded = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
@@ -147,6 +133,22 @@ def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
     if verify or (not is_ours and (directory / MANIFEST).is_file()):
         weights = {stored.file.name for stored in checkpoint.tensors.values()}
         manifest.check_loaded(directory, weights, verify or manifest.is_asked())
+
+
+def load_empty(
+    kind: type[transformers.PreTrainedModel] | None, directory: Path | None = None, **options: Any
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
+    """Run `from_pretrained` of a class (None: of the class for causal language models) with weights on the meta device.
+
+    Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
+    the options are `config` and `state_dict`.
+    """
+    opener: Any = AutoModelForCausalLM if kind is None else kind
+    with _quiet():
+        loaded = opener.from_pretrained(
+            directory, device_map="meta", output_loading_info=True, use_safetensors=True, **options, **_LOCAL
+        )
+    return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 
 class Draw(LogitsProcessor):
@@ -298,7 +300,7 @@ def _bare_errors() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence progress bars and load reports of transformers, and leave its settings as they were."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

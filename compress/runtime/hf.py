@@ -171,7 +171,7 @@ class CompressQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for module in _packed(model):
-            del module.weight
+            vars(module).pop("weight", None)
         for name, module in model.named_modules():
             if isinstance(module, PackedLinear):
                 _check_loaded(name, module)
