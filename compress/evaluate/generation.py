@@ -48,6 +48,8 @@ def continued(
     seed: int,
 ) -> str:
     """Return the same of the model that `load` gives, which is called once the prompt is known to have tokens."""
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of the command line, or half a pair
+        raise CalibrationError(f"the prompt {shown(prompt)} is not Unicode text; give it in UTF-8")
     tokenizer = lm.load_tokenizer(directory)
     ids = cast(list[int], tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:

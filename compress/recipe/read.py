@@ -45,6 +45,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -112,7 +113,7 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(name_or_file)
     if name_or_file in names():
         name, root = name_or_file, compose(text(name_or_file), f"{name_or_file}.yaml")
-    elif path.is_file():
+    elif os.path.isfile(name_or_file):  # False for what no file can be called, too
         name, root = path.stem, _from_file(path)
     else:
         raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")

@@ -12,11 +12,11 @@ from typing import Any
 
 from compress.errors import CheckpointError, shown
 
-LAYERS = re.compile(r"(layers?|blocks?|depths?|stages?)$")
+LAYERS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 COUNTS = re.compile(r"(heads?|experts?|groups?)$")
 SIZES = re.compile(r"(size|dim|rank|width|features|channels|d_model|d_ff|d_kv|embd?|inner|positions?|embeddings|ctx)$")
 # What any configuration may speak of, because parts of it may be unused.
-SPARE_LAYERS, SPARE_COUNT, SPARE_SIZE = 128, 4096, 1 << 24
+SPARE_LAYERS, SPARE_COUNT, SPARE_SIZE = 128, 1 << 15, 1 << 24
 
 
 def check(config: Mapping[str, Any], where: str, tensors: int, largest: int) -> None:

@@ -84,6 +84,12 @@ def test_numbers_that_are_none(key: str, value: str, tmp_path: Path) -> None:
     assert line.startswith(f"my.yaml, line 1: {key} must be an integer, found ") and len(line) < 200
 
 
+def test_names_that_no_file_has() -> None:
+    for name in ("x" * 5000, "a\x00b", "\ud800", "a/" * 3000):
+        with pytest.raises(RecipeError, match="there is no such file, and unknown recipe '"):
+            recipe.load(name)
+
+
 @pytest.mark.parametrize("value", ["1" * 6000, "x" * 6000, "{" * 100])
 def test_overrides_are_cut(value: str) -> None:
     with pytest.raises(RecipeError) as caught:

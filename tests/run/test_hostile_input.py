@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from compress.errors import CalibrationError
+from compress.evaluate import generate
 from compress.storage.checkpoint import CONFIG, INDEX
 from runs import RTN, TEXT, Setup, cli, command, one_line
 
@@ -100,3 +102,9 @@ def test_tokens_of_a_model(token: Any, model: Path) -> None:
 def test_names_with_control_characters(tmp_path: Path) -> None:
     line = refused("quantize", str(tmp_path / "no\nmodel\x1b[31m"))
     assert "no model\\x1b[31m is neither a directory nor a hub id" in line
+
+
+@pytest.mark.parametrize("prompt", ["\udcff", "a \ud800 b"])
+def test_a_prompt_that_is_no_text(prompt: str, model: Path) -> None:
+    with pytest.raises(CalibrationError, match="is not Unicode text; give it in UTF-8"):
+        generate(model, prompt)
