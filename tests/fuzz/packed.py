@@ -1,7 +1,7 @@
 """Class "packed": everything in a packed checkpoint. It is opened, run, verified and inspected after the change.
 
-A case is {"base": NAME, "edits": [...], "plain": whether transformers alone loads it}; `fuzz/edits.py` says what an edit
-is.
+A case is {"base": NAME, "edits": [...], "plain": BOOL}; `fuzz/edits.py` says what an edit is. Plain: transformers alone
+loads it.
 """
 
 from __future__ import annotations
