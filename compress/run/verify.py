@@ -91,9 +91,14 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, Any]:
     "checked", or why there are no hashes; "unlisted": files that the manifest lacks and that loading does not read.
     Without hashes all stored numbers must at least be finite. Raises CheckpointError for what is not as it should be.
     """
-    stored = open_checkpoint(directory)
-    weights = {tensor.file.name for tensor in stored.tensors.values()}
     listed, outcome, unlisted = Manifest.read(directory), NO_MANIFEST, list[str]()
+    try:
+        stored = open_checkpoint(directory)
+    except CheckpointError:
+        if listed is not None:
+            check_hashes(listed, progress)  # names the file that was changed
+        raise
+    weights = {tensor.file.name for tensor in stored.tensors.values()}
     if listed is not None and listed.is_of_earlier_save(weights):
         listed, outcome = None, EARLIER_SAVE
     if listed is not None:
@@ -113,12 +118,17 @@ def check_listed(listed: Manifest, weights: set[str], progress: Progress) -> lis
     """
     read, others = listed.unlisted()
     listed.check_listed({*read, *weights, CONFIG, RECIPE})
+    check_hashes(listed, progress)
+    return others
+
+
+def check_hashes(listed: Manifest, progress: Progress) -> None:
+    """Raise CheckpointError for a listed file that is missing or changed."""
     for name in listed.files:
         listed.check_size(name)
     for number, name in enumerate(listed.files):
         progress("hashing files", number, len(listed.files))
         listed.check_hash(name)
-    return others
 
 
 def check_finite(stored: Checkpoint, progress: Progress) -> None:
