@@ -35,7 +35,7 @@ ENTRIES = [
     *("int2-lrec:lowrank.train=2", "vq2bit-lrec", "w8a8-smooth", "quarot4bit:transform.0.seeds=1", "rsq3bit"),
     *("mixed3bit", "kv2", "kvquant3"),
 ]
-SAMPLES = {"real": (24, 1024), "wide": (8, 1024)}  # samples, tokens of each
+SHARES = {"real": 1, "wide": 4}  # of the samples that a shape is calibrated on: one of so many
 TIGHT = 8 * MIB  # more than a refused run asked for: no two processes are equally large
 
 
@@ -105,7 +105,8 @@ def run(model: Path, calib: Path, entry: str, counts: tuple[int, int], limit: in
     overrides = [part for part in settings.split(",") if part]
     if chosen.calibration.num_samples > 1:
         overrides += [f"calibration.num_samples={counts[0]}", f"calibration.seq_len={counts[1]}"]
-    job = Job(str(model), recipe.load(name, overrides), out, str(calib), limit, overwrite=True, restart=True)
+    loaded, again = recipe.load(name, overrides), {"overwrite": True, "restart": True}
+    job = Job(str(model), loaded, out, str(calib), limit, pack=chosen.packs, **again)
     phases, started = Phases(), time.monotonic()
     try:
         report = api.quantize(job, phases)
@@ -137,7 +138,14 @@ def checkpoint(shape: str, args: argparse.Namespace, work: Path) -> Path:
 
 
 def measure(entry: str, shape: str, limits: str, args: argparse.Namespace, work: Path) -> Row:
-    given = partial(in_fresh_process, run, checkpoint(shape, args, work), args.calib, entry, SAMPLES[shape])
+    given = partial(
+        in_fresh_process,
+        run,
+        checkpoint(shape, args, work),
+        args.calib,
+        entry,
+        (args.num_samples // SHARES[shape], args.seq_len),
+    )
     limit = None
     out = work / "quantized"
     if limits == "tight":
@@ -172,9 +180,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", metavar="ENTRY", default=ENTRIES)
     parser.add_argument("--source", type=absolute, default=ROOT / "tests/models/books-8m")
-    parser.add_argument("--shapes", nargs="+", choices=list(SAMPLES), default=list(SAMPLES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHARES), default=list(SHARES))
     parser.add_argument("--limits", nargs="+", choices=["none", "tight"], default=["none", "tight"])
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--num-samples", type=int, default=64, help="of the shape real; wide has a quarter")
+    parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--phases", action="store_true", help="print the peak of each phase")
     parser.add_argument("--show", action="store_true", help="print what is in the file and stop")
     parser.add_argument("--work", type=absolute, help="keep checkpoints here (default: a temporary directory)")
@@ -188,7 +198,8 @@ def main() -> None:
         for entry in () if args.show else args.entries:
             for shape in args.shapes:
                 for limits in args.limits:
-                    options = {"shape": shape, "limits": limits, "layers": args.layers, "source": args.source.name}
+                    options = {"shape": shape, "limits": limits, "source": args.source.name}
+                    options |= {key: getattr(args, key) for key in ("layers", "num_samples", "seq_len")}
                     name = f"{entry}, {shape}, limit {limits}"
                     work = partial(measure, entry, shape, limits, args, args.work or Path(temporary))
                     row = result_file.add(args.json, {"entry": entry, "options": options}, args.again, name, work)

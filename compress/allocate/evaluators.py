@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compress import process_memory
-from compress.allocate import memory_split
+from compress.allocate import memory_split, prepare_options, table
 from compress.allocate.joint_kl import JointKL, Resources
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
@@ -40,14 +40,16 @@ def _sizes(opened: Options) -> memory_split.Sizes:
 
 
 def _predicted_peak(opened: Options, samples: int, allowed: int) -> int:
-    """Return the peak of trying every linear at every option on so many samples, of all processes together."""
+    """Return the peak of trying every unit at every option on so many samples, of all processes together."""
     needed, processes, skeleton = _sizes(opened), opened.asked.processes, opened.prepared.skeleton
     split = MemorySplit.within(needed, allowed // processes)
     linears = [layer for options in opened.levels.values() for layer in options.values()]
-    paths = max(sum(layer.spec.block == index for layer in linears) for index in range(len(skeleton.blocks)))
+    paths = [0] * len(skeleton.blocks)
+    for group in table.open_groups(opened):
+        paths[group.members[0].block] += len(prepare_options.offered(opened, group.members))
     stream = samples * opened.prepared.seq_len * skeleton.config.get_text_config().hidden_size * FLOAT32
     decoded = min(split.decoded, FLOAT32 * sum(layer.spec.numel for layer in linears))
-    states = min(split.states, paths * stream) + (stream if stream <= split.states // 2 else 0)
+    states = min(split.states, max(paths) * stream) + (stream if stream <= split.states // 2 else 0)
     program = process_memory.resident() + GROWTH
     return processes * (program + (needed.kept if split.keeps else needed.least) + decoded + states)
 

@@ -41,6 +41,7 @@ SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax tak
 KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
 TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
 SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
+LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 
 
@@ -60,6 +61,14 @@ class Arrangement:
         return {**dataclasses.asdict(self), "threads": torch.get_num_threads()}
 
 
+class CacheSizes(NamedTuple):
+    """Bytes that calibrating a cache holds."""
+
+    sampled: int  # keys, values and queries of one layer
+    states: int  # hidden states that enter blocks
+    logits: int  # made at a time, with all that their gradients take; 0 where no gradient is needed
+
+
 class Extras(NamedTuple):
     """Demands of a recipe that take memory of their own."""
 
@@ -68,7 +77,7 @@ class Extras(NamedTuple):
     weighted: bool = False  # token importance
     others: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
     every: bool = False  # statistics of all inputs, whether a method needs them or not
-    cached: int = 0  # bytes of the keys, values and queries that a cache is calibrated on
+    cache: CacheSizes | None = None  # of the calibration of a cache
     read: int = 0  # tokens of the calibration text that are read, at most
 
 
@@ -216,7 +225,6 @@ class _MemoryModel:
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
         self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
-        self.caching = TRAINING + max(self.weights) + SAMPLED * extras.cached if extras.cached else 0
         self.gradients = [_gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
@@ -254,6 +262,14 @@ class _MemoryModel:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
         return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
 
+    def _caching(self, batch: int, spill: bool) -> int:
+        """Return the bytes of calibrating the cache, 0 if there is nothing to."""
+        if (cache := self.extras.cache) is None:
+            return 0
+        forward = batch * self.seq_len * max(self.token) * (low_rank.STATES if cache.logits else 1)
+        block = max(self.weights) + SAMPLED * cache.sampled + forward
+        return TRAINING + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
+
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
         """Return this arrangement with its predicted peak."""
         totals = [sum(sizes.values()) for sizes in self.sizes]
@@ -261,7 +277,7 @@ class _MemoryModel:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + batch * self.seq_len * 12 * self.hidden
-        work = max(stream + max(blocks, first) + self.editing, self.training, self.caching)
+        work = max(stream + max(blocks, first) + self.editing, self.training, self._caching(batch, spill))
         total = self.base + max(self.reading, SLACK + self.kept + int(MARGIN * work))
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total, blocks)

@@ -10,6 +10,7 @@ from compress.calib import data as calib_data
 from compress.errors import CheckpointError, OutputError, first_line
 from compress.model import dry_load
 from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.recipe import Recipe
 from compress.run import expert_pruning, kv_cache, memory_plan, plan
 from compress.run.job import Job, Prepared
@@ -63,11 +64,21 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         settings.importance != "none",
         tuple(plans[1:]),
         every,
-        kv_cache.sampled(skeleton.config, samples * seq_len) if calibrates_cache else 0,
+        _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
         calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans
+
+
+def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan.CacheSizes:
+    assert recipe.kv_cache is not None, "the caller has checked"
+    hidden = skeleton.config.get_text_config().hidden_size * skeleton.dtype.itemsize
+    is_backward = "gradients" in recipe.kv_cache.needs()
+    sides = len(skeleton.blocks) + 2 if is_backward else 1
+    logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
+    states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
+    return memory_plan.CacheSizes(kv_cache.sampled(skeleton.config, tokens), states, logits)
 
 
 def resolve(model: str) -> Path:
