@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from compress.storage import paths
 from compress.types import LayerPlan, LinearSpec
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it
+
+NAME_LENGTH = 150  # characters of the model's and the recipe's name in that of a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,4 +139,5 @@ def folder_of(asked: Job) -> Path:
     known = [str(prepare.resolve(asked.model).resolve()), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
     name = Path(asked.model.rstrip("/")).name or "model"
-    return asked.out.with_name(f"{name}-{recipe.name}-{digest}.measured")
+    name = re.sub(r"[^\w.-]+", "-", f"{name}-{recipe.name}")[:NAME_LENGTH]
+    return asked.out.with_name(f"{name}-{digest}.measured")

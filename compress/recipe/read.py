@@ -83,7 +83,6 @@ if TYPE_CHECKING:
 ALLOCATOR = "knapsack"  # where a target is given and no method
 BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
 FILE_LIMIT = 16 << 20  # bytes
-NAME_LIMIT = 100  # characters: it becomes a part of folder names
 
 
 def names() -> list[str]:
@@ -206,11 +205,8 @@ def _recipe(root: Node, default_name: str) -> Recipe:
     if "calibration" in entries:
         at, block = entries["calibration"]
         calibration = built(mapping(block, "calibration"), at, "calibration", calibration)
-    name = value(entries, "name", str, default_name)
-    if "name" in entries and not (name.isprintable() and 0 < len(name) <= NAME_LIMIT and "/" not in name):
-        raise error_at(entries["name"][0], f"name {shown(name)} is not 1 to {NAME_LIMIT} characters without a slash")
     return Recipe(
-        name=name,
+        name=value(entries, "name", str, default_name),
         description=value(entries, "description", str, ""),
         calibration=calibration,
         quantize=quantize,

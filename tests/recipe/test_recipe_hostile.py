@@ -9,7 +9,7 @@ import pytest
 
 from compress import recipe
 from compress.errors import RecipeError
-from compress.recipe.read import FILE_LIMIT, NAME_LIMIT
+from compress.recipe.read import FILE_LIMIT
 from compress.recipe.yaml import DEPTH, NODES
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -103,11 +103,6 @@ def test_only_plugins_are_methods(name: str) -> None:
     for override in [*(f'{key}="{name}"' for key in keys), f'transform=[{{method: "{name}"}}]']:
         with pytest.raises(RecipeError, match="unknown .* plugin|needs a method|no method"):
             recipe.load("w4kv4", [override])
-
-
-def test_names_become_folders(tmp_path: Path) -> None:
-    for name in ("'a/../b'", "''", '"a\\nb"', "x" * (NAME_LIMIT + 1)):
-        assert "characters without a slash" in refused(f"name: {name}\n{PLAIN}", tmp_path)
 
 
 def test_layers_of_the_cache() -> None:
