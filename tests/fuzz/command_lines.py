@@ -27,7 +27,19 @@ VALID: tuple[list[str], ...] = (
     ["eval", "{packed}", "--base", "{model}", "--text", "{text}", "--seq-len", "16", "--max-tokens", "64"],
     ["bench", "{packed}", "--prompt-tokens", "4", "--new-tokens", "2", "--device", "cpu"],
     ["kv-bench", "{model}", "--kv", "kv4", "--text", "{text}", "--context", "64", "--max-tokens", "128", "--no-speed"],
-    ["allocate", "{model}", *SMALL, "--calib", "{text}", "--set", "allocate.samples=2", "--points", "2"],
+    [
+        "allocate",
+        "{model}",
+        *SMALL,
+        "--set",
+        "allocate.target=5bpw",
+        "--calib",
+        "{text}",
+        "--set",
+        "allocate.samples=2",
+        "--points",
+        "2",
+    ],
     ["quantize", "{model}", "--recipe", "mixed3bit", *SMALL, "--calib", "{text}", "--target", "4bpw", "--dry-run"],
     ["recipes"],
     ["recipes", "int4"],
@@ -185,12 +197,13 @@ def make(random: Random, folder: Path, few: bool = False) -> Case:
     known = _options().get(words[0], ["--help"])
     for _ in range(random.choice([1, 1, 2, 3])):
         at = random.randrange(len(words) + 1)
+        given = [i for i, word in enumerate(words) if i and not word.startswith("--")]  # values and arguments
         roll = random.random()
-        if roll < 0.4 and at < len(words) and at > 0:
-            words[at] = random.choice((*PATHS, *WORDS))
-        elif roll < 0.7:
+        if roll < 0.7 and given:
+            words[random.choice(given)] = random.choice((*PATHS, *WORDS))
+        elif roll < 0.88:
             words += [random.choice(known or ["--help"]), random.choice((*PATHS, *WORDS))]
-        elif roll < 0.8 and len(words) > 1:
+        elif roll < 0.94 and len(words) > 1:
             del words[at % len(words)]
         else:
             words.insert(at, _word(random, known))
