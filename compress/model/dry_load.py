@@ -45,17 +45,20 @@ def check_written(directory: Path) -> None:
 def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     """Load what a run will write, by the same classes, and run it without data.
 
+    Experts stay as they are: there may be tens of thousands of linears, all in modules of our own (runtime/experts.py).
     Raises UnsupportedModelError if a class cannot load it, or reads a weight that will be packed.
     """
-    packed = hf.build_config({layer.spec.name: layer.stored for layer in plan.layers}).to_dict()
+    layers = [layer for layer in plan.layers if not layer.spec.is_expert]
+    packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
+    replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     tensors = {
         f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
-        for layer in plan.layers
+        for layer in layers
         for key, (shape, dtype) in formats.specs(layer.stored, layer.spec.shape).items()
     }
     for group in skeleton.sources.values():
         for stored in group:
-            if stored.name in plan.kept_nbytes:
+            if stored.name not in replaced:
                 tensors[stored.name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     causal = type(skeleton.model)
     for kind in (causal, *_named_classes(skeleton.config, causal)):
