@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.calib.data import source_name
+from compress.calib.documents import source_name
 from compress.errors import CalibrationError
 from compress.evaluate import scores
 from compress.evaluate.cache_candidates import candidates, fitting, load_model

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.calib.data import source_name, token_windows
+from compress.calib.data import token_windows
+from compress.calib.documents import source_name
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.model import load
 from compress.numerics import kl

@@ -369,6 +369,20 @@ def test_a_data_set_without_the_field(tmp_path: Path) -> None:
         pico_calibration(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("null", "train.jsonl does not begin with a JSON object"),  # pyarrow would end the process
+        (" \n 3", "train.jsonl does not begin with a JSON object"),
+        ("", "cannot be read"),
+    ],
+)
+def test_a_data_set_of_no_objects(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path / "train.jsonl", text)
+    with pytest.raises(CalibrationError, match=message):
+        pico_calibration(tmp_path)
+
+
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied")

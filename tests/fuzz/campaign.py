@@ -88,6 +88,17 @@ def cases(names: list[str], count: int, seed: int, folder: Path, few: bool = Fal
         yield number, {"class": name, **CLASSES[name].make(random, folder, few)}
 
 
+def prepared(numbered: Iterator[tuple[int, Case]], folder: Path) -> Iterator[tuple[int, Case]]:
+    """Yield the cases, each after the models that it needs are there: children inherit them."""
+    for number, case in numbered:
+        directories.prepare(folder, case["base"] if case["class"] == "model" else "llama")
+        if case["class"] == "packed":
+            packed.prepare(folder, case["base"])
+        elif case["class"] == "command line":
+            command_lines.prepare(folder)
+        yield number, case
+
+
 def run(
     numbered: Iterator[tuple[int, Case]],
     folder: Path,
@@ -100,7 +111,7 @@ def run(
     scratch.mkdir(exist_ok=True)
     verdict_of = partial(judge, folder=folder)
     case: Case = {"class": next(iter(CLASSES))}
-    for number, case, verdict in sandbox.run_all(numbered, verdict_of, scratch, jobs):
+    for number, case, verdict in sandbox.run_all(prepared(numbered, folder), verdict_of, scratch, jobs):
         if verdict.is_failure and f"{case['class']}: {group(verdict)}" not in tally.failures:
             case, verdict = smaller(case, verdict, verdict_of, scratch)
         tally.add(case["class"], case, verdict)

@@ -1,0 +1,162 @@
+"""Read the texts of a source, document by document, as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from compress.calib.pieces import PIECE_NBYTES
+from compress.errors import CalibrationError, cut, first_line
+from compress.storage import json_text
+from compress.storage.paths import TEXT_SUFFIXES
+
+LINE_NBYTES = 1 << 16  # how much further a piece may go to end where a line ends
+DEFAULT_COLUMN = "text"
+
+
+def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]:
+    """Yield the texts of a source, read as they are asked for.
+
+    A .jsonl or .json file (an object a line), a .parquet file, or a data set ("name", "name:config" or
+    "name:config:split", split "train" unless given; a directory that holds one will do) gives the texts in `column`.
+    Any other file is UTF-8 text and comes in consecutive pieces of some 1 MiB that end where a line ends, or where a
+    character does if that is too far. Raises CalibrationError.
+    """
+    path = Path(source)
+    try:
+        if path.is_file():
+            yield from _READERS.get(path.suffix.lower(), _read_text)(path, column)
+        elif path.suffix.lower() in TEXT_SUFFIXES:  # not there; asking for such a data set would take long
+            raise CalibrationError(_unreachable(source))
+        else:
+            yield from _read_dataset(str(source), column)
+    except OSError as error:
+        raise CalibrationError(f"cannot read {source}: {first_line(error)}") from error
+
+
+def is_text_file(source: str | Path) -> bool:
+    """Return True if the source is one running text, not a set of documents."""
+    return Path(source).is_file() and Path(source).suffix.lower() not in _READERS
+
+
+def source_name(source: str | Path) -> str:
+    """Return the source's name in reports: the last part of a path, or the name of a data set."""
+    return Path(source).name if Path(source).exists() else str(source)
+
+
+def _read_text(path: Path, column: str) -> Iterator[str]:
+    offset = 0
+    with path.open("rb") as stream:
+        while raw := stream.read(PIECE_NBYTES):
+            raw += stream.readline(LINE_NBYTES)
+            for _ in range(3):  # where the line goes on, end at least where a character of up to four bytes ends
+                if b"\x80" <= stream.peek(1)[:1] < b"\xc0":
+                    raw += stream.read(1)
+            text = _decode(raw, path, offset)
+            yield text.removeprefix("\ufeff") if offset == 0 else text
+            offset += len(raw)
+
+
+def _read_jsonl(path: Path, column: str) -> Iterator[str]:
+    offset = 0
+    with path.open("rb") as stream:
+        for number, raw in enumerate(stream, 1):
+            line = _decode(raw, path, offset).removeprefix("\ufeff")
+            offset += len(raw)
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json_text.loads(line)
+            except ValueError as error:
+                raise CalibrationError(
+                    f"{where} is not JSON ({first_line(error)}); it needs an object a line"
+                ) from error
+            if not isinstance(row, dict):
+                raise CalibrationError(f"{where} is not a JSON object; it needs an object a line")
+            yield _text_of(row, column, where)
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[str]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            fields = file.schema_arrow.names
+            if column not in fields:
+                raise CalibrationError(f"{path} has no column {column!r}; its columns: {cut(', '.join(fields))}")
+            for batch in file.iter_batches(columns=[column], batch_size=256):
+                for row in batch.to_pylist():
+                    yield _text_of(row, column, str(path))
+    except pyarrow.ArrowInvalid as error:
+        raise CalibrationError(f"{path} is not a readable parquet file ({first_line(error)})") from error
+
+
+def _read_dataset(source: str, column: str) -> Iterator[str]:
+    from huggingface_hub.errors import HFValidationError
+
+    name, config, split = [*source.split(":", 2), "", ""][:3]
+    _check_json(Path(name))
+    try:
+        for row in _stream(name, config or None, split or "train"):
+            yield _text_of(row, column, f"data set {source}")
+    except (ConnectionError, FileNotFoundError, HFValidationError) as error:
+        raise CalibrationError(_unreachable(source)) from error
+    except (ValueError, RuntimeError, StopIteration) as error:  # no such configuration or split, a damaged or empty
+        # file, or a script
+        raise CalibrationError(f"data set {source} cannot be read: {first_line(error)}") from error
+
+
+def _check_json(folder: Path) -> None:
+    """Refuse a local data set with a JSON file that does not begin with an object: pyarrow dies of a null there."""
+    for path in [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]:
+        with path.open("rb") as stream:
+            if (start := stream.read(LINE_NBYTES).lstrip()[:1]) and start not in b"{[":
+                raise CalibrationError(f"{path} does not begin with a JSON object; give objects, one a line")
+
+
+def _stream(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
+    """Return the rows of a data set, fetched as they are asked for and not copied into a cache; no progress bars."""
+    import datasets
+
+    shown = not datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
+    try:
+        return cast(Iterable[dict[str, Any]], datasets.load_dataset(name, config, split=split, streaming=True))
+    finally:
+        if shown:
+            datasets.utils.enable_progress_bars()
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _text_of(row: dict[str, Any], column: str, where: str) -> str:
+    if column not in row:
+        raise CalibrationError(
+            f"{where} has no field {column!r}; its fields: {cut(', '.join(map(str, row))) or 'none'}"
+        )
+    if not isinstance(row[column], str):
+        raise CalibrationError(f"{where}: field {column!r} is {type(row[column]).__name__}, not text")
+    return row[column]
+
+
+def _decode(raw: bytes, path: Path, offset: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"{path}: byte {offset + error.start} is not UTF-8; convert the file to UTF-8 text"
+        ) from error
+
+
+def _unreachable(source: str | Path) -> str:
+    return (
+        f"{source} is neither a file nor a data set that can be reached; give --calib a .txt, .jsonl or .parquet file"
+    )
