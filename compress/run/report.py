@@ -45,7 +45,7 @@ RECORD = {  # of a finished block, with the rows of its layers
 LAYOUT = {  # of what is shown of a report
     "bpw": NUMBER,
     "source_nbytes": INTEGER,
-    "nbytes": {"total": INTEGER, "quantized linears": INTEGER},
+    "nbytes": {"total": INTEGER, "quantized linears": INTEGER, str: INTEGER},
     "plan": [
         {
             **{"pattern": TEXT, "method": TEXT, "format": TEXT, "count": INTEGER, "nbytes": INTEGER, "bpw": NUMBER},

@@ -42,7 +42,7 @@ def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
     """Return in a few words what is not as `layout` says, None if all is.
 
     layout: types, of which a value must be one; [layout of every item]; {key: layout of its value}, where other keys
-    may stand beside; or {str: layout of every value}. Texts must be printable.
+    may stand beside; {str: layout of every value that no key names}. Texts must be printable.
     """
     if isinstance(layout, list):
         if not isinstance(value, list):
@@ -52,7 +52,8 @@ def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
         if not isinstance(value, dict):
             return f"{where} is no object"
         if str in layout:
-            layout = dict.fromkeys(value, layout[str])
+            named = {key: inner for key, inner in layout.items() if key is not str}
+            layout = {**dict.fromkeys(value, layout[str]), **named}
         if missing := [key for key in layout if key not in value]:
             return f"{where} has no {missing[0]}"
         return next(filter(None, (mismatch(value[key], inner, shown(key)) for key, inner in layout.items())), None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from compress.calib import data, pieces
+from compress.calib import data, documents, pieces
 from compress.calib.data import calibration, token_windows
 from compress.errors import CalibrationError, CheckpointError
 from compress.model import load
@@ -117,7 +117,7 @@ def test_a_long_text_is_read_in_pieces_to_the_same_tokens(
     source = write(tmp_path / "books.txt", books_text)
     tokenizer = load.load_tokenizer(BOOKS)
     whole, _ = token_windows(source, tokenizer, 1, 4096)
-    monkeypatch.setattr(data, "PIECE_NBYTES", 1001)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 1001)
     assert len(list(data.documents(source))) > 10
     assert "".join(data.documents(source)) == books_text
     assert torch.equal(token_windows(source, tokenizer, 1, 4096)[0], whole)
@@ -177,12 +177,12 @@ def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monke
     seen: list[str] = []
     real = data.documents
 
-    def documents(source: str | Path) -> Iterator[str]:
+    def watched(source: str | Path) -> Iterator[str]:
         for text in real(source):
             seen.append(text)
             yield text
 
-    monkeypatch.setattr(data, "documents", documents)
+    monkeypatch.setattr(data, "documents", watched)
     found = pico_calibration(source_of(kind, tmp_path, ["12345678"] * 50), 2, 10)
     assert found.tokens_available == 4 * 2 * 10
     assert len(seen) == 9  # 8 tokens, then 9 with each separator
@@ -192,17 +192,17 @@ def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monke
 def test_a_text_file_is_read_up_to_a_generous_limit(
     floor: int, available: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "PIECE_NBYTES", 10)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 10)
     monkeypatch.setattr(data, "TEXT_TOKENS", floor)
     seen: list[str] = []
     real = data.documents
 
-    def documents(source: str | Path) -> Iterator[str]:
+    def watched(source: str | Path) -> Iterator[str]:
         for text in real(source):
             seen.append(text)
             yield text
 
-    monkeypatch.setattr(data, "documents", documents)
+    monkeypatch.setattr(data, "documents", watched)
 
     found = pico_calibration(write(tmp_path / "a.txt", "12345678\n" * 100), 2, 10)
 
@@ -214,7 +214,7 @@ def test_no_more_windows_of_a_text_file_are_read_than_asked_for(
     tmp_path: Path, books_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "books.txt", books_text.encode() + b"\xff")  # not reached
-    monkeypatch.setattr(data, "PIECE_NBYTES", 1000)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 1000)
     windows, available = token_windows(source, pico_tokenizer(), 100, VOCAB_SIZE, 2050)
     assert available == 2050 and windows.dtype == torch.int64
     assert windows.flatten().tolist() == pico_ids(books_text)[:2000]
@@ -225,8 +225,8 @@ def test_no_more_windows_of_a_text_file_are_read_than_asked_for(
 def test_a_line_without_end_is_cut_between_characters(
     text: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "PIECE_NBYTES", piece)
-    monkeypatch.setattr(data, "LINE_NBYTES", 1)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", piece)
+    monkeypatch.setattr(documents, "LINE_NBYTES", 1)
     pieces = list(data.documents(write(tmp_path / "a.txt", text)))
     assert "".join(pieces) == text and max(len(part.encode()) for part in pieces) <= piece + 4
 
@@ -234,7 +234,7 @@ def test_a_line_without_end_is_cut_between_characters(
 def test_a_text_file_is_tokenized_by_the_piece(
     tmp_path: Path, books_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "PIECE_NBYTES", 1000)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 1000)
     sizes: list[int] = []
 
     def tokenize(texts: list[str], **settings: Any) -> Any:
@@ -300,7 +300,7 @@ def test_no_samples(num_samples: int, seq_len: int) -> None:
 
 
 def test_the_place_of_a_wrong_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "PIECE_NBYTES", 4)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 4)
     source = write(tmp_path / "latin.txt", b"first\nsecond\nna\xefve\n")
     with pytest.raises(CalibrationError, match=rf"{re.escape(str(source))}: byte 15 is not UTF-8"):
         pico_calibration(source)
