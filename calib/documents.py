@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from compress.calib.pieces import PIECE_NBYTES
-from compress.errors import CalibrationError, cut, first_line
+from compress.errors import CalibrationError, cut, first_line, one_line
 from compress.storage import json_text
 from compress.storage.paths import TEXT_SUFFIXES
 
@@ -42,7 +42,7 @@ def is_text_file(source: str | Path) -> bool:
 
 def source_name(source: str | Path) -> str:
     """Return the source's name in reports: the last part of a path, or the name of a data set."""
-    return Path(source).name if Path(source).exists() else str(source)
+    return one_line(Path(source).name if Path(source).exists() else str(source))
 
 
 def _read_text(path: Path, column: str) -> Iterator[str]:

@@ -61,7 +61,7 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
         chosen = {**chosen, **rows[-1], "nbytes": nbytes, "weights_nbytes": rows[-1]["nbytes"]}
         del chosen["choices"]
     return {
-        "model": asked.model.rstrip("/").rsplit("/", 1)[-1],
+        "model": asked.model_name,
         "recipe": asked.recipe.name,
         "method": plain.method,
         "folder": str(store.database.folder),

@@ -9,6 +9,7 @@ follow; a unit stands in front of it in brackets:
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 import io
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compress import plugins
-from compress.errors import RecipeError
+from compress.errors import SHOWN, RecipeError, shown
 
 SECTIONS = {  # sections of a recipe -> the module and the class of their keys
     "calibration": ("compress.recipe.schema", "CalibrationConfig"),
@@ -68,7 +69,9 @@ def full_name(name: str) -> str:
         raise RecipeError(f"{name} is {' and '.join(meant)}; name one of them")
     if not meant:
         short = [each.partition("/")[2] for each in listed]
-        raise RecipeError(plugins.unknown("method", name, listed if "/" in name else dict.fromkeys(short)))
+        close = difflib.get_close_matches(name, listed if "/" in name else short, 3) if len(name) < SHOWN else []
+        advice = f"did you mean {' or '.join(close)}?" if close else "`compress methods` lists them"
+        raise RecipeError(f"unknown method {shown(name)}; {advice}")
     return meant[0]
 
 

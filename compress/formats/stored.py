@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from compress import formats, plugins
-from compress.errors import CheckpointError, shown
+from compress.errors import CheckpointError, first_line, shown
 from compress.formats import transforms
 from compress.types import Activations, LowRank, Stored
 
@@ -76,7 +76,7 @@ def from_table(cls: type[T], values: Any, where: str, complete: bool = False) ->
     try:
         return cls(**values)
     except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        raise CheckpointError(f"{where}: {first_line(error)}") from error
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -62,7 +62,7 @@ def write_manifest(directory: Path, job: Job, source: Checkpoint) -> None:
     """Write the manifest of a finished checkpoint: hash and size of every file, and what it was made of."""
     values = {
         **manifest.entries(directory),
-        "source": {"model": job.model.rstrip("/").rsplit("/", 1)[-1], "fingerprint": fingerprint(source)},
+        "source": {"model": job.model_name, "fingerprint": fingerprint(source)},
         "recipe": recipe.fingerprint(job.recipe),
         "seed": job.seed,
         "versions": versions(),

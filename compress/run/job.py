@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.calib.data import Calibration
+from compress.errors import one_line
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
 from compress.run import expert_pruning
@@ -33,6 +34,11 @@ class Job:
     measures: bool = True  # False: what an allocation needs and is not in that folder is an error (NotMeasuredError)
     processes: int = 1  # that measure choices side by side; changes no result
     allocation: Mapping[str, Any] | None = None  # how the recipe's bits were allocated, for the report
+
+    @property
+    def model_name(self) -> str:
+        """The last part of the model's path or hub id, printable."""
+        return one_line(self.model.rstrip("/").rsplit("/", 1)[-1])
 
     @property
     def is_paired(self) -> bool:

@@ -131,7 +131,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
     sizes = prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
     computed = run.block_seconds
     return {
-        "model": job.model.rstrip("/").rsplit("/", 1)[-1],
+        "model": job.model_name,
         "recipe": job.recipe.name,
         "bpw": prepared.plan.bpw,
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),

@@ -36,7 +36,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress.errors import CheckpointError, shown
+from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
@@ -144,7 +144,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         try:
             packed = PackedLinear(scheme(config, listed_name), shape, bias is not None, dtype, weight.device)
         except ValueError as error:
-            raise CheckpointError(f"quantization_config: {name}: {error}") from error
+            raise CheckpointError(f"quantization_config: {name}: {first_line(error)}") from error
         model.set_submodule(name, packed)
     for name in opened:
         for part, module in model.get_submodule(name).named_modules(prefix=name):

@@ -81,7 +81,8 @@ def read_static(section: Mapping[str, Any], directory: Path, config: Any, settin
     keys come (compress/kv/cache.py `build`). Raises CheckpointError.
     """
     said = section.get("static")
-    codings, heads, is_certain = coded_layers(config, settings), head_shape(config), states_heads(config)
+    codings, is_certain = coded_layers(config, settings), states_heads(config)
+    heads = head_shape(config) if is_certain else (1, 1, 1)  # of which only names are taken
     if said is None:
         with _refused(directory / CONFIG):
             calibrated.check_names(codings, heads, {}, is_certain)

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 import typer
@@ -96,10 +95,10 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
 
 
 @cache
-def commands() -> dict[str, click.Command]:
+def commands() -> dict[str, Any]:
     """The commands that are given a checkpoint, by name, as the command line has them."""
     group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
+    assert isinstance(group, typer.core.TyperGroup)
     names = {"model", "directory"}
     return {name: c for name, c in group.commands.items() if names & {parameter.name for parameter in c.params}}
 

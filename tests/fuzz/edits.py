@@ -180,11 +180,11 @@ def _changed(tensor: Tensor, edit: dict[str, Any]) -> Tensor:
 def _sign(directory: Path) -> None:
     """Make the hashes fit what is there; files that are no JSON any more are left."""
     with contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError):
-        config = json.loads((directory / "config.json").read_bytes())
+        config = json.loads((directory / "config.json").read_bytes() if (directory / "config.json").is_file() else b"")
         config["quantization_config"]["kv_cache"]["static"]["sha256"] = _sha256(directory / CACHE)
         _replace(directory / "config.json", json.dumps(config, indent=2).encode("utf-8", "surrogatepass"))
     with contextlib.suppress(ValueError, OSError, TypeError, KeyError, AttributeError):
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest = json.loads((directory / MANIFEST).read_bytes() if (directory / MANIFEST).is_file() else b"")
         present = [name for name in manifest["files"] if (directory / name).is_file()]
         manifest["files"] |= {name: _sha256(directory / name) for name in present}
         if "sizes" in manifest:

@@ -69,7 +69,7 @@ def test_a_row_of_another_shape() -> None:
 
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 @pytest.mark.parametrize("key", [*REPORT, "pattern", "name", "count", "method"])
-def test_a_report(key: str, wrong: Any, tmp_path: Path) -> None:
+def test_a_report(key: str, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"t": ones(8)}, tmp_path / "model.safetensors")
     (tmp_path / CONFIG).write_text('{"model_type": "llama"}')
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
@@ -79,8 +79,6 @@ def test_a_report(key: str, wrong: Any, tmp_path: Path) -> None:
     else:
         damaged = {**REPORT, **{part: [changed(REPORT[part][0], key, wrong)] for part in ("plan", "layers")}}
     (tmp_path / "report.json").write_text(json.dumps(damaged))
-    with pytest.raises(
-        CheckpointError, match=r"report\.json is damaged, or of another version \(.*\); download"
-    ) as caught:
-        report.load(tmp_path)
-    assert str(caught.value).isprintable()
+    monkeypatch.setattr(report, "from_headers", lambda checkpoint, why: {"incomplete": why})
+    why = report.load(tmp_path)["incomplete"]
+    assert why.startswith("report.json is damaged, or of another version (") and why.isprintable()

@@ -47,7 +47,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 XB", "-8GiB", "8G", "1e9", "8GiB8", "1.2.3", "nan", "8 GiB GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "8 XB", "-8GiB", "1e9", "8GiB8", "1.2.3", "nan", "8 GiB GiB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size such as 8GiB"):
         parse_size(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -339,6 +340,6 @@ verify.self_check = check
     result = cli(*words, prepare=damage)
     assert result.code == 1 and not out.exists()
     line = one_line(result)
-    assert line.startswith("self-check failed: block 1 read back from") and "--restart" in line
+    assert re.match("self-check failed: .*model-00002-of-00003.safetensors does not hold what was written", line)
     assert cli(*words).code == 0  # the shard on disk is not the recorded one: its block is computed again
     assert report_of(out)["resumed_blocks"] == 1

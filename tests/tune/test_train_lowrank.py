@@ -17,7 +17,7 @@ from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.recipe import load
 from compress.run import memory_plan, plan, verify
-from compress.storage.checkpoint import open_checkpoint
+from compress.storage.checkpoint import MANIFEST, open_checkpoint
 from compress.tune import descend, low_rank
 from compress.types import Correction
 from pico import save_pico
@@ -54,6 +54,7 @@ def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Reques
     assert contents(directory) == before and bool(factors) == result.improved
     for path in sorted(directory.glob("*.safetensors")):
         low_rank.write_factors(path, factors)
+    (directory / MANIFEST).unlink(missing_ok=True)  # whose hashes are those of the shards before
     return result
 
 
