@@ -98,7 +98,7 @@ def make(random: Random, folder: Path, few: bool = False) -> Case:
     sets = [_override(random) for _ in range(random.choice([0, 0, 0, 1, 1, 2]))]
     if depth != "read":
         sets += ["calibration.num_samples=2", "calibration.seq_len=16"]
-        if any(int(number) > TRIED for number in re.findall(r"\d+", json.dumps(sets + text))):
+        if any(len(number) > 18 or int(number) > TRIED for number in re.findall(r"\d+", json.dumps(sets + text))):
             depth = "read" if random.random() < 0.9 else "plan"
     return {"pieces": text, "sets": sets, "depth": depth}
 
