@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +28,7 @@ def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]
     """
     path = Path(source)
     try:
-        if path.is_file():
+        if os.path.isfile(path):  # False for what no file can be called
             yield from _READERS.get(path.suffix.lower(), _read_text)(path, column)
         elif path.suffix.lower() in TEXT_SUFFIXES:  # not there; asking for such a data set would take long
             raise CalibrationError(_unreachable(source))
@@ -37,12 +40,12 @@ def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]
 
 def is_text_file(source: str | Path) -> bool:
     """Return True if the source is one running text, not a set of documents."""
-    return Path(source).is_file() and Path(source).suffix.lower() not in _READERS
+    return os.path.isfile(source) and Path(source).suffix.lower() not in _READERS
 
 
 def source_name(source: str | Path) -> str:
     """Return the source's name in reports: the last part of a path, or the name of a data set."""
-    return one_line(Path(source).name if Path(source).exists() else str(source))
+    return one_line(Path(source).name if os.path.exists(source) else str(source))
 
 
 def _read_text(path: Path, column: str) -> Iterator[str]:
@@ -100,8 +103,9 @@ def _read_dataset(source: str, column: str) -> Iterator[str]:
     name, config, split = [*source.split(":", 2), "", ""][:3]
     _check_json(Path(name))
     try:
-        for row in _stream(name, config or None, split or "train"):
-            yield _text_of(row, column, f"data set {source}")
+        with _quiet():
+            for row in _stream(name, config or None, split or "train"):
+                yield _text_of(row, column, f"data set {source}")
     except (ConnectionError, FileNotFoundError, HFValidationError) as error:
         raise CalibrationError(_unreachable(source)) from error
     except (ValueError, RuntimeError, StopIteration) as error:  # no such configuration or split, a damaged or empty
@@ -117,17 +121,28 @@ def _check_json(folder: Path) -> None:
                 raise CalibrationError(f"{path} does not begin with a JSON object; give objects, one a line")
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show no progress bars and no logged errors of the data sets library, whose errors are raised as well."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets.utils import logging as logs
+
+    shown, level = not are_progress_bars_disabled(), logs.get_verbosity()
+    disable_progress_bars()
+    logs.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logs.set_verbosity(level)
+        if shown:
+            enable_progress_bars()
+
+
 def _stream(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Return the rows of a data set, fetched as they are asked for and not copied into a cache; no progress bars."""
+    """Return the rows of a data set, fetched as they are asked for and not copied into a cache."""
     import datasets
 
-    shown = not datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()
-    try:
-        return cast(Iterable[dict[str, Any]], datasets.load_dataset(name, config, split=split, streaming=True))
-    finally:
-        if shown:
-            datasets.utils.enable_progress_bars()
+    return cast(Iterable[dict[str, Any]], datasets.load_dataset(name, config, split=split, streaming=True))
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {

@@ -23,7 +23,7 @@ from typing import Any
 
 SHOWN = 80  # characters of a value in a message
 REASON = 200  # characters of another library's message
-MESSAGE = 2000  # characters of a message: paths and lists of names are all that is long
+MESSAGE = 600  # characters of a message: paths and lists of names are all that is long
 
 
 class _Repr(reprlib.Repr):
