@@ -87,7 +87,7 @@ def test_settings_of_one_method() -> None:
     assert json.loads(succeeded("methods", "calibration", "--json"))["name"] == "recipe/calibration"
     for words, expected in {
         "nf": "nf is quant/nf and formats/nf",
-        "gptk": "did you mean 'gptq'",
+        "gptk": "did you mean gptq",
         "x/y": "unknown",
     }.items():
         result = cli("methods", words)
