@@ -42,7 +42,8 @@ class Probe:
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         self.skeleton, self.device = skeleton, device
         config = skeleton.config.get_text_config()
-        length = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
+        positions = getattr(config, "max_position_embeddings", None) or PROBE_TOKENS
+        length = min(PROBE_TOKENS, positions) if positions > 0 else PROBE_TOKENS
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
         self.stream = blockwise.HiddenStates(1, None)
         self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)

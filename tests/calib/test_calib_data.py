@@ -370,12 +370,8 @@ def test_a_data_set_without_the_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("null", "train.jsonl does not begin with a JSON object"),  # pyarrow would end the process
-        (" \n 3", "train.jsonl does not begin with a JSON object"),
-        ("", "cannot be read"),
-    ],
+    ("text", "message"),  # of a null pyarrow would end the process
+    [("null", "does not begin with a JSON object"), (" \n 3", "does not begin with"), ("", "cannot be read")],
 )
 def test_a_data_set_of_no_objects(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path / "train.jsonl", text)
