@@ -107,6 +107,7 @@ class Campaign:
         for problem in problems:
             tally[problem.partition(":")[0]] += 1
             self.failures.append({"kind": name, "faults": struck, "problem": problem})
+            print(f"{name}: {problem[:500]}\n  {json.dumps(struck)}", file=sys.stderr)
         shutil.rmtree(place.parent, ignore_errors=True)
 
     def struck(self) -> int:
@@ -294,6 +295,8 @@ def side_by_side(folder: Path, names: list[str], asked: argparse.Namespace) -> C
     for job in range(asked.jobs):
         readable, writable = os.pipe()
         if (process := os.fork()) == 0:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)
             campaign = Campaign(folder / f"job-{job}", folder / "models")
             work(campaign, names[job :: asked.jobs], asked.kills // asked.jobs, asked.seed)
             with os.fdopen(writable, "w") as stream:
