@@ -51,7 +51,7 @@ FormerOut = Annotated[
 GOAL = ("target", "context", "max_kl")
 OUTPUT = ("out", "overwrite", "restart")
 REQUIRED = inspect.Parameter.empty
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}  # wherever it is
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # wherever it is
 LEAST_MEMORY = 1 << 20  # bytes; what is less was meant in another unit
 
 Writes = Literal["checkpoint", "measurements"] | None

@@ -288,6 +288,7 @@ def writing(path: Path, option: str = "--out") -> Iterator[None]:
     reasons = {
         errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
         errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",
+        errno.EFBIG: "a file is larger than is allowed; raise ulimit -f and run the same command to go on",
         errno.EROFS: f"the file system is read-only; make it writable and run this again, or give another {option}",
         errno.EIO: "the disk reports an error; run the same command to go on once it is mended",
         errno.EACCES: f"permission denied; give another {option}",

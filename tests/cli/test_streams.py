@@ -65,6 +65,10 @@ os.fsync = fsync
     ("error", "says"),
     [
         ("ENOSPC", "the disk is full; free some space and run the same command to go on"),
+        (
+            "EFBIG",
+            "a file is larger than is allowed; raise ulimit -f and run the same command to go on",
+        ),
         ("EROFS", "the file system is read-only; make it writable and run this again, or give another --out"),
         ("EIO", "the disk reports an error; run the same command to go on once it is mended"),
     ],
