@@ -40,7 +40,6 @@ EDITING = 64 << 20  # bytes that a transform of the whole model takes for some r
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
 KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
 TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
-SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 
@@ -64,9 +63,10 @@ class Arrangement:
 class CacheSizes(NamedTuple):
     """Bytes that calibrating a cache holds."""
 
-    sampled: int  # keys, values and queries of one layer
+    sampled: int  # samples of one layer, and what is learned from them
     states: int  # hidden states that enter blocks
     logits: int  # made at a time, with all that their gradients take; 0 where no gradient is needed
+    batch: int  # samples in a forward pass, at most: not bytes
 
 
 class Extras(NamedTuple):
@@ -252,7 +252,7 @@ class _MemoryModel:
             forward += kept + 3 * self.weights[index] * 4 // self.item
         if self.extras.weighted:  # scores of some rows, queries and keys in float32, and weighted inputs
             forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
-        loading = self.expert_weights[index] + self.converted
+        loading = self.expert_weights[index] + self.converted + self.editing
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
         if trained := self.trained[index]:
@@ -266,9 +266,11 @@ class _MemoryModel:
         """Return the bytes of calibrating the cache, 0 if there is nothing to."""
         if (cache := self.extras.cache) is None:
             return 0
-        forward = batch * self.seq_len * max(self.token) * (low_rank.STATES if cache.logits else 1)
-        block = max(self.weights) + SAMPLED * cache.sampled + forward
-        return TRAINING + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
+        tokens = min(batch, cache.batch) * self.seq_len
+        forward = tokens * (low_rank.STATES * max(self.token) if cache.logits else max(self.alive))
+        block = max(self.weights) + cache.sampled + forward
+        libraries = TRAINING if cache.logits else 0
+        return libraries + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
         """Return this arrangement with its predicted peak."""
@@ -276,8 +278,8 @@ class _MemoryModel:
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
-        first = self.embedding + self.converted + batch * self.seq_len * 12 * self.hidden
-        work = max(stream + max(blocks, first) + self.editing, self.training, self._caching(batch, spill))
+        first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 12 * self.hidden)
+        work = max(stream + max(blocks, first), self.training, self._caching(batch, spill))
         total = self.base + max(self.reading, SLACK + self.kept + int(MARGIN * work))
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total, blocks)

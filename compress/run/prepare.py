@@ -78,7 +78,8 @@ def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan
     sides = len(skeleton.blocks) + 2 if is_backward else 1
     logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
     states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
-    return memory_plan.CacheSizes(kv_cache.sampled(skeleton.config, tokens), states, logits)
+    sampled = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
+    return memory_plan.CacheSizes(sampled, states, logits, kv_cache.BATCH)
 
 
 def resolve(model: str) -> Path:
