@@ -254,4 +254,4 @@ def workspace(weights: int, vector_dim: int) -> int:
 
     Twelve float32 copies of the weight, codes and indices, the table of scores with the sums of its rows.
     """
-    return weights * (12 * 4 + 3 * 8 // vector_dim) + 2 * 4 * DEVICE_SCORES
+    return weights * (12 * 4 + 3 * 8 // vector_dim) + 2 * 4 * SCORES

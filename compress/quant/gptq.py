@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.numerics.linalg import squares, upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, grid
 from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
@@ -57,9 +57,8 @@ plan_params = grid.params
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: three n x n matrices, five copies of the weight."""
-    n = shape[1]
-    return squares(n, 3) + shape[0] * n * (5 * 4 + 1)
+    """Return the bytes needed beside weight and Hessian: in the loop five copies of the weight, and codes."""
+    return feedback.workspace(shape, shape[0] * shape[1] * (5 * 4 + 1), ordered=False)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

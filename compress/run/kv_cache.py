@@ -73,9 +73,12 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
         raise RecipeError(caches.no_queries(spec.where, coding))
 
 
-def sampled(config: Any, settings: CacheSettings, tokens: int) -> int:
-    """Return the bytes that samples of one layer, float32, and what is learned from them take on so many tokens."""
-    cached, most = cached_layers(config), 0
+def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the samples of one layer, float32, on so many tokens, and those that learning takes beside.
+
+    Learning begins with joining the samples of each name.
+    """
+    cached, held, learning = cached_layers(config), 0, 0
     for index, kinds in enumerate(caches.coded_layers(config, settings)):
         modules = [plugins.load("kv", coding.method) for coding in kinds.values()]
         needed = frozenset[str]().union(*(module.NEEDS for module in modules))
@@ -85,10 +88,10 @@ def sampled(config: Any, settings: CacheSettings, tokens: int) -> int:
         channels = {"keys": math.prod(heads.keys), "values": math.prod(heads.values)}
         channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
         channels["queries_pre"], channels["gradients"] = channels["queries"], channels["keys"] + channels["values"]
-        held = [channels[name] for name in needed | {*KINDS}]
-        work = max(module.WORK for module in modules if module.NEEDS) * max(channels[x] for x in needed - {"gradients"})
-        most = max(most, 4 * sum(held) + max(4 * max(held), work))
-    return most * min(tokens, CALIBRATED)
+        work = max(module.WORK for module in modules if module.NEEDS)
+        held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
+        learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - {"gradients"}))
+    return held * min(tokens, CALIBRATED), learning * min(tokens, CALIBRATED)
 
 
 def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

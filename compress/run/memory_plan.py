@@ -30,7 +30,7 @@ from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
-MEASURING = 16  # bytes a weight that the errors in the report take
+MEASURING = 20  # bytes a weight that the errors in the report take: original, error, its square, that in float64
 TOKENIZING = 208 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 TOKENIZER = 18  # times its file that a tokenizer takes while it is loaded
 TOKENIZER_KEPT = 6  # times its file that stay
@@ -40,6 +40,8 @@ EDITING = 64 << 20  # bytes that a transform of the whole model takes for some r
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
 KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
 TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
+COMPILING = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
+BACKWARD = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
 MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
 
@@ -63,7 +65,8 @@ class Arrangement:
 class CacheSizes(NamedTuple):
     """Bytes that calibrating a cache holds."""
 
-    sampled: int  # samples of one layer, and what is learned from them
+    sampled: int  # samples of one layer
+    learning: int  # what is made of them
     states: int  # hidden states that enter blocks
     logits: int  # made at a time, with all that their gradients take; 0 where no gradient is needed
     batch: int  # samples in a forward pass, at most: not bytes
@@ -207,6 +210,7 @@ class _MemoryModel:
         self.rest = sum(rest.values())
         self.embedding = self.rest - _head_nbytes(skeleton.model)  # what is loaded to embed a text
         self.converted = _converted(skeleton)
+        self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
         files = skeleton.checkpoint.directory.glob("tokenizer*")
         tokenizer = sum(path.stat().st_size for path in files) if samples else 0
         text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * extras.read, TOKEN * extras.read)
@@ -216,7 +220,7 @@ class _MemoryModel:
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
         self.work = [_workspace(layers, paired) for layers in self.by_block]
         self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
-        self.alive = [_alive_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
+        self.alive = [self._alive([x.spec for x in layers]) for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
         self.sizes = [statistics(layers, paired, extras.every) for layers in self.by_block]
         for other in extras.others:
@@ -230,6 +234,10 @@ class _MemoryModel:
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
             self.alive = [t + item * _paired_columns(x) for t, x in zip(self.alive, self.by_block, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
+
+    def _alive(self, specs: list[LinearSpec]) -> int:
+        """Return the bytes of a token on its way through a block: a module with its states, or norms and rotations."""
+        return max(_alive_nbytes(specs, self.item) + 2 * self.hidden, 12 * self.hidden)
 
     def _training(self, plan: Plan, skeleton: Skeleton) -> int:
         """Return the bytes of training low-rank parts against the whole model, 0 if none are."""
@@ -250,8 +258,10 @@ class _MemoryModel:
         if self.extras.searched:  # weights rounded in float32, their kept inputs and outputs; the batch beside them
             kept = min(SEARCHED, self.samples * self.seq_len) * self.token[index] * 4 // self.item
             forward += kept + 3 * self.weights[index] * 4 // self.item
-        if self.extras.weighted:  # scores of some rows, queries and keys in float32, and weighted inputs
-            forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
+        weighing = 0
+        if self.extras.weighted:  # before statistics are collected; then inputs are weighted
+            weighing = forward + SCORING + 16 * self.seq_len * self.hidden // self.item
+            forward += 4 * self.seq_len * self.widest[index]
         loading = self.expert_weights[index] + self.converted + self.editing
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
@@ -260,16 +270,16 @@ class _MemoryModel:
             training = TRAINING + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
-        return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
+        return self.weights[index] + max(loading, weighing, held + forward, quantizing, training, differentiating)
 
     def _caching(self, batch: int, spill: bool) -> int:
         """Return the bytes of calibrating the cache, 0 if there is nothing to."""
         if (cache := self.extras.cache) is None:
             return 0
         tokens = min(batch, cache.batch) * self.seq_len
-        forward = tokens * (low_rank.STATES * max(self.token) if cache.logits else max(self.alive))
-        block = max(self.weights) + cache.sampled + forward
-        libraries = TRAINING if cache.logits else 0
+        forward = tokens * (BACKWARD * max(self.token) if cache.logits else max(self.alive))
+        block = cache.sampled + max(max(self.weights) + forward, cache.learning)
+        libraries = (TRAINING if cache.logits else 0) + (COMPILING if any(self.packed) else 0)
         return libraries + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
@@ -278,8 +288,8 @@ class _MemoryModel:
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
-        first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 12 * self.hidden)
-        work = max(stream + max(blocks, first), self.training, self._caching(batch, spill))
+        first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
+        work = max(stream + max(blocks, first), self.edited_rest, self.training, self._caching(batch, spill))
         total = self.base + max(self.reading, SLACK + self.kept + int(MARGIN * work))
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
         return Arrangement(batch, spill, most, allowed, total, blocks)
@@ -373,6 +383,6 @@ def _layer_workspace(layer: LayerPlan) -> int:
     method = plugins.load("quant", layer.scheme.method)
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
     if layer.scheme.lowrank is not None:
-        need += correct.workspace(layer.spec.shape)
+        need = correct.workspace(layer.spec.shape, need)
     rotated = layer, needs_statistics(layer)
     return max(need, incoherence.turning(*rotated)) + incoherence.workspace(*rotated)

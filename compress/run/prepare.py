@@ -78,8 +78,8 @@ def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan
     sides = len(skeleton.blocks) + 2 if is_backward else 1
     logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
     states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
-    sampled = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
-    return memory_plan.CacheSizes(sampled, states, logits, kv_cache.BATCH)
+    sampled, learning = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
+    return memory_plan.CacheSizes(sampled, learning, states, logits, kv_cache.BATCH)
 
 
 def resolve(model: str) -> Path:
