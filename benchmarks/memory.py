@@ -149,9 +149,12 @@ def measure(entry: str, shape: str, limits: str, args: argparse.Namespace, work:
     limit = None
     out = work / "quantized"
     if limits == "tight":
-        refusal = given(MIB, out)["refused"]
-        limit = int(re.search(r"at least (\d+) MiB", refusal)[1]) * MIB + TIGHT  # type: ignore[index]
-    row = given(limit, out)
+        limit, row = MIB, {"refused": "at least 1 MiB"}
+        for _ in range(3):  # an allocation asks for what it measures with and, when that is there, compares with
+            if "refused" in (row := given(limit, out)):
+                limit = int(re.search(r"at least (\d+) MiB", row["refused"])[1]) * MIB + TIGHT  # type: ignore[index]
+    else:
+        row = given(limit, out)
     if "refused" in row:
         raise SystemExit(f"ended in {row['phase']} with {row['peak'] // MIB} MiB: {row['refused']}")
     return {"limit": limit, **row}

@@ -18,6 +18,8 @@ from compress.storage import paths
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 
+ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets
+
 
 def prepare(job: Job) -> Prepared:
     """Open the model, apply the recipe, arrange the memory. Of the weights only headers are read."""
@@ -66,9 +68,15 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         every,
         _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
         calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
+        ARROW if job.calib is not None and _needs_arrow(Path(job.calib)) else 0,
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans
+
+
+def _needs_arrow(source: Path) -> bool:
+    """Return whether a calibration text is a parquet file or a data set."""
+    return not source.is_file() or source.suffix.lower() == ".parquet"
 
 
 def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan.CacheSizes:
