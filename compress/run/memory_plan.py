@@ -84,6 +84,7 @@ class Extras(NamedTuple):
     cache: CacheSizes | None = None  # of the calibration of a cache
     read: int = 0  # tokens of the calibration text that are read, at most
     reader: int = 0  # bytes of a library that reads it, which stays in memory
+    document: int = 0  # bytes of its largest document while that is read
 
 
 NO_EXTRAS = Extras()
@@ -216,7 +217,7 @@ class _MemoryModel:
         files = skeleton.checkpoint.directory.glob("tokenizer*")
         tokenizer = sum(path.stat().st_size for path in files) if samples else 0
         text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * extras.read, TOKEN * extras.read)
-        self.reading = extras.reader + max(TOKENIZER * tokenizer, text) if samples else 0
+        self.reading = extras.reader + extras.document + max(TOKENIZER * tokenizer, text) if samples else 0
         self.kept = extras.reader + KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
