@@ -247,7 +247,7 @@ class _Tap:
         found, self.found = self.found, {}
         if not found:
             raise UnsupportedModelError(f"kv_cache: layer {self.layer} calls no attention function that can be watched")
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: torch.cat(found.pop(name)) for name in [*found]}  # the parts of one at a time beside the whole
 
     def _rotation(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         turns = kwargs.get("position_embeddings")

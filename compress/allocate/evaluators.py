@@ -14,7 +14,7 @@ from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
 from compress.allocate.variant_source import build
 from compress.calib.data import Calibration, token_windows
-from compress.errors import CalibrationError
+from compress.errors import BudgetError, CalibrationError
 from compress.model import load
 from compress.progress import Progress
 from compress.run import prepare
@@ -25,8 +25,15 @@ FLOAT32 = 4  # bytes of a number, as variants are compared
 
 def check_memory(opened: Options) -> None:
     """Raise BudgetError if variants cannot be compared within the job's memory, before anything is measured."""
-    if (limit := opened.asked.max_memory) is not None:
-        MemorySplit.within(_sizes(opened), _left(opened, limit) // opened.asked.processes)
+    if (limit := opened.asked.max_memory) is None:
+        return
+    program = max(process_memory.resident(), opened.prepared.arrangement.program_nbytes)
+    least = opened.asked.processes * (program + GROWTH + _sizes(opened).least)
+    if least > limit:
+        raise BudgetError(
+            f"this run needs at least {-(-least >> 20)} MiB, to compare variants of the model, more than --max-memory "
+            f"{process_memory.show(limit)}; raise it, or use shorter calibration samples"
+        )
 
 
 def _left(opened: Options, limit: int) -> int:
@@ -96,7 +103,9 @@ class Evaluators:
         job = self.opened.asked
         process_memory.trim()
         limit = job.max_memory
-        allowed = int(0.8 * process_memory.available()) if limit is None else _left(self.opened, limit)
+        allowed = int(0.8 * process_memory.available())
+        if limit is not None:  # the least was found to fit before anything was measured
+            allowed = max(_left(self.opened, limit), job.processes * _sizes(self.opened).least)
         self.predicted_peak = max(self.predicted_peak, _predicted_peak(self.opened, len(tokens), allowed))
         resources = Resources(job.device, job.processes, max_memory=allowed)
         return JointKL(self.source, tokens, folder, resources, lambda text: self.progress(text, 0, 0))

@@ -12,7 +12,7 @@ from compress.errors import BudgetError
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 
-LOGITS = 5  # times the logits that are made at a time: themselves, logarithms, what is compared
+LOGITS = 4  # times the logits that are made at a time: themselves, logarithms, what is compared
 NORMS = 12  # times the hidden states: residual stream, normed and rotated
 DECODING = 3  # times a float32 weight that decoding one takes: itself, codes, scales
 
@@ -21,8 +21,8 @@ class Sizes(NamedTuple):
     """Bytes of what comparing variants of a model takes at a time."""
 
     whole: int  # all weights
-    block: int  # the largest block, while it is loaded
-    rest: int  # all outside the blocks, while it is loaded
+    block: int  # the largest block
+    rest: int  # all outside the blocks
     loading: int  # what the largest of these takes beside its weights while it is loaded
     passing: int  # one sample on its way through a block, one weight of which is decoded
     comparing: int  # the logits that are compared at a time, with the original's predictions for a sample
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     @property
     def least(self) -> int:
         """Return the bytes with one block loaded at a time."""
-        return max(self.block + self.passing, self.rest + self.comparing)
+        return max(self.block + max(self.loading, self.passing), self.rest + max(self.loading, self.comparing))
 
     @property
     def kept(self) -> int:
@@ -55,8 +55,8 @@ def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int) -> Sizes:
     positions = min(seq_len, kl.rows_at_a_time(config.vocab_size))
     return Sizes(
         whole=sum(whole.values()),
-        block=max(blocks) + stored_block,
-        rest=sum(whole.values()) - sum(blocks) + stored_rest,
+        block=max(blocks),
+        rest=sum(whole.values()) - sum(blocks),
         loading=max(stored_rest, stored_block),
         passing=item * seq_len * token + DECODING * item * largest,
         comparing=LOGITS * 4 * positions * config.vocab_size + seq_len * min(top_k, config.vocab_size) * 16,

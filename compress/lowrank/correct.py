@@ -41,9 +41,12 @@ def needs_statistics(settings: Correction | None) -> bool:
     return settings is not None and settings.metric in ("inputs", "sizes")
 
 
-def workspace(shape: tuple[int, int]) -> int:
-    """Return the bytes beside the method's: of the solver, the weight, its rest, three products and the best try."""
-    return truncation_workspace(shape) + 6 * 4 * shape[0] * shape[1]
+def workspace(shape: tuple[int, int], method: int) -> int:
+    """Return the bytes needed where the method takes so many: the weight, its rest, three products and the best try.
+
+    The solver and the method take turns.
+    """
+    return max(method, truncation_workspace(shape)) + 6 * 4 * shape[0] * shape[1]
 
 
 def corrected(

@@ -65,6 +65,7 @@ def upper_factor(hessian: Tensor, damp: float, order: Tensor | None = None) -> F
         if not info and torch.isfinite(lower.diagonal()).all():
             del matrix, diagonal
             return Factor(lower.to(torch.float32).flip(0, 1), fraction, attempt)
+        del lower  # before the next one is made
         damp = damp or 1e-6  # undamped and singular: start from a small fraction
     raise NumericalError(f"the Hessian is not positive definite even with damping {added:.3g} of its mean diagonal")
 

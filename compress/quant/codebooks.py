@@ -185,16 +185,18 @@ def _plus_plus(vectors: Vectors, draws: Tensor) -> Tensor:
     flat = vectors.values.flatten(1, 2)
     points = vectors.transformed(vectors.values)
     loss = torch.ones_like(points[..., 0]) if vectors.weights is None else vectors.weights.clone()
-    chosen = []
+    entries = flat.new_empty(
+        flat.shape[0], draws.shape[1], flat.shape[2]
+    )  # at once: freed memory around small ones stays
     for i in range(draws.shape[1]):
         sums = loss.flatten(1).cumsum(1, dtype=torch.float64)
         place = torch.searchsorted(sums, draws[:, i : i + 1] * sums[:, -1:], right=True).clamp_(max=flat.shape[1] - 1)
-        chosen.append(_picked(flat, place))  # group, 1, d
-        distance = (points - vectors.transformed(chosen[-1].unsqueeze(1))).square_().sum(3)
+        entries[:, i : i + 1] = _picked(flat, place)
+        distance = (points - vectors.transformed(entries[:, i : i + 1].unsqueeze(1))).square_().sum(3)
         if vectors.weights is not None:
             distance *= vectors.weights
         loss = distance if i == 0 else torch.minimum(loss, distance)
-    return torch.cat(chosen, 1)
+    return entries
 
 
 def _picked(flat: Tensor, places: Tensor) -> Tensor:
@@ -254,4 +256,4 @@ def workspace(weights: int, vector_dim: int) -> int:
 
     Twelve float32 copies of the weight, codes and indices, the table of scores with the sums of its rows.
     """
-    return weights * (12 * 4 + 3 * 8 // vector_dim) + 2 * 4 * DEVICE_SCORES
+    return weights * (12 * 4 + 3 * 8 // vector_dim) + 2 * 4 * SCORES

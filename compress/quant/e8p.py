@@ -32,7 +32,6 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, row_scale
-from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
@@ -75,12 +74,12 @@ def plan_params(config: Config, shape: tuple[int, int]) -> e8p_format.Params:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside the stored weight and the Hessian.
 
-    Four n x n matrices (the ordered Hessian; three while it is factored), ten copies of the weight, the candidates of
-    a block, the scores of a chunk.
+    In the loop ten copies of the weight, the candidates of a block, the scores of a chunk.
     """
     n = -(-shape[1] // DIM) * DIM
     vectors = shape[0] * 2 * config.candidates
-    return squares(n, 3) + 4 * n * n + 40 * shape[0] * n + 4 * 4 * DIM * vectors + 3 * CHUNK * 4 * 866
+    beside = 40 * shape[0] * n + 4 * 4 * DIM * vectors + 3 * CHUNK * 4 * 866
+    return feedback.workspace((shape[0], n), beside)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

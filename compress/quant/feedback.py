@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compress.numerics.linalg import upper_factor
+from compress.numerics.linalg import squares, upper_factor
 from compress.types import Stats
 
 LEAF = 32  # columns below which errors are propagated one block at a time
@@ -124,6 +124,17 @@ def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 
     blocks = (within + torch.arange(len(sizes), device=within.device)[:, None] * sizes.shape[1])[first].flatten()
     order = (blocks[:, None] * width + torch.arange(width, device=blocks.device)).flatten()
     return factored(target, hessian, damp, notes, order)
+
+
+def workspace(shape: tuple[int, int], beside: int, ordered: bool = True) -> int:
+    """Return the bytes that factoring the Hessian of a weight [out, in] takes, and then the loop, beside both of them.
+
+    beside: bytes that a method holds beside the factor while its loop runs. ordered: a copy of the Hessian is held in
+    the order of the loop, which takes three matrices beside two copies of the weight while it is made.
+    """
+    n, copies = shape[1], 2 * 4 * shape[0] * shape[1]
+    factoring = max(squares(n, 2), 12 * n * n if ordered else 0)
+    return max(factoring + copies, (8 if ordered else 4) * n * n + beside)
 
 
 class Result(NamedTuple):

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from compress.formats import lattice as lattice_format
-from compress.numerics.linalg import squares
 from compress.quant import feedback, lattices, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.lattices import Effort, Lattice
@@ -83,13 +82,13 @@ def plan_params(config: Config, shape: tuple[int, int]) -> lattice_format.Params
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside the stored weight and the Hessian.
 
-    Four n x n matrices (the ordered Hessian; three while it is factored), ten copies of the weight (eight tensors, and
-    gaps between them), a group's search and the normal equations of a lattice.
+    In the loop ten copies of the weight (eight tensors, and gaps between them), a group's search and the normal
+    equations of a lattice.
     """
     size = plan_params(config, shape).group_size
     n = -(-shape[1] // size) * size
     search = shape[0] * size * 4 * (6 + 5 * config.beam + (5 * config.dim if config.compand else 0))
-    return squares(n, 3) + 4 * n * n + 41 * shape[0] * n + search + 8 * 4 * config.dim**4
+    return feedback.workspace((shape[0], n), 41 * shape[0] * n + search + 8 * 4 * config.dim**4)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.numerics.linalg import squares, upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, grid
 from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
@@ -57,9 +57,15 @@ plan_params = grid.params
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: three n x n matrices, five copies of the weight."""
-    n = shape[1]
-    return squares(n, 3) + shape[0] * n * (5 * 4 + 1)
+    """Return the bytes needed beside weight and Hessian.
+
+    In the loop that is five copies of the weight, and codes, and three copies of a group that is fitted there. After
+    it, three copies of the weight, codes four times, four copies of a group and its part of the Hessian, twice.
+    """
+    numel, columns = shape[0] * shape[1], plan_params(config, shape).group(shape[1])
+    group = 4 * shape[0] * columns
+    loop = feedback.workspace(shape, numel * (5 * 4 + 1) + (0 if config.static_groups else 3 * group), ordered=False)
+    return max(loop, numel * (3 * 4 + 4) + 4 * group + 2 * 4 * columns**2) if config.sweeps else loop
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -75,10 +81,9 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     rounder = _GridRounder(target, order, factor.upper, config, params)
     feedback.run(target[order], factor.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
-    fitted = rounder.grid
-    del rounder
+    fitted, damping = rounder.grid, (factor.damp * hessian.diagonal().mean()).item()
+    del rounder, factor
     if config.sweeps:
-        damping = (factor.damp * hessian.diagonal().mean()).item()
         layer = feedback.Objective(target, hessian, damping)
         codes, fitted = descent.improve(layer, codes, fitted, params, config.sweeps)
     return Quantized(grid.pack(codes, fitted, params, shape), tuple(notes))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.numerics.linalg import squares, upper_factor
+from compress.numerics.linalg import upper_factor
 from compress.quant import codebooks, feedback
 from compress.quant.feedback import Layer, Objective
 from compress.quant.refit import Layout, alternate, refit, refit_factors, settle
@@ -102,9 +102,9 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: four n x n matrices, copies of the weight, scores."""
-    n = shape[1] + config.vector_dim
-    return squares(n, 4) + codebooks.workspace(shape[0] * n, config.vector_dim)
+    """Return the bytes needed beside weight and Hessian: the Hessian in order, copies of the weight, scores."""
+    m, n = shape[0], shape[1] + config.vector_dim
+    return 4 * n * n + feedback.workspace((m, n), codebooks.workspace(m * n, config.vector_dim), ordered=False)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import pvq as pvq_format
-from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
@@ -86,10 +85,10 @@ def plan_params(config: Config, shape: tuple[int, int]) -> pvq_format.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: three n x n matrices, seven copies of the weight."""
+    """Return the bytes needed beside weight and Hessian: in the loop seven copies of the weight, the coding of some."""
     n = -(-shape[1] // config.vector_dim) * config.vector_dim
     coding = 64 * 8 * min(pvq_format.DECODE_CHUNK, max(shape[0] * n, n))
-    return squares(n, 3) + shape[0] * n * 7 * 4 + coding
+    return feedback.workspace((shape[0], n), shape[0] * n * 7 * 4 + coding, ordered=n > shape[1])
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

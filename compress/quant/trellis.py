@@ -31,7 +31,6 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.numerics.linalg import squares
 from compress.quant import feedback, sweeps, viterbi_compiled
 from compress.quant.feedback import Objective
 from compress.quant.settings import check, check_damp
@@ -83,9 +82,9 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: copies of the weight, and the most demanding of what follows.
+    """Return the bytes needed beside weight and Hessian: in the loop seven copies of the weight, and a chunk's.
 
-    That is three n x n matrices while the Hessian is factored; two, and the search or the coding of a chunk, after it.
+    A chunk is searched, and later coded.
     """
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
     if llvm.available():
@@ -95,7 +94,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
         search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits)
     search += 64 << config.state_bits
     coding = 5 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
-    return rows * n * 7 * 4 + max(squares(n, 3), squares(n, 2) + max(search, coding))
+    return feedback.workspace((rows, n), rows * n * 7 * 4 + max(search, coding))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

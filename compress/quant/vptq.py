@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.numerics.linalg import squares
 from compress.quant import codebooks, feedback
 from compress.quant.feedback import Objective
 from compress.quant.refit import Layout, alternate, refit
@@ -90,9 +89,9 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: three n x n matrices, copies of the weight, scores."""
+    """Return the bytes needed beside weight and Hessian: the Hessian in order, copies of the weight, scores."""
     m, n = shape[0] + config.vector_dim, shape[1]
-    return squares(n, 3) + codebooks.workspace(m * n, config.vector_dim)
+    return 4 * n * n + feedback.workspace((m, n), codebooks.workspace(m * n, config.vector_dim), ordered=False)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from compress.calib.kv import calibrate
 from compress.errors import RecipeError
 from compress.kv import cache as caches
 from compress.kv.codec import Spec
-from compress.kv.settings import EXACT, CacheSettings, Coding, Codings
+from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.model.skeleton import Skeleton
 from compress.runtime import kv_config
@@ -72,9 +73,25 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
         raise RecipeError(caches.no_queries(spec.where, coding))
 
 
-def sampled(config: Any, tokens: int) -> int:
-    """Return the bytes of a layer's keys, values and queries, float32, that calibrating on so many tokens takes."""
-    return 4 * cached_layers(config).widest * min(tokens, CALIBRATED)
+def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the samples of one layer, float32, on so many tokens, and those that learning takes beside.
+
+    Learning begins with joining the samples of each name.
+    """
+    cached, held, learning = cached_layers(config), 0, 0
+    for index, kinds in enumerate(caches.coded_layers(config, settings)):
+        modules = [plugins.load("kv", coding.method) for coding in kinds.values()]
+        needed = frozenset[str]().union(*(module.NEEDS for module in modules))
+        heads = cached.by_layer.get(index)
+        if not needed or heads is None:
+            continue
+        channels = {"keys": math.prod(heads.keys), "values": math.prod(heads.values)}
+        channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
+        channels["queries_pre"], channels["gradients"] = channels["queries"], channels["keys"] + channels["values"]
+        work = max(module.WORK for module in modules if module.NEEDS)
+        held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
+        learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - {"gradients"}))
+    return held * min(tokens, CALIBRATED), learning * min(tokens, CALIBRATED)
 
 
 def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from compress import plugins, process_memory
 from compress.errors import BudgetError
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence, target_correction
+from compress.run import activation_sizes
 from compress.tune import low_rank
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
-MEASURING = 16  # bytes a weight that the errors in the report take
+MEASURING = 20  # bytes a weight that the errors in the report take: original, error, its square, that in float64
 TOKENIZING = 208 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 TOKENIZER = 18  # times its file that a tokenizer takes while it is loaded
 TOKENIZER_KEPT = 6  # times its file that stay
@@ -40,9 +40,10 @@ EDITING = 64 << 20  # bytes that a transform of the whole model takes for some r
 SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
 KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
 TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
-SAMPLED = 8  # times its samples that the calibration of a cache takes: parts and whole, sums in float64
+COMPILING = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
+BACKWARD = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
-MARGIN = 1.05  # predicted peaks are multiplied by this: allocator slack, library buffers
+MARGIN = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Arrangement:
     statistics_nbytes: int  # what the statistics of one pass may take
     peak_nbytes: int  # predicted peak of the process
     block_nbytes: int = 0  # most that a block takes beside what is held between blocks
+    program_nbytes: int = 0  # of the peak, what the program itself comes to hold
 
     def as_stored(self) -> dict[str, Any]:
         """Return what a run stores of its arrangement for those that resume it: as JSON values, with the threads."""
@@ -64,9 +66,11 @@ class Arrangement:
 class CacheSizes(NamedTuple):
     """Bytes that calibrating a cache holds."""
 
-    sampled: int  # keys, values and queries of one layer
+    sampled: int  # samples of one layer
+    learning: int  # what is made of them
     states: int  # hidden states that enter blocks
     logits: int  # made at a time, with all that their gradients take; 0 where no gradient is needed
+    batch: int  # samples in a forward pass, at most: not bytes
 
 
 class Extras(NamedTuple):
@@ -79,6 +83,8 @@ class Extras(NamedTuple):
     every: bool = False  # statistics of all inputs, whether a method needs them or not
     cache: CacheSizes | None = None  # of the calibration of a cache
     read: int = 0  # tokens of the calibration text that are read, at most
+    reader: int = 0  # bytes of a library that reads it, which stays in memory
+    document: int = 0  # bytes of its largest document while that is read
 
 
 NO_EXTRAS = Extras()
@@ -205,18 +211,21 @@ class _MemoryModel:
         blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
         rest = {id(p): p.numel() * item for p in skeleton.model.parameters() if id(p) not in blocks}
         self.rest = sum(rest.values())
-        self.embedding = self.rest - _head_nbytes(skeleton.model)  # what is loaded to embed a text
-        self.converted = _converted(skeleton)
+        self.embedding = self.rest - activation_sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
+        self.converted = activation_sizes.converted_nbytes(skeleton)
+        self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
         files = skeleton.checkpoint.directory.glob("tokenizer*")
         tokenizer = sum(path.stat().st_size for path in files) if samples else 0
         text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * extras.read, TOKEN * extras.read)
-        self.reading = max(TOKENIZER * tokenizer, text) if samples else 0
-        self.kept = KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
+        self.reading = extras.reader + extras.document + max(TOKENIZER * tokenizer, text) if samples else 0
+        self.kept = extras.reader + KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
         self.work = [_workspace(layers, paired) for layers in self.by_block]
-        self.token = [_token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
-        self.alive = [_alive_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
+        self.token = [
+            activation_sizes.token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block
+        ]
+        self.alive = [self._alive([x.spec for x in layers]) for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
         self.sizes = [statistics(layers, paired, extras.every) for layers in self.by_block]
         for other in extras.others:
@@ -231,6 +240,10 @@ class _MemoryModel:
             self.alive = [t + item * _paired_columns(x) for t, x in zip(self.alive, self.by_block, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
 
+    def _alive(self, specs: list[LinearSpec]) -> int:
+        """Return the bytes of a token on its way through a block: a module with its states, or norms and rotations."""
+        return max(activation_sizes.alive_nbytes(specs, self.item) + 2 * self.hidden, 12 * self.hidden)
+
     def _training(self, plan: Plan, skeleton: Skeleton) -> int:
         """Return the bytes of training low-rank parts against the whole model, 0 if none are."""
         if not (trained := _trained(plan.layers, "train")):
@@ -243,16 +256,16 @@ class _MemoryModel:
         return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
-        """Return the peak of one block, beside the program and the resident stream."""
+        """Return the peak of one block beside the program and the stream."""
         sizes = self.sizes[index]
         held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
         forward = batch * self.seq_len * self.alive[index] + 4 * self.seq_len * self.widest[index]
-        if self.extras.searched:  # weights rounded in float32, their kept inputs and outputs; the batch beside them
-            kept = min(SEARCHED, self.samples * self.seq_len) * self.token[index] * 4 // self.item
-            forward += kept + 3 * self.weights[index] * 4 // self.item
-        if self.extras.weighted:  # scores of some rows, queries and keys in float32, and weighted inputs
-            forward += SCORING + 4 * self.seq_len * self.widest[index] + 16 * self.seq_len * self.hidden // self.item
-        loading = self.expert_weights[index] + self.converted
+        weighing = 0
+        searching = self._searching(index) if self.extras.searched else 0
+        if self.extras.weighted:  # before statistics are collected; then inputs are weighted
+            weighing = forward + SCORING + 16 * self.seq_len * self.hidden // self.item
+            forward += 4 * self.seq_len * self.widest[index]
+        loading = self.expert_weights[index] + self.converted + self.editing
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
         if trained := self.trained[index]:
@@ -260,15 +273,31 @@ class _MemoryModel:
             training = TRAINING + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
-        return self.weights[index] + max(loading, held + forward, quantizing, training, differentiating)
+        collecting = max(weighing, held + forward)
+        return self.weights[index] + max(loading, searching, collecting, quantizing, training, differentiating)
+
+    def _searching(self, index: int) -> int:
+        """Return the bytes of a search for a transform of a block.
+
+        That is kept inputs, outputs in float32 twice while a module runs on them, and four copies in float32 of the
+        weights that read one input.
+        """
+        readers, columns = dict[str, int](), dict[str, int]()
+        for spec in (layer.spec for layer in self.by_block[index]):
+            readers[spec.input_key] = readers.get(spec.input_key, 0) + spec.numel
+            columns["an expert" if spec.is_expert else spec.input_key] = spec.shape[1]
+        token = self.item * sum(columns.values()) + self.alive[index] + 2 * 4 * self.hidden // self.item
+        return min(SEARCHED, self.samples * self.seq_len) * token + 4 * 4 * max(readers.values(), default=0)
 
     def _caching(self, batch: int, spill: bool) -> int:
         """Return the bytes of calibrating the cache, 0 if there is nothing to."""
         if (cache := self.extras.cache) is None:
             return 0
-        forward = batch * self.seq_len * max(self.token) * (low_rank.STATES if cache.logits else 1)
-        block = max(self.weights) + SAMPLED * cache.sampled + forward
-        return TRAINING + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
+        tokens = min(batch, cache.batch) * self.seq_len
+        forward = tokens * (BACKWARD * max(self.token) if cache.logits else max(self.alive))
+        block = cache.sampled + max(max(self.weights) + forward, cache.learning)
+        libraries = (TRAINING if cache.logits else 0) + (COMPILING if any(self.packed) else 0)
+        return libraries + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
         """Return this arrangement with its predicted peak."""
@@ -276,11 +305,13 @@ class _MemoryModel:
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
-        first = self.embedding + self.converted + batch * self.seq_len * 12 * self.hidden
-        work = max(stream + max(blocks, first) + self.editing, self.training, self._caching(batch, spill))
-        total = self.base + max(self.reading, SLACK + self.kept + int(MARGIN * work))
+        first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
+        later = max(self.edited_rest, self.training, self._caching(batch, spill))
+        work = max(stream + int(MARGIN * max(blocks, first)), int(MARGIN * later))
+        program = self.base + SLACK + self.kept
+        total = max(self.base + self.reading, program + work)
         most = max(len(split(sizes, allowed)) for sizes in self.sizes)
-        return Arrangement(batch, spill, most, allowed, total, blocks)
+        return Arrangement(batch, spill, most, allowed, total, blocks, program)
 
 
 def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
@@ -291,45 +322,6 @@ def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
         for spill in (False, True) if model.samples else (False,):
             for batch in batches:
                 yield model.arrangement(batch, spill, passes)
-
-
-def _token_nbytes(specs: list[LinearSpec], item: int) -> int:
-    """Return the most bytes of activations that one token keeps alive in a block: inputs and outputs of linears."""
-    dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
-    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
-    return (dense + 3 * expert) * item
-
-
-def _alive_nbytes(specs: list[LinearSpec], item: int) -> int:
-    """Return the most bytes of activations that one token takes at a time: what linears of one module read and write.
-
-    What a module's linears share is there once, and nothing is left of one module when the next one runs.
-    """
-    modules: dict[str, dict[str, int]] = {}
-    for spec in specs:
-        if not spec.is_expert:
-            numbers = modules.setdefault(spec.name.rpartition(".")[0], {})
-            numbers[spec.input_key] = spec.shape[1]
-            numbers[f"{spec.name} out"] = spec.shape[0]
-    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
-    return (max((sum(numbers.values()) for numbers in modules.values()), default=0) + 3 * expert) * item
-
-
-def _head_nbytes(model: PreTrainedModel) -> int:
-    """Return the bytes of an output head that is not the embeddings too."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    shared = {id(p) for p in embeddings.parameters()}
-    return sum(p.numel() * p.itemsize for p in head.parameters() if id(p) not in shared) if head is not None else 0
-
-
-def _converted(skeleton: Skeleton) -> int:
-    """Return the bytes of the largest group of weights that is loaded in another type than it is stored in."""
-    groups: dict[str, int] = {}
-    for name, sources in skeleton.sources.items():
-        inner = name.removeprefix(f"{skeleton.blocks_name}.")
-        group = inner.partition(".")[0] if inner != name else ""
-        groups[group] = groups.get(group, 0) + sum(x.nbytes for x in sources if x.dtype != skeleton.dtype)
-    return max(groups.values(), default=0)
 
 
 def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
@@ -371,6 +363,6 @@ def _layer_workspace(layer: LayerPlan) -> int:
     method = plugins.load("quant", layer.scheme.method)
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
     if layer.scheme.lowrank is not None:
-        need += correct.workspace(layer.spec.shape)
+        need = correct.workspace(layer.spec.shape, need)
     rotated = layer, needs_statistics(layer)
     return max(need, incoherence.turning(*rotated)) + incoherence.workspace(*rotated)

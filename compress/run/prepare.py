@@ -18,6 +18,9 @@ from compress.storage import paths
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 
+ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets
+DOCUMENT = 8 << 20  # bytes of a document that are counted at most
+
 
 def prepare(job: Job) -> Prepared:
     """Open the model, apply the recipe, arrange the memory. Of the weights only headers are read."""
@@ -66,9 +69,20 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         every,
         _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
         calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
+        *(_reading(Path(job.calib)) if job.calib is not None else ()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans
+
+
+def _reading(source: Path) -> tuple[int, int]:
+    """Return the bytes of a library that reads a calibration text, and of its largest document: as read, cut, decoded.
+
+    How large that is shows only when it is read: a file of documents has one of its size, or of DOCUMENT.
+    """
+    suffix = source.suffix.lower() if source.is_file() else None
+    document = min(source.stat().st_size, DOCUMENT) if suffix in (".jsonl", ".parquet") else 0
+    return ARROW if suffix in (None, ".parquet") else 0, 3 * document
 
 
 def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan.CacheSizes:
@@ -78,7 +92,8 @@ def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan
     sides = len(skeleton.blocks) + 2 if is_backward else 1
     logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
     states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
-    return memory_plan.CacheSizes(kv_cache.sampled(skeleton.config, tokens), states, logits)
+    sampled, learning = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
+    return memory_plan.CacheSizes(sampled, learning, states, logits, kv_cache.BATCH)
 
 
 def resolve(model: str) -> Path:

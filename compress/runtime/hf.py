@@ -167,7 +167,8 @@ class CompressQuantizer(HfQuantizer):
             _check_files(model, self._directory, {file.name for file in files})
         swap(model, self.quantization_config)
         for module in _packed(model):
-            module.weight = _initialized(module.shape)
+            if "weight" not in module.specs:  # of a cut matrix there is one, which is loaded
+                module.weight = _initialized(module.shape)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for module in _packed(model):

@@ -39,7 +39,7 @@ from compress.tune.descend import descend, match, relative_error
 from compress.types import Correction, PackedWeight
 
 BATCH_TOKENS = 1024  # of a step
-LOGITS = 8  # float32 numbers for each logit that are alive at a time: both models' own, logarithms, gradients
+LOGITS = 5  # float32 numbers for each logit that are alive at a time: both models' own, logarithms, gradients
 MASTERS = 16  # bytes of a trained parameter: itself, its gradient, two moments
 STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
 HELD_OUT = 10  # one sample in this many is not trained on

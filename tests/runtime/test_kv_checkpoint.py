@@ -18,8 +18,9 @@ from compress import api, process_memory, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
 from compress.kv.cache import KVCache, make_cache
+from compress.kv.codecs import kvquant
 from compress.kv.settings import cache_settings
-from compress.run import memory_plan, prepare, verify
+from compress.run import prepare, verify
 from compress.run.job import Job
 from compress.runtime import kv_config
 from pico import build, save_pico
@@ -251,16 +252,16 @@ def test_models_and_recipes_that_do_not_go_together() -> None:
 def test_what_calibration_takes_is_predicted(written: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to as many tokens as it takes, and only where there is any."""
     peaks = {}
-    for factor in (0, 1000):
-        monkeypatch.setattr(memory_plan, "SAMPLED", factor)
+    for factor in (1000, 2000):
+        monkeypatch.setattr(kvquant, "WORK", factor)
         monkeypatch.setattr(process_memory, "resident", lambda: 1 << 30)
         for cache, samples in ((KIVI, 600), (CALIBRATED, 100), (CALIBRATED, 600), (CALIBRATED, 1200)):
             settings = [f"kv_cache={cache}", "calibration.seq_len=64", f"calibration.num_samples={samples}"]
             out = written["model"].parent / "none"
             job = Job(str(written["model"]), recipe.load("kv8", settings), out, pack=False)
             peaks[cache, samples, factor] = prepare.prepare(job).arrangement.peak_nbytes
-    token = 4 * 16 * (2 * 2 + 4)  # bytes of keys, values and queries
-    assert peaks[KIVI, 600, 1000] == peaks[KIVI, 600, 0]
-    grown = [peaks[CALIBRATED, n, 1000] - peaks[CALIBRATED, n, 0] for n in (100, 600, 1200)]
+    token = 2 * 16  # numbers in the keys, and in the values
+    assert peaks[KIVI, 600, 1000] == peaks[KIVI, 600, 2000]
+    grown = [peaks[CALIBRATED, n, 2000] - peaks[CALIBRATED, n, 1000] for n in (100, 600, 1200)]
     assert grown[0] == pytest.approx(1000 * 6400 * token, rel=0.1)
     assert grown[1] == grown[2] == pytest.approx(1000 * 16384 * token, rel=0.1)

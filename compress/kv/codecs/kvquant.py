@@ -39,6 +39,7 @@ from compress.kv.codecs.packed import Codes
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "values", "gradients"})
+WORK = 90  # bytes that calibrating takes for each number of its largest sample
 LEAST = 1e-5  # scale of a channel or token that does not vary
 ROUNDS = 100  # of k-means
 PASSES = 2  # of k-means, each without the outliers of the one before

@@ -54,6 +54,7 @@ from compress.kv.codecs.mixed_packed import Pieces
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
+WORK = 16  # bytes that calibrating takes for each number of its largest sample
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 AT_ONCE = 2048  # tokens that are written
 NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
@@ -131,6 +132,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         x = samples["keys_pre"]
         queries = samples["queries_pre"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2).double()
         moment = queries.mT @ queries / queries.shape[1]
+        del queries  # the largest of all that is made here
     mean, back, variances = components(x, moment)
     bits = allocate(variances.cpu(), _budget(config, spec), config.unit)
     return {"mean": mean.half(), "back": back.half(), "variances": variances.float(), "bits": bits}

@@ -30,6 +30,7 @@ from compress.kv.codecs.packed import Codes
 from compress.numerics import checks, hadamard
 
 NEEDS = frozenset({"keys_pre"})
+WORK = 32  # bytes that calibrating takes for each number of its largest sample
 ROTATED = 4  # heads that one rotation of keys spans, at most
 CLIP = 0.8  # of a group's range at 2 bits and below
 

@@ -36,6 +36,7 @@ from compress.kv.codecs import kivi
 from compress.numerics import checks
 
 NEEDS = frozenset({"queries"})
+WORK = 8  # bytes that calibrating takes for each number of its largest sample
 
 
 @dataclass(frozen=True)

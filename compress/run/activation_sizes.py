@@ -1,0 +1,47 @@
+"""Size what a block's activations and the weights around the blocks take, from shapes."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from compress.model.skeleton import Skeleton
+from compress.types import LinearSpec
+
+
+def token_nbytes(specs: list[LinearSpec], item: int) -> int:
+    """Return the most bytes of activations that one token keeps alive in a block: inputs and outputs of linears."""
+    dense = sum(sum(spec.shape) for spec in specs if not spec.is_expert)
+    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
+    return (dense + 3 * expert) * item
+
+
+def alive_nbytes(specs: list[LinearSpec], item: int) -> int:
+    """Return the most bytes of activations that one token takes at a time: what linears of one module read and write.
+
+    What a module's linears share is there once, and nothing is left of one module when the next one runs.
+    """
+    modules: dict[str, dict[str, int]] = {}
+    for spec in specs:
+        if not spec.is_expert:
+            numbers = modules.setdefault(spec.name.rpartition(".")[0], {})
+            numbers[spec.input_key] = spec.shape[1]
+            numbers[f"{spec.name} out"] = spec.shape[0]
+    expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
+    return (max((sum(numbers.values()) for numbers in modules.values()), default=0) + 3 * expert) * item
+
+
+def head_nbytes(model: PreTrainedModel) -> int:
+    """Return the bytes of an output head that is not the embeddings too."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    shared = {id(p) for p in embeddings.parameters()}
+    return sum(p.numel() * p.itemsize for p in head.parameters() if id(p) not in shared) if head is not None else 0
+
+
+def converted_nbytes(skeleton: Skeleton) -> int:
+    """Return the bytes of the largest group of weights that is loaded in another type than it is stored in."""
+    groups: dict[str, int] = {}
+    for name, sources in skeleton.sources.items():
+        inner = name.removeprefix(f"{skeleton.blocks_name}.")
+        group = inner.partition(".")[0] if inner != name else ""
+        groups[group] = groups.get(group, 0) + sum(x.nbytes for x in sources if x.dtype != skeleton.dtype)
+    return max(groups.values(), default=0)
