@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compress.errors import SHOWN, RecipeError, shown
+from compress.errors import SHOWN, RecipeError, cut, shown
 
 # kind (a sub-package of compress) -> what each of its plugins defines. The first two names tell a plugin from a file
 # that plugins share, such as quant/feedback.py.
@@ -153,7 +153,7 @@ def replaced(base: Any, values: Mapping[str, Any], where: str, error: Callable[[
     try:
         return dataclasses.replace(base, **values)
     except ValueError as problem:  # begins with the name of the field, if one field is at fault
-        raise error(str(problem).partition(" ")[0], f"{where}: {problem}") from problem
+        raise error(str(problem).partition(" ")[0], f"{where}: {cut(str(problem), 4 * SHOWN)}") from problem
 
 
 def expected(hint: Any) -> str:

@@ -68,9 +68,15 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     read_config(directory)
     try:
         with _quiet(), _bare_errors():
-            return AutoTokenizer.from_pretrained(directory, **_LOCAL)
+            tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except FAILURES as error:
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
+    if type(tokenizer.model_max_length) not in (int, float):
+        raise CheckpointError(
+            f"{directory}: model_max_length {shown(tokenizer.model_max_length)} of the tokenizer is no number; correct "
+            "it in tokenizer_config.json"
+        )
+    return tokenizer
 
 
 def load_model(
