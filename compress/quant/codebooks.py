@@ -185,9 +185,8 @@ def _plus_plus(vectors: Vectors, draws: Tensor) -> Tensor:
     flat = vectors.values.flatten(1, 2)
     points = vectors.transformed(vectors.values)
     loss = torch.ones_like(points[..., 0]) if vectors.weights is None else vectors.weights.clone()
-    entries = flat.new_empty(
-        flat.shape[0], draws.shape[1], flat.shape[2]
-    )  # at once: freed memory around small ones stays
+    # all at once: many small ones would keep what is freed between them from the system
+    entries = flat.new_empty(flat.shape[0], draws.shape[1], flat.shape[2])
     for i in range(draws.shape[1]):
         sums = loss.flatten(1).cumsum(1, dtype=torch.float64)
         place = torch.searchsorted(sums, draws[:, i : i + 1] * sums[:, -1:], right=True).clamp_(max=flat.shape[1] - 1)
