@@ -19,7 +19,7 @@ from compress.kernels import llvm
 LANES = 16  # of a vector of int32 costs
 VECTORS = 16  # of costs held in registers: sequences searched together times symbols
 CELLS = 1 << 16  # most nodes of the sequences searched together: bounds a thread's memory
-COMPILER = 48 << 20  # bytes that the compiler takes, and a process keeps
+COMPILER = 64 << 20  # bytes that the compiler takes, and a process keeps
 
 
 class CompiledSearch:
