@@ -282,6 +282,7 @@ def work(campaign: Campaign, names: list[str], kills: int, seed: int) -> None:
                 names.remove(name)
                 campaign.tables[name] = Counter({"not resumed": 1})
                 campaign.failures.append({"kind": name, "faults": [], "problem": str(error)})
+                print(error, file=sys.stderr)
                 continue
             campaign.trial(name, [random_fault(random, reference) for _ in range(random.choice([1, 1, 1, 2, 3]))])
     except KeyboardInterrupt:
