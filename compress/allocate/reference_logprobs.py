@@ -71,6 +71,8 @@ def load(
     if not _is_current(file, identity):
         say("predicting with the original model")
         _make(skeleton, tokens, file, identity, torch.device(device))
+    for left in folder.glob(f"{NAME}.*"):  # by a process that was killed when the file was whole
+        left.unlink()
     return ReferenceLogprobs(file)
 
 
