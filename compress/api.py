@@ -68,9 +68,10 @@ def load(
 ) -> PreTrainedModel:
     """Load the causal language model in `directory` (or of a hub id), packed or plain, in eval mode.
 
-    dtype and device_map are those of from_pretrained. verify: compare the hash of every file with the manifest that
-    `quantize` wrote, as COMPRESS_VERIFY=1 does for from_pretrained. Raises CheckpointError for files that are missing,
-    damaged, or not those that were written.
+    dtype: a torch type, or "auto", "float32", "float16" or "bfloat16". device_map: that of from_pretrained. verify:
+    compare the hash of every file with the manifest that `quantize` wrote, as COMPRESS_VERIFY=1 does for
+    from_pretrained. Raises CheckpointError for weights that are missing, and for files that are damaged or not those
+    that were written.
     """
     from compress.model.load import load_model
 

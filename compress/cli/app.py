@@ -32,7 +32,7 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
     interruption.finish()
-    sys.exit(streams.flush() or interruption.exit_code() or code)
+    sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))
 
 
 def _print_version(asked: bool) -> None:

@@ -231,6 +231,13 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def _is_interruption(error: BaseException | None) -> bool:
+    """Return whether this is an interruption, or came up while one was answered."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 @contextmanager
 def errors(resume: str = "") -> Iterator[None]:
     """Print the user's errors as one line and an interruption as a hint; anything else shows its traceback: a bug.
@@ -240,10 +247,9 @@ def errors(resume: str = "") -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code = interruption.exit_code()
-        if code is not None or isinstance(error, KeyboardInterrupt):
+        if _is_interruption(error):
             note(f"interrupted{resume}")
-            raise typer.Exit(code or 130) from None
+            raise typer.Exit(interruption.exit_code() or 130) from None
         if isinstance(error, CompressError):
             note(str(error))
             raise typer.Exit(1) from None

@@ -94,10 +94,8 @@ class Request:
     max_tokens: int = 16384  # of the text, for each context
     equal_bytes: bool = True
     speed: bool = True
-    left_out: Callable[[str], None] | None = (
-        None  # is told, in a line, of recipes that do not fit the model; None: such
-    )
-    # are an error
+    # is told, in a line, of recipes that do not fit the model; None: such are an error
+    left_out: Callable[[str], None] | None = None
 
 
 def bench(directory: Path, asked: Request, execution: Execution, progress: Progress = silent) -> Bench:

@@ -81,7 +81,7 @@ def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **o
     """Return the model on the meta device; CheckpointError says in one line what goes wrong."""
     try:
         model, info = load_empty(kind, directory, **options)
-    except (CompressError, AssertionError, *FAILURES) as error:
+    except (CompressError, *FAILURES) as error:
         reason = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {first_line(error)}"
         opener = "AutoModelForCausalLM" if kind is None else kind.__name__
         raise CheckpointError(f"transformers' {opener} fails ({reason[:300]})") from error

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import stored_weights
 from compress.model.edits import Edits
-from compress.model.load import empty_model, no_bars, open_config
+from compress.model.load import FAILURES, empty_model, no_bars, open_config
 from compress.model.meta_pass import shared_inputs
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
@@ -282,20 +281,7 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of layers of no size
             yield
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        ArithmeticError,
-        OSError,
-        RuntimeError,  # of torch, for sizes
-        NotImplementedError,
-        AssertionError,
-        ImportError,
-        StrictDataclassError,
-    ) as error:
+    except FAILURES as error:
         reason = first_line(error)
         raise UnsupportedModelError(
             f"{checkpoint.directory / CONFIG} does not give a causal language model ({type(error).__name__}: {reason})"

@@ -19,6 +19,7 @@ from compress.errors import CheckpointError
 from compress.progress import Progress
 from compress.run import report, verify
 from compress.run.job import RunState
+from compress.storage import manifest
 from compress.storage.checkpoint import StoredTensor, read_header, sha256, write_shard
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
@@ -52,9 +53,10 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
     training = _restore(output)
     if training is None:
         source, tokens = prepared.skeleton.checkpoint.directory, run.calibration.tokens
-        result, factors = low_rank.train_model(
-            directory, source, tokens, settings, run.job.device, lambda text: progress(text, blocks, blocks)
-        )
+        with manifest.unfinished():
+            result, factors = low_rank.train_model(
+                directory, source, tokens, settings, run.job.device, lambda text: progress(text, blocks, blocks)
+            )
         training = _keep(output, result.note, factors)
     run.notes["low-rank parts"] = [training.note]
     if not training.factors:

@@ -29,6 +29,7 @@ from compress.progress import Progress, silent
 from compress.runtime import kv_config
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
+from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, Checkpoint, open_checkpoint, sha256
 from compress.storage.manifest import RECIPE, Manifest
 
@@ -73,7 +74,8 @@ def self_check(
             )
     progress("loading with transformers", 0, 0)
     try:
-        dry_load.check_written(directory)
+        with manifest.unfinished():
+            dry_load.check_written(directory)
     except CheckpointError as error:
         raise CheckpointError(f"self-check failed: {directory} was not put in place: {error}") from error
     for index, digest in enumerate(replay(directory, device, progress)):

@@ -12,7 +12,9 @@ loading: up to HASHED_NBYTES together. COMPRESS_VERIFY=1 compares the hash of ev
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +26,7 @@ from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST, read_json, sha2
 ASKED = "COMPRESS_VERIFY"
 HASHED_NBYTES = 64 << 20  # weight files up to this are hashed by default: 0.07 s on one core, a load takes 0.2 s
 RECIPE = "recipe.yaml"
+_is_unfinished = ContextVar("is_unfinished", default=False)
 
 READ = (  # files that decide what is loaded: one that is not listed is an error
     *("*.safetensors", "*.safetensors.index.json", CONFIG, "generation_config.json", RECIPE, "report.json"),
@@ -118,9 +121,19 @@ def entries(directory: Path) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def unfinished() -> Iterator[None]:
+    """Ask for no hashes meanwhile: what is loaded is being written, and has no manifest yet."""
+    token = _is_unfinished.set(True)
+    try:
+        yield
+    finally:
+        _is_unfinished.reset(token)
+
+
 def is_asked() -> bool:
     """Tell whether the environment asks for hashes; raise CheckpointError for a value that has no meaning."""
-    value = os.environ.get(ASKED, "")
+    value = "" if _is_unfinished.get() else os.environ.get(ASKED, "")
     if value not in ("", "0", "1"):
         raise CheckpointError(f"{ASKED} is {value[:80]!r}; set it to 1 to compare hashes when loading, or unset it")
     return value == "1"

@@ -13,12 +13,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from compress import api
+from compress import api, recipe
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import dry_load
 from compress.run import verify
+from compress.run.job import Job
 from compress.runtime import hf
-from compress.storage.checkpoint import CONFIG, read_header
+from compress.storage.checkpoint import CONFIG, MANIFEST, read_header
 from pico import EOS_ID, ODD, VOCAB_SIZE, pico_tokenizer, save_pico
 from runs import GPTQ, RTN, cli, command, job, one_line
 
@@ -164,3 +165,20 @@ def test_a_flipped_byte_that_no_output_shows(
     assert not asked.out.exists()
     report = api.quantize(asked)
     assert report["self_check"] == "passed" and report["resumed_blocks"] == index
+
+
+def test_hashes_that_the_environment_asks_for_are_not_those_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is written last, and the self-check loads what has none yet."""
+    monkeypatch.setenv("COMPRESS_VERIFY", "1")
+    api.quantize(job(save_pico("llama", tmp_path / "model"), RTN, tmp_path / "out"))
+    assert (tmp_path / "out" / MANIFEST).is_file()
+
+
+def test_a_cache_that_needs_queries_is_written(tmp_path: Path) -> None:
+    """Whether attention gives them cannot be tried on a model without weights."""
+    model = save_pico("llama", tmp_path / "model", changes={"head_dim": 32})
+    asked = recipe.load("int8", ["kv_cache={method: zipvl, judge: probes}"])
+    api.quantize(Job(str(model), asked, tmp_path / "out"))
+    assert "kv_cache" in json.loads((tmp_path / "out" / CONFIG).read_text())["quantization_config"]
