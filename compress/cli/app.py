@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from compress.cli import allocate, evaluate, interruption, kv, lists, quantize, streams  # noqa: F401  (they add their commands)
-from compress.cli.options import AsJson, Directory, NotePrinter, app, errors
+from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note
 from compress.progress import NOTES
 from compress.storage import paths
 from compress.version import __version__
@@ -32,6 +32,8 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
     interruption.finish()
+    if code and interruption.is_unsaid():
+        note("interrupted")
     sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))
 
 

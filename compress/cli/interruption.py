@@ -10,7 +10,7 @@ from typing import Final
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 10.0  # seconds in which further signals change nothing: the first one is being answered
 
-_answered = {"at": -PATIENCE, "number": 0}
+_answered = {"at": -PATIENCE, "number": 0, "said": False}
 
 
 def install() -> None:
@@ -24,6 +24,16 @@ def finish() -> None:
     """Ignore these signals from now on: all is done and said."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def said() -> None:
+    """Note that the user has been told of the interruption."""
+    _answered["said"] = True
+
+
+def is_unsaid() -> bool:
+    """Return whether a signal has come of which the user has not been told, because no command had begun."""
+    return exit_code() is not None and not _answered["said"]
 
 
 def exit_code() -> int | None:

@@ -248,6 +248,7 @@ def errors(resume: str = "") -> Iterator[None]:
         yield
     except BaseException as error:
         if _is_interruption(error):
+            interruption.said()
             note(f"interrupted{resume}")
             raise typer.Exit(interruption.exit_code() or 130) from None
         if isinstance(error, CompressError):

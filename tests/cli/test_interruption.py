@@ -124,3 +124,13 @@ def test_child_processes_end_with_the_run(pico_dir: Callable[..., Path], tmp_pat
         assert len(pids) == 2 and all(map(ended, pids)), [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     result = cli(*words)
     assert result.code == 0 and "5 options" in result.out
+
+
+def test_a_signal_before_the_command_has_begun() -> None:
+    early = """
+import os, signal
+from compress.cli import lists
+lists.errors = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+"""
+    result = cli("recipes", prepare=early)
+    assert result.code == 143 and one_line(result) == "interrupted"
