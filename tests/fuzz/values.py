@@ -144,13 +144,17 @@ def near(value: Any, random: Random) -> Any:
     return random.choice([[value], list(value), {}, {**value, "x": 1}])
 
 
+COUNTED = ("$digits", "$nested", "$long")  # markers that say how many of a character
+
+
 def dumps(document: Any) -> bytes:
     """Return the JSON of a document, with markers put in as text."""
     raw: list[str] = []
 
     def marked(value: Any) -> Any:
         if isinstance(value, dict):
-            if len(value) == 1 and (key := next(iter(value))) in ("$digits", "$nested", "$long", "$raw"):
+            key = next(iter(value), None)
+            if len(value) == 1 and (key == "$raw" or (key in COUNTED and isinstance(value[key], int))):
                 raw.append(marker(key, value[key]))
                 return f"@@{len(raw) - 1}@@"
             return {key: marked(inner) for key, inner in value.items()}
