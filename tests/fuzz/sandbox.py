@@ -194,7 +194,7 @@ def _ended(child: Child, stuck: bool) -> Verdict:
 
 
 def _short(frame: str) -> str:
-    """File "/a/b/c.py", line 3 in f -> b/c.py:f."""
+    """Return "b/c.py:f" for a line of a stack: File "a/b/c.py", line 3 in f."""
     path, _, where = frame.removeprefix('File "').partition('"')
     return f"{Path(path).parent.name}/{Path(path).name}:{where.rpartition(' ')[2]}"
 
