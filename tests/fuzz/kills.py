@@ -258,9 +258,9 @@ def random_fault(random: Random, reference: Reference) -> Fault:
 
 
 def trials(names: list[str], seed: int) -> Any:
-    """Yield (kind, random) without an end, the kinds in turn."""
+    """Yield (kind, random) as long as there are kinds, these in turn."""
     number = 0
-    while True:
+    while names:
         for name in names:
             yield name, Random(f"{seed} {name} {number}")
         number += 1
