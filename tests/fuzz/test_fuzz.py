@@ -83,7 +83,7 @@ def test_reading_behind_a_guarded_tensor_is_a_crash(tmp_path: Path) -> None:
         (1, "compress: the file is damaged\n", "refused"),
         (1, "14 linears to 4.5 bits\ncompress: the file is damaged\n", "refused"),
         (1, "compress: \x1b[31m\n", "words"),
-        (1, "compress: " + "x" * 500 + "\n", "words"),
+        (1, "compress: " + "x" * verdicts.LONGEST + "\n", "words"),
         (1, "", "words"),
         (1, "UserWarning: x\ncompress: y\n", "words"),
         (1, "Traceback (most recent call last):\nKeyError: 1\n", "traceback"),
