@@ -376,9 +376,9 @@ def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatc
     assert on.statistics_nbytes == 2 * off.statistics_nbytes
     stream = 10_000 * 256 * 64 * 4
     waiting = on.batch * 256 * 4 * (3 * 64 + 192)  # inputs of the full-precision stream
-    assert 1.05 * (stream + waiting) < on.peak_nbytes - off.peak_nbytes < 1.05 * (stream + 2 * waiting)
+    assert stream + 1.05 * waiting < on.peak_nbytes - off.peak_nbytes < stream + 1.05 * 2 * waiting
     spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory_plan.Extras(paired=True))
-    assert spilled.spill and spilled.peak_nbytes < on.peak_nbytes - 2 * stream
+    assert spilled.spill and spilled.peak_nbytes == on.peak_nbytes - 2 * stream
 
 
 def test_a_limit_is_kept(deep: Path, tmp_path: Path) -> None:

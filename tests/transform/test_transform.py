@@ -139,6 +139,7 @@ def test_rotate_must_come_first(first: str, pico_dir: Callable[..., Path], tmp_p
     ],
 )
 def test_transforms_that_cannot_be(steps: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # recipes are read before models
     result = cli("transform", str(tmp_path), "--recipe", "int8", "--set", f"transform={steps}")
     assert result.code == 1 and line in one_line(result)
 
