@@ -182,7 +182,10 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
         if path.exists():
             raise OutputError(f"{path} exists already; give another directory")
     source = open_checkpoint(checkpoint)
-    config = hf.CompressConfig.read(source.config.get("quantization_config"))
+    packed = source.config.get("quantization_config")
+    if not isinstance(packed, dict) or packed.get("quant_method") != hf.METHOD:
+        raise CheckpointError(f"{checkpoint} is not a packed checkpoint; there is nothing to take out of it")
+    config = hf.CompressConfig.read(packed)
     stored = {name: hf.scheme(config, name) for name in config.modules}
     parts = [name for name, form in stored.items() if form.lowrank is not None]
     if not parts:
