@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def _reading(source: Path) -> tuple[int, int]:
 
     How large that is shows only when it is read: a file of documents has one of its size, or of DOCUMENT.
     """
-    suffix = source.suffix.lower() if source.is_file() else None
+    suffix = source.suffix.lower() if os.path.isfile(source) else None  # False for what no file can be called
     document = min(source.stat().st_size, DOCUMENT) if suffix in (".jsonl", ".json", ".parquet") else 0
     return ARROW if suffix in (None, ".parquet") else 0, 3 * document
 
