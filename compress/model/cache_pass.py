@@ -16,7 +16,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.errors import CompressError
 from compress.kv import generation, rope
-from compress.kv.cache import layer_types
+from compress.kv.cache import head_shape, layer_types
 from compress.model import blockwise, graph, meta_pass
 
 LATENTS = "what it caches is not what its attention reads"
@@ -103,11 +103,9 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
 
 def stated(config: PretrainedConfig) -> CachedLayers:
     """Return what a configuration says of the cache of its layers."""
-    decoder, queries = config.get_text_config(decoder=True), _query_heads(config)
-    if not queries:
-        return CachedLayers({}, queries)
-    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
-    heads = getattr(decoder, "num_key_value_heads", None) or queries
+    if not _query_heads(config):
+        return CachedLayers({}, 0)
+    queries, heads, width = head_shape(config)
     same = CachedHeads((heads, width), (heads, width), width)
     return CachedLayers(dict.fromkeys(range(len(layer_types(config))), same), queries)
 

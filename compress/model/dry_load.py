@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress import formats
-from compress.errors import CheckpointError, CompressError, UnsupportedModelError, first_line
+from compress.errors import CheckpointError, CompressError, UnsupportedModelError, cut, first_line
 from compress.model import stored_weights
 from compress.model.load import FAILURES, load_empty, open_config
 from compress.model.meta_pass import run_without_data
@@ -84,7 +84,7 @@ def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **o
     except (CompressError, *FAILURES) as error:
         reason = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {first_line(error)}"
         opener = "AutoModelForCausalLM" if kind is None else kind.__name__
-        raise CheckpointError(f"transformers' {opener} fails ({reason[:300]})") from error
+        raise CheckpointError(f"transformers' {opener} fails ({cut(reason, 300)})") from error
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if absent:
         raise CheckpointError(

@@ -25,7 +25,7 @@ UNUSED = (  # what any model may leave unused: what it computes itself, and olde
     r"(^|\.)position_ids$",  # 0, 1, 2, ...
     r"\.(attn|attention)\.masked_bias$",  # the value of a masked score
 )
-TOWERS = r"^(model\.)?(vision|visual|vqmodel|audio|multi_modal)\w*\."  # beside the text model
+TOWERS = r"^(model\.)?(vision|visual|vqmodel|audio|multi_modal)\w*\."  # beside the text, if that alone is opened
 MASK = r"\.(attn|attention)\.bias$"  # which tokens are seen, [1, 1, positions, positions]; with one dimension a bias
 
 

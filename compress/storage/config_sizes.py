@@ -15,7 +15,8 @@ from compress.errors import CheckpointError, shown
 LAYERS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 COUNTS = re.compile(r"(heads?|experts?|groups?|labels?|codebooks?)$")
 SIZES = re.compile(
-    r"(size|dim|rank|width|features|channels|d_model|d_ff|d_kv|embd?|inner|positions?|embeddings|ctx|seq_len|seq_length|context_length)$"
+    r"(size|dim|rank|width|features|channels|d_model|d_ff|d_kv|embd?|inner"
+    r"|positions?|embeddings|ctx|seq_len|seq_length|context_length)$"
 )
 # What any configuration may speak of, because parts of it may be unused.
 SPARE_LAYERS, SPARE_COUNT, SPARE_SIZE = 128, 1 << 15, 1 << 24

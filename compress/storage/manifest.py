@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, shown
 from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST, read_json, sha256
 
 ASKED = "COMPRESS_VERIFY"
@@ -135,7 +135,7 @@ def is_asked() -> bool:
     """Tell whether the environment asks for hashes; raise CheckpointError for a value that has no meaning."""
     value = "" if _is_unfinished.get() else os.environ.get(ASKED, "")
     if value not in ("", "0", "1"):
-        raise CheckpointError(f"{ASKED} is {value[:80]!r}; set it to 1 to compare hashes when loading, or unset it")
+        raise CheckpointError(f"{ASKED} is {shown(value)}; set it to 1 to compare hashes when loading, or unset it")
     return value == "1"
 
 
