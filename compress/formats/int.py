@@ -87,9 +87,7 @@ class Params:
         return in_features if self.group_size == -1 else self.group_size
 
 
-def params_for(
-    bits: int, group_size: int, symmetric: bool, in_features: int, scale_dtype: str = "float16"
-) -> Params:
+def params_for(bits: int, group_size: int, symmetric: bool, in_features: int, scale_dtype: str = "float16") -> Params:
     """Return the parameters whose tile pads a row of `in_features` least.
 
     Of those one within a group, so that a field meets one scale; of those one of at most TILE_COLUMNS, whose fields a

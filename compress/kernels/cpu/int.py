@@ -169,9 +169,7 @@ class _Sums(emitter.Emitter):
         zeros = self.constant(self.word, self.lanes // 2, 0)
         return {place: zeros for place in pairs(range(self.together), range(self.tokens))}
 
-    def _add(
-        self, totals: dict[tuple[int, int], Any], column: Any, number: Any, codes: Callable[[Any], Any]
-    ) -> None:
+    def _add(self, totals: dict[tuple[int, int], Any], column: Any, number: Any, codes: Callable[[Any], Any]) -> None:
         """Add the products of the columns from `column` on with codes(row), a vector, to the sums of all rows."""
         inputs = [self._input(column, m) for m in range(self.tokens)]
         for r in range(self.together):
