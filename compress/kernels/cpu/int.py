@@ -4,8 +4,9 @@
 
 A span is what a scale and an activation scale have in common: the blocks of TW columns (one field of the words of a
 tile, compress/numerics/packing.py) that lie in one group, at most a tile. The tiles of 32 columns behind the whole
-tiles of a narrow tail are added one by one, each within a span; the last span may be part of one. Sixteen rows of the weight at a time: their
-scales are multiplied with those of the activations once, and the zero points are taken off sixteen rows at once.
+tiles of a narrow tail are added one by one, each within a span; the last span may be part of one. Sixteen rows of the
+weight at a time: their scales are multiplied with those of the activations once, and the zero points are taken off
+sixteen rows at once.
 """
 
 from __future__ import annotations

@@ -245,10 +245,11 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
              USE_ASM: tl.constexpr):  # fmt: skip
     """out [rows, out_features] = x [rows, stored columns] W^T; program (rows of W, part of the columns).
 
-    NARROW is the number of tiles of 32 columns behind the `tiles` whole ones. x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
+    x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
     programs of the same rows sums their parts in order. SUMMED: `sums` [groups, rows] float32 are the sums of x over
     each group, for the zero points; otherwise the loop takes them, as products with ones. RANK: hidden [rows, RANK]
-    times factor [RANK, out_features] is added, both of the type of x.
+    times factor [RANK, out_features] is added, both of the type of x. NARROW: the number of tiles of 32 columns behind
+    the `tiles` whole ones.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
