@@ -152,7 +152,7 @@ class _Sums(emitter.Emitter):
         for block in range(part * blocks, (part + 1) * blocks):
             for first in range(0, self.tile_words, self.lanes):
                 place = b.add(column, self.i64(block * self.tile_words + first))
-                self._add(totals, place, number, lambda row, of=(block, first): self.planar.codes(tile, row, *of))
+                self._add(totals, place, number, partial(self._codes, tile, block, first))
         self._scale(totals, u, row)
 
     def _narrow(self, tile: Any, number: Any, row: Any) -> None:
@@ -163,8 +163,14 @@ class _Sums(emitter.Emitter):
             totals = self._no_sums()
             for first in range(begin, begin + in_span, self.lanes):
                 place = b.add(column, self.i64(first))
-                self._add(totals, place, number, lambda row, of=first: self.narrow.codes(tile, row, of, self.lanes))
+                self._add(totals, place, number, partial(self._narrow_codes, tile, first))
             self._scale(totals, b.udiv(b.add(column, self.i64(begin)), self.i64(self.span)), row)
+
+    def _codes(self, tile: Any, block: int, first: int, row: Any) -> Any:
+        return self.planar.codes(tile, row, block, first)
+
+    def _narrow_codes(self, tile: Any, first: int, row: Any) -> Any:
+        return self.narrow.codes(tile, row, first, self.lanes)
 
     def _no_sums(self) -> dict[tuple[int, int], Any]:
         zeros = self.constant(self.word, self.lanes // 2, 0)
