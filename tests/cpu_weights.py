@@ -25,6 +25,14 @@ INT = [  # shape, bits, group, symmetric
     ((16, 96), 4, 32, True),
     ((16, 2048), 3, -1, True),
     ((1, 50), 2, -1, False),
+    ((40, 576), 3, 64, True),  # whole tiles, and tiles of 32 columns behind them
+    ((33, 608), 3, 64, False),  # the last span ends within a group
+    ((40, 576), 2, 32, False),
+    ((20, 896), 5, -1, True),
+    ((20, 1130), 6, 128, False),
+    ((17, 330), 7, 32, True),
+    ((40, 416), 3, -1, False),
+    ((40, 480), 4, 96, True),
 ]
 CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((256, 512), {"bits": (8,), "vector_dim": 4, "group_columns": 256, "group_rows": 64, "permuted": True}),
@@ -54,8 +62,7 @@ E8P = [
 
 
 def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
-    tile = int_format.tile_words(bits, group, shape[1])
-    return stored.random_weight("int", int_format.Params(bits, group, symmetric, tile, dtype), shape)
+    return stored.random_weight("int", int_format.params_for(bits, group, symmetric, shape[1], dtype), shape)
 
 
 def codebook_weight(shape: tuple[int, int], settings: dict[str, Any]) -> PackedWeight:

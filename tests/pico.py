@@ -145,7 +145,7 @@ def save(model: PreTrainedModel, directory: Path, shards: bool = False) -> Path:
 def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool = True) -> PackedWeight:
     """weight [out, in] in the `int` format, each code the nearest: the plainest way to a packed weight."""
     shape = (weight.shape[0], weight.shape[1])
-    params = int_format.Params(bits, group_size, symmetric, int_format.tile_words(bits, group_size, shape[1]))
+    params = int_format.params_for(bits, group_size, symmetric, shape[1])
     length = shape[1] if group_size == -1 else group_size
     count = -(-shape[1] // length)
     grouped = torch.nn.functional.pad(weight.detach().float(), (0, count * length - shape[1])).view(shape[0], count, -1)

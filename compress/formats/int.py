@@ -6,8 +6,10 @@ Codes are unsigned, 2 to 8 bits. Symmetric weights use the whole range: zero = 2
 the scale may be negative, so that the one level that is not mirrored falls on the side that needs it. Asymmetric
 weights store the zero point in `bits` bits.
 
-Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole tiles, G groups):
-- `words<w>` int16, the planar words of compress/numerics/packing.py, one tensor for each plane of w bits (`PLANES`);
+Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole tiles, or to a multiple of
+32 with `narrow_tail`, G groups):
+- `words<w>` int16, the planar words of compress/numerics/packing.py, one tensor for each plane of w bits (`PLANES`),
+  whole tiles of `tile_words` first; with `narrow_tail` the columns behind them lie in tiles of 32 columns;
 - `scales` float16 or bfloat16 [G, N];
 - `zeros` uint8 [G, N * bits / 8], a little-endian bit stream, asymmetric only.
 The layout is what a matmul kernel reads: N and K are padded here, so that no kernel masks them. Rows can be cut
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor
 
 from compress.numerics.packing import (
+    FIELDS,
+    pack_planar,
     pack_planes,
     pack_stream,
     plane_fields,
@@ -39,6 +43,7 @@ PLANES = {bits: plane_widths(bits) for bits in range(2, 9)}  # widths, high bits
 ROW_MULTIPLE = 16
 TILE_WORDS = (128, 64, 32, 16)
 TILE_COLUMNS = 512
+NARROW = 32  # columns of a tile of the tail
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
 FP16_TINY = 2.0**-14  # smallest normal float16
 FP16_MAX = 65504.0
@@ -49,8 +54,9 @@ class Params:
     bits: int  # [bits] of one code: 2 to 8
     group_size: int  # [columns] that share a scale; -1: the whole row
     symmetric: bool  # no zero points are stored: the middle code stands for 0
-    tile_words: int  # [words] of a tile along K, from `tile_words()`
+    tile_words: int  # [words] of a tile along K, from `params_for`
     scale_dtype: str = "float16"  # of the scales
+    narrow_tail: bool = False  # columns behind the last whole tile are padded to a multiple of 32 only
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:
@@ -61,24 +67,43 @@ class Params:
             raise ValueError(f"tile_words {self.tile_words} is not one of {TILE_WORDS}")
         if self.scale_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"scale_dtype {self.scale_dtype!r} is not float16 or bfloat16")
+        if self.narrow_tail and self.group_size != -1 and self.group_size % NARROW:
+            raise ValueError(f"group_size {self.group_size} with a narrow tail is not a multiple of {NARROW}")
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a whole tile."""
+        return self.tile_words * plane_fields(self.bits)
+
+    def split(self, in_features: int) -> tuple[int, int]:
+        """Return the number of whole tiles of a row, and of tiles of 32 columns behind them."""
+        if not self.narrow_tail:
+            return -(-in_features // self.tile_columns), 0
+        whole, rest = divmod(_round_up(in_features, NARROW), self.tile_columns)
+        return whole, rest // NARROW
 
     def group(self, in_features: int) -> int:
         """Columns of a group, the whole row if group_size is -1."""
         return in_features if self.group_size == -1 else self.group_size
 
 
-def tile_words(bits: int, group_size: int, in_features: int) -> int:
-    """Return the tile that pads least; of those one within a group, so that a field meets one scale; of those one of
-    at most TILE_COLUMNS, whose fields a GPU kernel keeps in registers; of those the widest.
+def params_for(bits: int, group_size: int, symmetric: bool, in_features: int, scale_dtype: str = "float16") -> Params:
+    """Return the parameters whose tile pads a row of `in_features` least.
+
+    Of those one within a group, so that a field meets one scale; of those one of at most TILE_COLUMNS, whose fields a
+    GPU kernel keeps in registers; of those the widest. Where all pad more than to a multiple of 32, the tail of the row
+    is narrow, if groups allow it; then the tile that leaves the shortest tail.
     """
-    fields = plane_fields(bits)
 
-    def cost(words: int) -> tuple[int, bool, bool, int]:
-        padded = _round_up(in_features, words * fields)
-        split = group_size != -1 and group_size % words != 0
-        return padded, split, words * fields > TILE_COLUMNS, -words
+    def cost(tiling: Params) -> tuple[int, int, bool, bool, int]:
+        stored = padded_shape(tiling, (ROW_MULTIPLE, in_features))[1]
+        split = group_size != -1 and group_size % tiling.tile_words != 0
+        _, tail = tiling.split(in_features)
+        return stored, tail, split, tiling.tile_columns > TILE_COLUMNS, -tiling.tile_words
 
-    return min(TILE_WORDS, key=cost)
+    tails = (False, True) if group_size == -1 or group_size % NARROW == 0 else (False,)
+    tilings = [Params(bits, group_size, symmetric, words, scale_dtype, tail) for tail in tails for words in TILE_WORDS]
+    return min(tilings, key=cost)
 
 
 def scale_dtype(amax: Tensor, bits: int) -> str:
@@ -97,8 +122,8 @@ def groups(params: Params, shape: tuple[int, int]) -> int:
 
 def padded_shape(params: Params, shape: tuple[int, int]) -> tuple[int, int]:
     """Return the rows and columns that are stored."""
-    columns = params.tile_words * plane_fields(params.bits)
-    return _round_up(shape[0], ROW_MULTIPLE), _round_up(shape[1], columns)
+    whole, narrow = params.split(shape[1])
+    return _round_up(shape[0], ROW_MULTIPLE), whole * params.tile_columns + narrow * NARROW
 
 
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -122,7 +147,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, params: Params) ->
     rows, columns = padded_shape(params, shape)
     count = groups(params, shape)
     padded = torch.nn.functional.pad(codes, (0, columns - shape[1], 0, rows - shape[0]))
-    tensors = pack_planes(padded, params.bits, params.tile_words)
+    tensors = _pack_codes(padded, params)
     stored_scales = scales.to(getattr(torch, params.scale_dtype))
     assert torch.equal(stored_scales.to(scales.dtype), scales), "scales were not rounded to their storage type"
     tensors["scales"] = _pad_groups(stored_scales, rows, count)
@@ -171,13 +196,36 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     return weight
 
 
+def _pack_codes(codes: Tensor, params: Params) -> dict[str, Tensor]:
+    """codes [padded rows, padded columns] -> the words of all planes."""
+    whole = params.split(codes.shape[1])[0] * params.tile_columns
+    tensors = pack_planes(codes[:, :whole], params.bits, params.tile_words)
+    low = params.bits
+    for width in PLANES[params.bits] if whole < codes.shape[1] else ():
+        low -= width
+        tail = pack_planar((codes[:, whole:] >> low) & ((1 << width) - 1), width, NARROW // FIELDS[width])
+        tensors[f"words{width}"] = torch.cat([tensors[f"words{width}"], tail], dim=-1)
+    return tensors
+
+
 def _codes(tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Tensor:
     """Return the codes [rows, padded columns], uint8, of all planes."""
-    first, *rest = PLANES[params.bits]
-    codes = unpack_planar(tensors[f"words{first}"][rows], first, params.tile_words)
-    for width in rest:
-        codes = codes << width | unpack_planar(tensors[f"words{width}"][rows], width, params.tile_words)
+    codes: Tensor | None = None
+    for width in PLANES[params.bits]:
+        plane = _plane(tensors[f"words{width}"][rows], width, params)
+        codes = plane if codes is None else codes << width | plane
+    assert codes is not None
     return codes
+
+
+def _plane(words: Tensor, width: int, params: Params) -> Tensor:
+    """Return the codes [rows, padded columns], uint8, of one plane."""
+    count = params.split(words.shape[-1] * FIELDS[width])[0] * params.tile_columns // FIELDS[width]
+    codes = unpack_planar(words[..., :count], width, params.tile_words)
+    if count == words.shape[-1]:
+        return codes
+    tail = unpack_planar(words[..., count:], width, NARROW // FIELDS[width])
+    return torch.cat([codes, tail], dim=1)
 
 
 def _pad_groups(values: Tensor, rows: int, count: int) -> Tensor:

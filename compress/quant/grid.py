@@ -58,8 +58,7 @@ class Grid(NamedTuple):
 def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float16") -> int_format.Params:
     """Return the format's parameters for a weight [out, in]; a group longer than the row is the whole row."""
     group = -1 if config.group_size >= shape[1] else config.group_size
-    tile = int_format.tile_words(config.bits, group, shape[1])
-    return int_format.Params(config.bits, group, config.symmetric, tile, scale_dtype)
+    return int_format.params_for(config.bits, group, config.symmetric, shape[1], scale_dtype)
 
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:

@@ -103,7 +103,7 @@ def test_dense_keeps_the_weight(dtype: str) -> None:
 
 
 def int_params(bits: int, group: int, symmetric: bool, columns: int, scale_dtype: str = "float16") -> int_format.Params:
-    return int_format.Params(bits, group, symmetric, int_format.tile_words(bits, group, columns), scale_dtype)
+    return int_format.params_for(bits, group, symmetric, columns, scale_dtype)
 
 
 def int_parts(shape: tuple[int, int], params: int_format.Params) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -122,9 +122,12 @@ def read_code(words: dict[int, Any], params: int_format.Params, row: int, column
     code = 0
     for width, plane_words in words.items():  # high bits first
         fields = 16 if width == 3 else 16 // width
-        tile, within = divmod(column, params.tile_words * fields)
-        field, j = divmod(within, params.tile_words)
-        word = tile * params.tile_words + j
+        stored = len(plane_words[row][0] if width == 3 else plane_words[row]) * fields
+        whole = stored // params.tile_columns * params.tile_columns  # behind it a narrow tail
+        first, tile_words = (0, params.tile_words) if column < whole else (whole, 32 // fields)
+        tile, within = divmod(column - first, tile_words * fields)
+        field, j = divmod(within, tile_words)
+        word = first // fields + tile * tile_words + j
         for bit in reversed(range(width)):
             if width != 3:
                 value, position = plane_words[row][word], field * width + bit
@@ -246,17 +249,41 @@ def test_int_bytes_of_a_real_layer() -> None:
     ],
 )
 def test_tile_words(bits: int, group: int, columns: int, tile: int) -> None:
-    assert int_format.tile_words(bits, group, columns) == tile
+    assert int_params(bits, group, True, columns).tile_words == tile
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("columns", [1, 64, 100, 768, 2880, 4096, 11008])
-def test_no_tile_pads_less(bits: int, columns: int) -> None:
-    def padded(tile: int) -> int:
-        return int_format.padded_shape(int_format.Params(bits, 128, True, tile), (1, columns))[1]
+@pytest.mark.parametrize("group", [-1, 32, 64, 128])
+def test_every_width_of_whole_32_columns_costs_its_bits(bits: int, group: int) -> None:
+    for columns in range(32, 2048 + 1, 32):
+        params, groups = int_params(bits, group, True, columns), 1 if group == -1 else -(-columns // group)
+        nbytes = formats.nbytes(Stored("int", params), (64, columns))
+        assert nbytes == 64 * (columns * bits // 8 + 2 * groups)
+        assert not params.narrow_tail or params.split(columns)[1] > 0  # tails only where whole tiles would pad
 
-    best = padded(int_format.tile_words(bits, 128, columns))
-    assert best == min(padded(tile) for tile in int_format.TILE_WORDS) and 0 <= best - columns < 256
+
+@pytest.mark.parametrize(("columns", "stored"), [(1, 32), (100, 128), (570, 576), (2880, 2880), (11008, 11008)])
+def test_other_widths_are_padded_to_32_columns(columns: int, stored: int) -> None:
+    for bits in BITS:
+        assert int_format.padded_shape(int_params(bits, 128, True, columns), (1, columns)) == (16, stored)
+
+
+def test_groups_that_a_narrow_tile_would_cross_keep_whole_tiles() -> None:
+    assert int_format.padded_shape(int_params(3, 48, True, 576), (16, 576)) == (16, 768)
+    with pytest.raises(ValueError, match="not a multiple of 32"):
+        int_format.Params(3, 48, True, 16, narrow_tail=True)
+
+
+def test_weights_that_were_stored_with_padded_tiles_are_read() -> None:
+    shape = (5, 576)
+    before = int_format.Params(3, 64, True, 16)  # as it is written in older checkpoints
+    now = int_params(3, 64, True, 576)
+    codes, scales, _ = int_parts(shape, before)
+    old, new = (int_format.pack(codes, scales, None, params) for params in (before, now))
+    assert old["words3"].shape[-1] == 48 and new["words3"].shape[-1] == 36
+    assert params_from_dict("int", {"bits": 3, "group_size": 64, "symmetric": True, "tile_words": 16}) == before
+    decoded = [int_format.decode(t, p, shape, torch.float32) for t, p in ((old, before), (new, now))]
+    assert torch.equal(*decoded)
 
 
 def test_int_refuses_scales_that_its_type_cannot_hold() -> None:

@@ -26,8 +26,7 @@ def stored(
 ) -> tuple[Params, dict[str, Tensor]]:
     """Random codes, scales of both signs and zero points."""
     generator = torch.Generator().manual_seed(bits)
-    words = int_format.tile_words(bits, group, shape[1])
-    params = Params(bits, group, symmetric, words, scale_dtype)
+    params = int_format.params_for(bits, group, symmetric, shape[1], scale_dtype)
     count = 1 if group == -1 else -(-shape[1] // group)
     codes = torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.randn(shape[0], count, generator=generator) / 50).to(getattr(torch, scale_dtype))
@@ -93,6 +92,7 @@ def test_every_number_of_rows(bits: int, rows: int) -> None:
     ("bits", "group", "shape"),
     [(4, 64, (33, 1024)), (4, 128, (16, 1024)), (4, -1, (24, 1024)), (4, 16, (16, 256)), (4, 48, (16, 384)),
      (4, 96, (16, 768)), (4, 256, (16, 512)), (4, 1024, (16, 2048)), (2, 128, (16, 1024)), (2, -1, (17, 333)),
+     (3, 64, (16, 576)), (2, 32, (17, 608)), (5, 96, (16, 1152)), (6, -1, (16, 96)), (4, 32, (16, 160)),
      (3, 128, (16, 2048)), (3, -1, (16, 300)), (5, 128, (16, 2048)), (7, -1, (16, 500)), (8, -1, (16, 257))],
 )  # fmt: skip
 def test_every_kind_of_group(bits: int, group: int, shape: tuple[int, int]) -> None:
@@ -193,7 +193,7 @@ SHAPES = [
 def test_plans_fit_the_device_and_the_workspace(bits: int, device: split_k.Device) -> None:
     for shape in SHAPES:
         for rows in range(1, max(configs.table(bits, device.major)) + 1):
-            params = Params(bits, 128, False, int_format.tile_words(bits, 128, shape[1]))
+            params = int_format.params_for(bits, 128, False, shape[1])
             config, block_m, parts = kernel.choose(params, shape, rows, device)
             assert rows <= block_m
             assert configs.shared_bytes(config, bits, block_m) <= device.shared

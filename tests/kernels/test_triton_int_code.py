@@ -32,10 +32,12 @@ def typical(bits: int, symmetric: bool) -> Params:
     return Params(bits, 128, symmetric, words)
 
 
-def case(params: Params, rows: int, config: configs.Config, arch: int, kind: str, rank: int = 0) -> offline.Case:
+def case(
+    params: Params, rows: int, config: configs.Config, arch: int, kind: str, rank: int = 0, narrow: int = 0
+) -> offline.Case:
     """A product with fp16 or bf16 activations, split along the columns."""
     fitted = configs.fitted(config, params.bits, rows, kernel.most_words(params), SHARED[arch])
-    settings = {"BF16": kind == "bf16", "USE_ASM": True, "RANK": rank}
+    settings = {"BF16": kind == "bf16", "USE_ASM": True, "RANK": rank, "NARROW": narrow}
     constants: dict[str, Any] = kernel.constants(params, kernel.Launch(fitted, rows, 2)) | settings
     signature = SIGNATURE | {name: f"*{kind}" for name in ("x", "out", "hidden", "factor")}
     aligned = ("out_features", "stored_rows")
@@ -102,6 +104,17 @@ def test_a_low_rank_part_costs_the_loop_little() -> None:
     assert sum("MMA" in opcode and count for opcode, count in built[1].opcodes.items()) > sum(
         "MMA" in opcode and count for opcode, count in built[0].opcodes.items()
     )
+
+
+def test_narrow_tiles_leave_the_loop_over_whole_ones_as_it_is() -> None:
+    for bits in (2, 3, 6):
+        params = typical(bits, symmetric=False)
+        made = [case(params, 8, configs.TABLE[bits, 8][0], 90, "bf16", narrow=narrow) for narrow in (0, 2)]
+        none, some = offline.compile_cases(made)
+        assert some.loop_count <= 1.03 * none.loop_count
+        assert local(some) == 0
+        mma = [sum(count for opcode, count in built.opcodes.items() if "MMA" in opcode) for built in (none, some)]
+        assert mma[0] < mma[1]
 
 
 @pytest.mark.slow

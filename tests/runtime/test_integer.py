@@ -46,7 +46,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 def int_weight(shape: tuple[int, int], bits: int, group: int, codes: Tensor | None = None) -> PackedWeight:
     """Random codes with scales of its own for each row and group."""
-    params = int_format.Params(bits, group, True, int_format.tile_words(bits, group, shape[1]))
+    params = int_format.params_for(bits, group, True, shape[1])
     generator = torch.Generator().manual_seed(bits)
     if codes is None:
         codes = torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
@@ -121,7 +121,7 @@ def test_sums_are_exact_to_the_last_unit(bits: int, group: int, tokens: int, ext
         codes[:10], codes[10:] = 0, 2**bits - 1
         x = torch.where(torch.arange(tokens)[:, None] % 2 == 0, 127.0, -127.0).expand(-1, shape[1]).contiguous()
     x[:, 0] = 127
-    params = int_format.Params(bits, group, True, int_format.tile_words(bits, group, shape[1]))
+    params = int_format.params_for(bits, group, True, shape[1])
     count = 1 if group == -1 else 3
     packed = PackedWeight(Stored("int", params), int_format.pack(codes, torch.ones(20, count), None, params), shape)
     expected = x.double() @ (codes.double() - 2 ** (bits - 1)).T

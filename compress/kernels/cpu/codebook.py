@@ -154,7 +154,8 @@ class _Sums(emitter.Emitter):
         first, last, self.spans, self.code_rows, self.group_codes, self.group_rows, *self.groups = self.integers
         per_tile = self.fields * tile_words // span
         tiles = self.b.udiv(self.spans, self.i64(per_tile))
-        self.planar = Planar(self, self.pointers[: len(widths)], widths, tile_words, tiles)
+        in_row = self.b.mul(tiles, self.i64(self.fields * tile_words))
+        self.planar = Planar(self, self.pointers[: len(widths)], widths, tile_words, in_row)
         self.lanes = self.planar.lanes
         self.kind = self.vector(self.float, self.lanes // 2)
         with self.loop(last, first) as block:

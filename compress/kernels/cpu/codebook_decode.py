@@ -84,7 +84,7 @@ class _Decode(row_decoder.Writer):
         b = self.b
         self.tile_codes = plane_fields(self.bits) * self.tile_words
         tiles = b.udiv(self.code_columns, self.i64(self.tile_codes))
-        self.planar = Planar(self, self.pointers[: len(widths)], widths, self.tile_words, tiles)
+        self.planar = Planar(self, self.pointers[: len(widths)], widths, self.tile_words, self.code_columns)
         self.weights = self.at(self.space, self.code_columns, self.float)  # behind the codes
         self.columns = b.mul(self.code_columns, self.i64(self.dim // self.height))
         per_block = self.i64(ROW_MULTIPLE // self.height)

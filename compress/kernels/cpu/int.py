@@ -3,8 +3,10 @@
     y[m, n] = sum over spans u of scale[u, n] x_scale[m, u] (sum_k code[n, k] x16[m, k] - zero[u, n] sum_k x16[m, k])
 
 A span is what a scale and an activation scale have in common: the blocks of TW columns (one field of the words of a
-tile, compress/numerics/packing.py) that lie in one group, at most a tile. Sixteen rows of the weight at a time: their
-scales are multiplied with those of the activations once, and the zero points are taken off sixteen rows at once.
+tile, compress/numerics/packing.py) that lie in one group, at most a tile. The tiles of 32 columns behind the whole
+tiles of a narrow tail are added one by one, each within a span; the last span may be part of one. Sixteen rows of the
+weight at a time: their scales are multiplied with those of the activations once, and the zero points are taken off
+sixteen rows at once.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.formats.int import PLANES, Params
+from compress.formats.int import NARROW, PLANES, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.small_matmul import Layout, Product
-from compress.kernels.cpu.unpack import Planar, lanes
+from compress.kernels.cpu.unpack import NarrowTiles, Planar, lanes
 from compress.numerics.packing import FIELDS
 
 SHORTS = 32  # int16 of a register of 512 bits
@@ -54,36 +56,42 @@ class _Int(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, columns = int_format.padded_shape(params, shape)
         span = span_blocks(params) * params.tile_words
+        spans, (tiles, tail) = -(-columns // span), params.split(columns)
         zeros = tensors["scales" if params.symmetric else "zeros"]
         words = [tensors[f"words{width}"] for width in PLANES[params.bits]]
-        layout = Layout(shape[1], shape[0], columns, rows, span, lanes(params.tile_words), columns // span * ROWS)
+        layout = Layout(shape[1], shape[0], spans * span, rows, span, lanes(params.tile_words), spans * ROWS)
         group = columns if params.group_size == -1 else params.group_size
         stored = [t.data_ptr() for t in (*words, tensors["scales"], zeros)]
-        super().__init__(tensors, params, shape, layout, stored, (columns // span, rows, group))
-        self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype)
+        super().__init__(tensors, params, shape, layout, stored, (spans, rows, group, tiles, tail))
+        self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
     def kernel(self, tokens: int) -> Callable[..., None]:
         return llvm.function(_Sums, *self._settings, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
-        sizes = (self.shape[1], self.layout.columns, *self.sizes[1:])
+        sizes = (self.shape[1], *self.sizes[1:])
         return row_decoder.in_rows(llvm.function(_Decode, *self._settings, dtype), self.stored, sizes, self.shape[1])
 
 
 class _Sums(emitter.Emitter):
-    """void product(words..., scales, zeros, x16, x_scales, x_sums, out, space, first, last, spans, rows, group)."""
+    """void product(words..., scales, zeros, x16, x_scales, x_sums, out, space, first, last, spans, rows, group, tiles,
+    tail)."""
 
-    def __init__(self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, tokens: int) -> None:
-        super().__init__("product", len(PLANES[bits]) + 7, 5)
-        self.bits, self.tile_words, self.span, self.tokens = bits, tile_words, span, tokens
+    def __init__(
+        self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, has_tail: bool, tokens: int
+    ) -> None:
+        super().__init__("product", len(PLANES[bits]) + 7, 7)
+        self.bits, self.tile_words, self.span, self.tokens, self.has_tail = bits, tile_words, span, tokens, has_tail
         self.symmetric, self.scale_dtype = symmetric, getattr(torch, scale_dtype)
         self.planes = self.pointers[: len(PLANES[bits])]
         self.scales, self.zeros, self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers[-7:]
-        first, last, self.spans, self.rows, self.group = self.integers
+        first, last, self.spans, self.rows, self.group, self.tiles, self.tail = self.integers
         self.fields = max(FIELDS[w] for w in PLANES[bits])
         self.floats16 = self.vector(self.float, LANES)
-        self.tiles = self.b.udiv(self.spans, self.i64(self.fields * tile_words // span))
-        self.planar = Planar(self, self.planes, PLANES[bits], tile_words, self.tiles)
+        self.whole = self.b.mul(self.tiles, self.i64(self.fields * tile_words))  # columns of whole tiles
+        in_row = self.b.add(self.whole, self.b.mul(self.tail, self.i64(NARROW)))
+        self.planar = Planar(self, self.planes, PLANES[bits], tile_words, in_row)
+        self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
         self.lanes = self.planar.lanes
         sums = self.vector(self.float, self.lanes // 2)
         self.together = TOGETHER[tokens]
@@ -130,6 +138,9 @@ class _Sums(emitter.Emitter):
             per_tile = self.fields * self.tile_words // self.span
             for part in range(per_tile):
                 self._span(tile, b.add(start, row), part, b.add(b.mul(tile, self.i64(per_tile)), self.i64(part)), row)
+        if self.has_tail:
+            with self.loop(self.tail) as tile:
+                self._narrow(tile, b.add(start, row), row)
         for r, m in pairs(range(self.together), range(self.tokens)):
             line = b.add(self._line(m, start), self.i64(r))
             self.store(self.total(b.load(self.sums[r][m])), self.out, b.add(line, row))
@@ -137,16 +148,45 @@ class _Sums(emitter.Emitter):
     def _span(self, tile: Any, number: Any, part: int, u: Any, row: Any) -> None:
         b, blocks = self.b, self.span // self.tile_words
         column = b.mul(tile, self.i64(self.fields * self.tile_words))
-        zeros = self.constant(self.word, self.lanes // 2, 0)
-        totals = {place: zeros for place in pairs(range(self.together), range(self.tokens))}
+        totals = self._no_sums()
         for block in range(part * blocks, (part + 1) * blocks):
             for first in range(0, self.tile_words, self.lanes):
                 place = b.add(column, self.i64(block * self.tile_words + first))
-                inputs = [self._input(place, m) for m in range(self.tokens)]
-                for r in range(self.together):
-                    codes = self.planar.codes(tile, b.add(number, self.i64(r)), block, first)
-                    for m, x in enumerate(inputs):
-                        totals[r, m] = b.add(totals[r, m], self.pair_sums(codes, x))
+                self._add(totals, place, number, partial(self._codes, tile, block, first))
+        self._scale(totals, u, row)
+
+    def _narrow(self, tile: Any, number: Any, row: Any) -> None:
+        """The sums over a tile of the tail."""
+        b, in_span = self.b, min(self.span, NARROW)
+        column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
+        for begin in range(0, NARROW, in_span):
+            totals = self._no_sums()
+            for first in range(begin, begin + in_span, self.lanes):
+                place = b.add(column, self.i64(first))
+                self._add(totals, place, number, partial(self._narrow_codes, tile, first))
+            self._scale(totals, b.udiv(b.add(column, self.i64(begin)), self.i64(self.span)), row)
+
+    def _codes(self, tile: Any, block: int, first: int, row: Any) -> Any:
+        return self.planar.codes(tile, row, block, first)
+
+    def _narrow_codes(self, tile: Any, first: int, row: Any) -> Any:
+        return self.narrow.codes(tile, row, first, self.lanes)
+
+    def _no_sums(self) -> dict[tuple[int, int], Any]:
+        zeros = self.constant(self.word, self.lanes // 2, 0)
+        return {place: zeros for place in pairs(range(self.together), range(self.tokens))}
+
+    def _add(self, totals: dict[tuple[int, int], Any], column: Any, number: Any, codes: Callable[[Any], Any]) -> None:
+        """Add the products of the columns from `column` on with codes(row), a vector, to the sums of all rows."""
+        inputs = [self._input(column, m) for m in range(self.tokens)]
+        for r in range(self.together):
+            vector = codes(self.b.add(number, self.i64(r)))
+            for m, x in enumerate(inputs):
+                totals[r, m] = self.b.add(totals[r, m], self.pair_sums(vector, x))
+
+    def _scale(self, totals: dict[tuple[int, int], Any], u: Any, row: Any) -> None:
+        """Add the sums of span `u` times its scales to those of the rows."""
+        b = self.b
         for (r, m), total in totals.items():
             cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(ROWS))
             scale = self.load(self.space, b.add(cell, b.add(row, self.i64(r))), self.float)
@@ -170,21 +210,34 @@ class _Sums(emitter.Emitter):
 
 
 class _Decode(row_decoder.Writer):
-    """void decode(words..., scales, zeros, out, first, last, start, stop, in features, columns, rows, group)."""
+    """void decode(words..., scales, zeros, out, first, last, start, stop, in features, rows, group, tiles, tail)."""
 
     def __init__(
-        self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, dtype: torch.dtype
+        self,
+        bits: int,
+        tile_words: int,
+        span: int,
+        symmetric: bool,
+        scale_dtype: str,
+        has_tail: bool,
+        dtype: torch.dtype,
     ) -> None:
-        super().__init__("decode", len(PLANES[bits]) + 3, 8, dtype)
+        super().__init__("decode", len(PLANES[bits]) + 3, 9, dtype)
         self.bits, self.tile_words, self.span, self.symmetric = bits, tile_words, span, symmetric
         self.scale_dtype = getattr(torch, scale_dtype)
         planes, (self.scales, self.zeros, self.out) = self.pointers[:-3], self.pointers[-3:]
-        first, last, self.start, stop, self.features, columns, self.rows, self.group = self.integers
+        first, last, self.start, stop, self.features, self.rows, self.group, tiles, tail = self.integers
         fields = max(FIELDS[w] for w in PLANES[bits])
         self.columns = fields * tile_words  # of a tile
-        self.planar = Planar(self, planes, PLANES[bits], tile_words, self.b.udiv(columns, self.i64(self.columns)))
+        self.whole = self.b.mul(tiles, self.i64(self.columns))
+        in_row = self.b.add(self.whole, self.b.mul(tail, self.i64(NARROW)))
+        self.planar = Planar(self, planes, PLANES[bits], tile_words, in_row)
+        self.narrow = NarrowTiles(self, planes, PLANES[bits], NARROW, in_row, self.whole)
         with self.rows_between(first, last, stop) as row:
-            self.in_chunks(self.features, self.columns, partial(self._tile, row))
+            self.in_chunks(self.smaller(self.features, self.whole), self.columns, partial(self._tile, row))
+            if has_tail:
+                with self.loop(tail) as tile:
+                    self._narrow(row, tile)
         self.b.ret_void()
 
     def _tile(self, row: Any, first: Any, rest: Any) -> None:
@@ -200,6 +253,16 @@ class _Decode(row_decoder.Writer):
             weights = values(self.planar.codes(tile, row, *divmod(position, self.tile_words)))
             left = None if rest is None else b.sub(rest, self.i64(position))
             self.store_some(weights, self.out, b.add(line, column), left)
+
+    def _narrow(self, row: Any, tile: Any) -> None:
+        """Write the columns of a tile of the tail, without those past the features."""
+        b, lanes = self.b, self.planar.lanes
+        column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
+        values, line = self._values(row, column), b.mul(b.sub(row, self.start), self.features)
+        for first in range(0, NARROW, lanes):
+            place = b.add(column, self.i64(first))
+            weights = values(self.narrow.codes(tile, row, first, lanes))
+            self.store_some(weights, self.out, b.add(line, place), b.sub(self.features, place))
 
     def _values(self, row: Any, column: Any) -> Callable[[Any], Any]:
         """Return what takes vectors of codes in the group of this column to rounded weights.

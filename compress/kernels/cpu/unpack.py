@@ -22,10 +22,10 @@ def lanes(tile_words: int) -> int:
 class Planar:
     """Reads codes [rows, columns] from the planes of a row-major matrix of words."""
 
-    def __init__(self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, tiles: Any):
-        """planes: pointers to words of these widths, high bits first; tiles: number of tiles in a row, a value."""
+    def __init__(self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, in_row: Any):
+        """planes: pointers to words of these widths, high bits first; in_row: columns of a stored row, a value."""
         self.e, self.planes, self.widths = emitter, planes, widths
-        self.tile_words, self.tiles = tile_words, tiles
+        self.tile_words, self.in_row = tile_words, in_row
         self.fields = max(FIELDS[w] for w in widths)  # blocks of tile_words codes in a tile
         self.lanes = lanes(tile_words)
 
@@ -42,7 +42,7 @@ class Planar:
         """Where the words of a tile begin, for each of the words that belong together."""
         e, b, width = self.e, self.e.b, self.widths[plane]
         size = self.tile_words * (self.fields // FIELDS[width])  # words of this plane in a tile of the widest
-        in_row = b.mul(self.tiles, e.i64(size))
+        in_row = b.udiv(self.in_row, e.i64(FIELDS[width]))
         first = b.add(b.mul(row, b.mul(in_row, e.i64(WORDS[width]))), b.mul(tile, e.i64(size)))
         return [b.add(first, b.mul(in_row, e.i64(i))) for i in range(WORDS[width])]
 
@@ -58,6 +58,54 @@ class Planar:
             return value
 
         return field_codes(e, width, field, word)
+
+
+class NarrowTiles:
+    """Reads codes of the tiles of `columns` columns that lie behind the whole tiles of a row of planar words.
+
+    Such a tile has columns / FIELDS words of a plane. They are copied to all lanes, each of which moves its own field
+    down, so that codes come in the order of columns.
+    """
+
+    def __init__(
+        self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], columns: int, in_row: Any, before: Any
+    ):
+        """in_row: columns of a stored row; before: those of its whole tiles; both values."""
+        self.e, self.planes, self.widths, self.columns = emitter, planes, widths, columns
+        self.in_row, self.before = in_row, before
+
+    def codes(self, tile: Any, row: Any, first: int, lanes: int) -> Any:
+        """`lanes` codes of a row as int16, from column `first` of a tile on."""
+        b, whole = self.e.b, None
+        for plane, width in zip(self.planes, self.widths, strict=True):
+            part = self._plane(plane, width, tile, row, range(first, first + lanes))
+            shift = self.e.constant(self.e.short, lanes, width)
+            whole = part if whole is None else b.or_(b.shl(whole, shift), part)
+        return whole
+
+    def _plane(self, plane: Any, width: int, tile: Any, row: Any, columns: range) -> Any:
+        e, b = self.e, self.e.b
+        count, fields = self.columns // FIELDS[width], self.e.i64(FIELDS[width])
+        in_row = b.udiv(self.in_row, fields)
+        start = b.add(b.mul(row, b.mul(in_row, e.i64(WORDS[width]))), b.udiv(self.before, fields))
+        start = b.add(start, b.mul(tile, e.i64(count)))
+        words = [e.load(plane, b.add(start, b.mul(in_row, e.i64(i))), e.short, count) for i in range(WORDS[width])]
+        places = [divmod(column, count) for column in columns]  # field, word
+        mask = e.constant(e.short, len(columns), (1 << width) - 1)
+        if width != 3:
+            all_words = e.shuffled(words[0], words[0], [j for _, j in places])
+            return b.and_(b.lshr(all_words, self._constants([field * width for field, _ in places])), mask)
+        pair = e.shuffled(words[0], words[1], list(range(2 * count)))
+        third = e.shuffled(words[2], words[2], [i % count for i in range(2 * count)])
+        at = [min(field // 5, 2) * count + j for field, j in places]  # of the five fields of each of three words
+        codes = b.and_(b.lshr(e.shuffled(pair, third, at), self._constants([f % 5 * 3 for f, _ in places])), mask)
+        spare = field_codes(e, 3, 15, lambda i: words[i])
+        spare = e.shuffled(spare, spare, [j for _, j in places])
+        is_spare = e.ir.Constant(e.vector(e.ir.IntType(1), len(columns)), [field == 15 for field, _ in places])
+        return b.select(is_spare, spare, codes)
+
+    def _constants(self, values: list[int]) -> Any:
+        return self.e.ir.Constant(self.e.vector(self.e.short, len(values)), values)
 
 
 def field_codes(emitter: Emitter, width: int, field: int, word: Callable[[int], Any]) -> Any:

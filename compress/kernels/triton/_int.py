@@ -5,7 +5,8 @@ registers, are unpacked there (compress/kernels/triton/unpack.py) and feed the t
 
 A step covers BLOCK_WORDS words of a tile, that is BLOCK_WORDS columns of each field: field f of word j of tile t is
 column t * TILE_WORDS * F + f * TILE_WORDS + j. Codes of 5, 6 and 7 bits lie in planes of A, B and C bits (0: absent),
-of which a step takes the words of the same columns; F is then the number of fields of the narrowest plane.
+of which a step takes the words of the same columns; F is then the number of fields of the narrowest plane. Behind the
+whole tiles of a row lie NARROW tiles of 32 columns, whose codes are read one by one, in the order of columns.
 
 USE_ASM is off in the interpreter, which has neither inline assembly nor correct bfloat16: all is float32 there.
 """
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton._parts import sum_parts
-from compress.kernels.triton.unpack import chain, combine_text, field_text, fields
+from compress.kernels.triton.unpack import chain, combine_text, field_text, fields, narrow_words
 
 
 @triton.jit
@@ -93,32 +94,64 @@ def _value(held, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FIELD: tl.co
 
 
 @triton.jit
-def _words(words, row, tiles, tile, skipped, j, TILE_WORDS: tl.constexpr):
-    """Words [n, j] of a tile, of rows of `tiles` tiles, from `skipped`; read once, so evicted first."""
-    start = words + (row * (tiles * TILE_WORDS) + j[None, :])  # the same for all steps
+def _words(words, row, tiles, tile, skipped, j, TILE_WORDS: tl.constexpr, TAIL: tl.constexpr):
+    """Words [n, j] of a tile, of rows of `tiles` tiles and TAIL words, from `skipped`; read once, so evicted first."""
+    start = words + (row * (tiles * TILE_WORDS + TAIL) + j[None, :])  # the same for all steps
     return tl.load(start + (tile * TILE_WORDS + skipped), eviction_policy="evict_first")
 
 
 @triton.jit
 def _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A: tl.constexpr, B: tl.constexpr,
-             C: tl.constexpr, F: tl.constexpr, FIELD: tl.constexpr, TILE_WORDS: tl.constexpr):  # fmt: skip
+             C: tl.constexpr, F: tl.constexpr, FIELD: tl.constexpr, TILE_WORDS: tl.constexpr,
+             NARROW: tl.constexpr):  # fmt: skip
     """The words (a0, a1, a2, b, c) that hold field FIELD of the narrowest plane: `held`, or loaded where those end."""
     a0, a1, a2, b, c = held
     if FIELD % fields(A) == 0:
+        TAIL: tl.constexpr = narrow_words(A, NARROW)
         many, at = tiles * (F // fields(A)), tile * (F // fields(A)) + FIELD // fields(A)
-        a0 = _words(words_a, row * 3 if A == 3 else row, many, at, skipped, j, TILE_WORDS)
+        a0 = _words(words_a, row * 3 if A == 3 else row, many, at, skipped, j, TILE_WORDS, TAIL)
         a1, a2 = a0, a0
         if A == 3:
-            a1 = _words(words_a, row * 3 + 1, many, at, skipped, j, TILE_WORDS)
-            a2 = _words(words_a, row * 3 + 2, many, at, skipped, j, TILE_WORDS)
+            a1 = _words(words_a, row * 3 + 1, many, at, skipped, j, TILE_WORDS, TAIL)
+            a2 = _words(words_a, row * 3 + 2, many, at, skipped, j, TILE_WORDS, TAIL)
     if B != 0:
         if FIELD % fields(B) == 0:
             many, at = tiles * (F // fields(B)), tile * (F // fields(B)) + FIELD // fields(B)
-            b = _words(words_b, row, many, at, skipped, j, TILE_WORDS)
+            b = _words(words_b, row, many, at, skipped, j, TILE_WORDS, narrow_words(B, NARROW))
     if C != 0:
         if FIELD == 0:
-            c = _words(words_c, row, tiles, tile, skipped, j, TILE_WORDS)
+            c = _words(words_c, row, tiles, tile, skipped, j, TILE_WORDS, narrow_words(C, NARROW))
     return a0, a1, a2, b, c
+
+
+@triton.jit
+def _narrow_plane(words, row, in_row, first, tile, WIDTH: tl.constexpr):
+    """Codes int32 [n, 32] of a plane in a narrow tile; in_row: stored columns of a row; first: of the narrow tiles."""
+    COUNT: tl.constexpr = narrow_words(WIDTH, 1)
+    k = tl.arange(0, 32)[None, :]
+    field, j = k // COUNT, k % COUNT
+    many, at = in_row // fields(WIDTH), first // fields(WIDTH) + tile * COUNT + j
+    if WIDTH == 3:
+        start = words + (row * 3 * many + at)
+        code = tl.load(start + tl.minimum(field // 5, 2) * many).to(tl.int32) >> field % 5 * 3 & 7
+        spare = tl.load(start).to(tl.int32) >> 15 & 1
+        spare |= tl.load(start + many).to(tl.int32) >> 14 & 2
+        spare |= tl.load(start + 2 * many).to(tl.int32) >> 13 & 4
+        return tl.where(field == 15, spare, code)
+    else:
+        return tl.load(words + (row * many + at)).to(tl.int32) >> field * WIDTH & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _narrow_code(words_a, words_b, words_c, row, in_row, first, tile, A: tl.constexpr, B: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """Codes int32 [n, 32] of a narrow tile."""
+    code = _narrow_plane(words_a, row, in_row, first, tile, A)
+    if B != 0:
+        code = code << B | _narrow_plane(words_b, row, in_row, first, tile, B)
+    if C != 0:
+        code = code << C | _narrow_plane(words_c, row, in_row, first, tile, C)
+    return code
 
 
 @triton.jit
@@ -208,14 +241,15 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
              rows, out_features, stored_rows, tiles, splits,
              A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
              TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-             SUMMED: tl.constexpr, SPLIT: tl.constexpr, RANK: tl.constexpr, BF16: tl.constexpr,
+             SUMMED: tl.constexpr, SPLIT: tl.constexpr, RANK: tl.constexpr, NARROW: tl.constexpr, BF16: tl.constexpr,
              USE_ASM: tl.constexpr):  # fmt: skip
     """out [rows, out_features] = x [rows, stored columns] W^T; program (rows of W, part of the columns).
 
     x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
     programs of the same rows sums their parts in order. SUMMED: `sums` [groups, rows] float32 are the sums of x over
     each group, for the zero points; otherwise the loop takes them, as products with ones. RANK: hidden [rows, RANK]
-    times factor [RANK, out_features] is added, both of the type of x.
+    times factor [RANK, out_features] is added, both of the type of x. NARROW: the number of tiles of 32 columns behind
+    the `tiles` whole ones.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -228,7 +262,9 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
     CHAIN: tl.constexpr = chain(F, GROUP, TILE_WORDS)
     COUNTED: tl.constexpr = not SYMMETRIC and not SUMMED
     steps = tiles * (TILE_WORDS // BLOCK_WORDS)
-    x_start = x + (m[None, :] * (tiles * (F * TILE_WORDS)) + j[:, None])
+    whole = tiles * (F * TILE_WORDS)
+    in_row = whole + NARROW * 32
+    x_start = x + (m[None, :] * in_row + j[:, None])
     ones = tl.full((BLOCK_N, BLOCK_WORDS), 1.0, x.dtype.element_ty if USE_ASM else tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(steps * part // splits, steps * (part + 1) // splits):
@@ -237,7 +273,8 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
         first = tile * (F * TILE_WORDS) + skipped  # column of the first word's field 0
         held = (0, 0, 0, 0, 0)
         for f in tl.static_range(F):
-            held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS)
+            held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS,
+                            NARROW)  # fmt: skip
             columns = tl.load(x_start + first + f * TILE_WORDS, mask=(m < rows)[None, :], other=0.0)
             if not USE_ASM:
                 columns = columns.to(tl.float32)
@@ -250,8 +287,21 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
             if f % CHAIN == CHAIN - 1:
                 group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
                 acc += _scaled(part_acc, part_sums, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
+    for narrow in range(NARROW * part // splits, NARROW * (part + 1) // splits):
+        code = _narrow_code(words_a, words_b, words_c, row, in_row, whole, narrow, A, B, C)
+        kind: tl.constexpr = x.dtype.element_ty if USE_ASM else tl.float32
+        first = whole + narrow * 32
+        start = x + (m[None, :] * in_row + tl.arange(0, 32)[:, None])
+        columns = tl.load(start + first, mask=(m < rows)[None, :], other=0.0).to(kind)
+        products = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        products = tl.dot((code - (1 << (BITS - 1))).to(kind), columns, products)
+        totals = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if COUNTED:
+            totals = tl.dot(tl.full((BLOCK_N, 32), 1.0, kind), columns, totals)
+        group = 0 if GROUP == 0 else first // GROUP
+        acc += _scaled(products, totals, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
     if SUMMED:  # the parts share the groups out anew
-        count = tl.cdiv(tiles * (F * TILE_WORDS), GROUP) if GROUP != 0 else 1
+        count = tl.cdiv(in_row, GROUP) if GROUP != 0 else 1
         start, end = count * part // splits, count * (part + 1) // splits
         acc = _shifted(acc, sums, scales, zeros, start, end, stored, m, rows, stored_rows, BITS)
     if SPLIT:
@@ -265,31 +315,53 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
 
 
 @triton.jit
+def _store_weights(code, k, n, stored, group, scales, zeros, out, in_features, out_features, stored_rows,
+                   BITS: tl.constexpr, SYMMETRIC: tl.constexpr):  # fmt: skip
+    """out [n, k] = scale * (code - zero); all columns k are of one group."""
+    scale = tl.load((scales + stored) + group * stored_rows).to(tl.float32)
+    if SYMMETRIC:
+        code -= 1 << (BITS - 1)
+    else:
+        code -= _zero(zeros, group, stored, stored_rows, BITS)[:, None]
+    mask = (n < out_features)[:, None] & (k < in_features)[None, :]
+    weight = code.to(tl.float32) * scale[:, None]
+    tl.store(out + (n.to(tl.int64)[:, None] * in_features + k[None, :]), weight.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def decode(words_a, words_b, words_c, scales, zeros, out, in_features, out_features, stored_rows, tiles,
            A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-           TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr):  # fmt: skip
-    """out [out_features, in_features] = scale * (code - zero); program (rows of W, step)."""
+           TILE_WORDS: tl.constexpr, NARROW: tl.constexpr, BLOCK_N: tl.constexpr,
+           BLOCK_WORDS: tl.constexpr):  # fmt: skip
+    """out [out_features, in_features] = scale * (code - zero); program (rows of W, step or narrow tile)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, BLOCK_WORDS)
     stored = tl.minimum(n, stored_rows - 1)
     row = stored.to(tl.int64)[:, None]
     F: tl.constexpr = fields(C if C != 0 else (B if B != 0 else A))
+    BITS: tl.constexpr = A + B + C
+    steps = tiles * (TILE_WORDS // BLOCK_WORDS)
+    whole = tiles * (F * TILE_WORDS)
+    if NARROW != 0:
+        if tl.program_id(1) >= steps:
+            narrow = tl.program_id(1) - steps
+            code = _narrow_code(words_a, words_b, words_c, row, whole + NARROW * 32, whole, narrow, A, B, C)
+            k = whole + narrow * 32 + tl.arange(0, 32)
+            group = 0 if GROUP == 0 else (whole + narrow * 32) // GROUP
+            _store_weights(code, k, n, stored, group, scales, zeros, out, in_features, out_features, stored_rows,
+                           BITS, SYMMETRIC)  # fmt: skip
+            return
     tile = tl.program_id(1) // (TILE_WORDS // BLOCK_WORDS)
     skipped = tl.program_id(1) % (TILE_WORDS // BLOCK_WORDS) * BLOCK_WORDS
     held = (0, 0, 0, 0, 0)
     for f in tl.static_range(F):
-        held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS)
+        held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS,
+                        NARROW)  # fmt: skip
         code = _code(held, A, B, C, f)
         group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
-        scale = tl.load((scales + stored) + group * stored_rows).to(tl.float32)
-        if SYMMETRIC:
-            code -= 1 << (A + B + C - 1)
-        else:
-            code -= _zero(zeros, group, stored, stored_rows, A + B + C)[:, None]
         k = (tile * F + f) * TILE_WORDS + skipped + j
-        mask = (n < out_features)[:, None] & (k < in_features)[None, :]
-        weight = code.to(tl.float32) * scale[:, None]
-        tl.store(out + (n.to(tl.int64)[:, None] * in_features + k[None, :]), weight.to(out.dtype.element_ty), mask=mask)
+        _store_weights(code, k, n, stored, group, scales, zeros, out, in_features, out_features, stored_rows,
+                       BITS, SYMMETRIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

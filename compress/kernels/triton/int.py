@@ -58,7 +58,7 @@ class _Int(Product):
         if x.dtype not in (torch.float16, torch.bfloat16):
             x = x.half()
         padding = padded_shape(params, shape)[1] - shape[1]
-        if padding:  # rare: tiles are chosen to pad least
+        if padding:  # of widths that are no multiple of 32
             x = torch.nn.functional.pad(x, (0, padding))
         device = split_k.properties(x.device)
         most = max(configs.table(params.bits, device.major))
@@ -73,13 +73,13 @@ class _Int(Product):
         from compress.kernels.triton import _int
 
         params, tensors, (outputs, inputs) = self.params, self.tensors, self.shape
-        rows, columns = padded_shape(params, self.shape)
+        rows, _ = padded_shape(params, self.shape)
+        tiles, narrow = params.split(self.shape[1])
         scales, block = tensors["scales"], most_words(params)
         out = torch.empty(self.shape, dtype=dtype, device=scales.device)
-        tiles = columns // (_fields(params) * params.tile_words)
-        _int.decode[-(-outputs // DECODE_ROWS), tiles * (params.tile_words // block)](
+        _int.decode[-(-outputs // DECODE_ROWS), tiles * (params.tile_words // block) + narrow](
             *_planes(tensors, params), scales, tensors.get("zeros", scales), out, inputs, outputs, rows, tiles,
-            **_layout(params), BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
+            **_layout(params), NARROW=narrow, BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
         )  # fmt: skip
         return out
 
@@ -102,7 +102,7 @@ def choose(params: Params, shape: tuple[int, int], rows: int, device: split_k.De
         tiles = -(-stored_rows // config.block_n)
         counts = not params.symmetric and block_m <= LOOP_SUMS
         slots = device.multiprocessors * (config.with_zeros if counts and config.with_zeros else config.programs)
-        steps = columns // (_fields(params) * config.block_words)
+        steps = max(1, columns // (_fields(params) * config.block_words))
         parts = split_k.count(tiles, steps, slots, config.block_n * block_m)
         if tiles * parts * 3 >= slots * 2:
             break
@@ -120,7 +120,8 @@ def launch(
     """out [rows, out] = x [rows, stored columns] W^T, at most plan.rows rows; x is float16 or bfloat16."""
     from compress.kernels.triton import _int
 
-    rows, columns = padded_shape(params, (out.shape[1], x.shape[1]))
+    rows, _ = padded_shape(params, (out.shape[1], x.shape[1]))
+    tiles, narrow = params.split(x.shape[1])
     config, workspace, scales = plan.config, split_k.workspace(x.device), tensors["scales"]
     static = constants(params, plan)
     sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
@@ -128,8 +129,9 @@ def launch(
     _int.multiply[-(-rows // config.block_n), plan.parts](
         x, *_planes(tensors, params), scales, tensors.get("zeros", scales), sums, hidden, factor,
         out, workspace.partials, workspace.counters,
-        x.shape[0], out.shape[1], rows, columns // (_fields(params) * params.tile_words), plan.parts,
-        **static, RANK=0 if added is None else hidden.shape[1], BF16=x.dtype == torch.bfloat16, USE_ASM=_int.COMPILED,
+        x.shape[0], out.shape[1], rows, tiles, plan.parts,
+        **static, RANK=0 if added is None else hidden.shape[1], NARROW=narrow, BF16=x.dtype == torch.bfloat16,
+        USE_ASM=_int.COMPILED,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 

@@ -109,6 +109,12 @@ def fields(width: int) -> int:
 
 
 @constexpr_function
+def narrow_words(width: int, tiles: int) -> int:
+    """Words of a plane (each of the three for width 3) in so many tiles of 32 columns."""
+    return tiles * 32 // FIELDS[width]
+
+
+@constexpr_function
 def chain(count: int, group: int, tile_words: int) -> int:
     """Of the `count` fields of a tile, how many in a row share a group of `group` columns (0: the whole row)."""
     if group == 0 or group % (count * tile_words) == 0:
