@@ -20,6 +20,7 @@ from compress.storage.workdir import Output
 
 TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
+OF_OTHER_TOOLS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}  # how the original is stored
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".pkl", ".md"}
 
 README = """# {model}, quantized with compress (recipe `{recipe}`)
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 ```
-
+{base}
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
 """
 
@@ -41,7 +42,12 @@ TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)
 
 Transformed weights in full precision ({total}; the original: {source}): it loads like any checkpoint. What was done,
 and whether it changed the function, is under `notes` in `report.json`.
+{base}\
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
+"""
+BASE = """
+base: {base}. The weights were decoded while they were read: the size of the original, and all errors, are those of the
+decoded weights.
 """
 
 
@@ -78,6 +84,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
         total=process_memory.show(result["nbytes"]["total"]),
         source=process_memory.show(result["source_nbytes"]),
         package="compress-llm",
+        base=BASE.format(**result) if result["base"] else "",
     )
     write_text(directory / "README.md", text)
     write_text(directory / "report.json", json.dumps(result, indent=1) + "\n")
@@ -110,7 +117,12 @@ def copy_files(source: Path, directory: Path) -> None:
     """Tokenizer, generation settings and other small files of the source that hold no weights and no code."""
     for path in sorted(source.iterdir()):
         name = path.name
-        if not path.is_file() or name.startswith(".") or name in (CONFIG, INDEX) or name.endswith(".index.json"):
+        if (
+            not path.is_file()
+            or name.startswith(".")
+            or name in (CONFIG, INDEX, *OF_OTHER_TOOLS)
+            or name.endswith(".index.json")
+        ):
             continue
         if path.suffix in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
             continue
