@@ -26,7 +26,8 @@ from compress.calib import chats
 from compress.calib.documents import documents, is_text_file, source_name
 from compress.calib.pieces import Piece, batches
 from compress.errors import BudgetError, CalibrationError, CheckpointError
-from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_header, read_json, write_shard, write_text
+from compress.importers import open_checkpoint
+from compress.storage.checkpoint import Checkpoint, read_header, read_json, write_shard, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

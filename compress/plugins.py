@@ -8,6 +8,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
     formats    Params, specs, pack, decode, and check where stored integers select: compress/formats/__init__.py
+    importers  describe(source), tensors(source): compress/importers/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
 
@@ -43,6 +44,7 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
+    "importers": ("describe", "tensors"),
 }
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}

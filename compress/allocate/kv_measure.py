@@ -18,10 +18,10 @@ from compress.allocate.kv_budget import CacheCosts, CacheOption
 from compress.errors import BudgetError
 from compress.evaluate import cache, cache_candidates
 from compress.evaluate.scores import Execution
+from compress.importers import open_checkpoint
 from compress.progress import Progress
 from compress.run import prepare
 from compress.run.job import Job
-from compress.storage.checkpoint import open_checkpoint
 
 CALIBRATED = 32  # samples, at most
 SCORED = 8192  # tokens, at most

@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.allocate import kv_budget, kv_measure, kv_options
 from compress.allocate.kv_budget import CacheCosts, CacheOffer, TensorCosts
 from compress.errors import CheckpointError, NotMeasuredError
+from compress.importers import open_checkpoint
 from compress.kernels import llvm
 from compress.model import load
 from compress.progress import Progress
@@ -23,7 +24,7 @@ from compress.recipe.schema import Allocation
 from compress.run import identity, prepare
 from compress.run.job import Job
 from compress.storage import json_text
-from compress.storage.checkpoint import open_checkpoint, read_json, write_text
+from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 COSTS: dict[str, Any] = {  # in a file: `CacheCosts`

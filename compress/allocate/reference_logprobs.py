@@ -28,7 +28,7 @@ from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.run import identity
-from compress.storage.checkpoint import StoredTensor, read_header, write_shard
+from compress.storage.checkpoint import Readable, StoredTensor, read_header, write_shard
 
 NAME = "teacher.safetensors"  # as folders have it from before its renaming
 TOP_K = 512
@@ -106,8 +106,7 @@ def predictions(logits: Tensor, top_k: int) -> TopLogprobs:
 
 
 def _row(stored: StoredTensor, sample: int) -> Tensor:
-    nbytes = stored.nbytes // stored.shape[0]
-    return stored._replace(shape=stored.shape[1:], offset=stored.offset + sample * nbytes, nbytes=nbytes).read()
+    return stored.rows(sample, sample + 1)[0]
 
 
 def _identity(skeleton: Skeleton, tokens: Tensor, top_k: int, device: torch.device) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def _make(skeleton: Skeleton, tokens: Tensor, file: Path, identity: dict[str, An
                 if tails := [row.tail for row in rows if row.tail is not None]:
                     raw["tail"].write(sample, torch.cat(tails)[None])
         text = bytearray(json.dumps(identity).encode())
-        written: dict[str, Tensor | StoredTensor] = {"identity": torch.frombuffer(text, dtype=torch.uint8)}
+        written: dict[str, Tensor | Readable] = {"identity": torch.frombuffer(text, dtype=torch.uint8)}
         for name, part in raw.items():
             if part.file is not None and part.slice_shape:
                 shape = (samples, *part.slice_shape)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from compress import plugins
 from compress.allocate.block_scores import Noise
 from compress.allocate.variants import Database
+from compress.importers import open_checkpoint
 from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
 from compress.run.job import Job
-from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 
 

@@ -192,7 +192,7 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
         raise CheckpointError(f"{checkpoint} has no low-rank parts; `attach` makes new adapters on it as it is")
     out.mkdir(parents=True)
     taken = {f"{name}.{lowrank.PREFIX}{key}" for name in parts for key in ("a", "b", "a_scales", "b_scales")}
-    for file in sorted({tensor.file for tensor in source.tensors.values()}):
+    for file in source.files:
         kept = {name: tensor for name, tensor in read_header(file).items() if name not in taken}
         if kept:
             write_shard(out / file.name, kept)

@@ -7,7 +7,7 @@ self-generated calibration text need the whole model in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
+from compress.importers import open_checkpoint
 from compress.model import stored_weights
 from compress.runtime import hf
 from compress.storage import manifest
-from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, open_checkpoint, read_config
+from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, Readable, read_config
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
@@ -43,6 +44,15 @@ FAILURES = (  # what transformers raises for a damaged checkpoint
 def open_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the whole model; errors are those of transformers."""
     config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+    return config
+
+
+def plain_config(directory: Path) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model as if it were not quantized; errors are those of transformers."""
+    config = open_config(directory)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config
 
 
@@ -89,9 +99,9 @@ def load_model(
     """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
 
     device_map, if any, takes the place of device, as in `from_pretrained`. verify: compare the hash of every file with
-    the manifest. Raise CheckpointError for a checkpoint that does not hold every weight: transformers would fill in
-    random ones. A plain one must hold nothing else either, because what transformers leaves out may be the scales of
-    the rest.
+    the manifest. What another tool has quantized is decoded. Raise CheckpointError for a checkpoint that does not hold
+    every weight: transformers would fill in random ones. A plain one must hold nothing else either, because what
+    transformers leaves out may be the scales of the rest.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -99,18 +109,11 @@ def load_model(
     _check_files(checkpoint, verify)
     try:
         with _quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=dtype,
-                device_map=device_map,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **_LOCAL,
-            )
+            options: dict[str, Any] = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True}
+            loaded = _load_decoded(checkpoint, options) if checkpoint.base else _load(None, directory, options)
     except FAILURES as error:
         raise CheckpointError(f"{directory}: transformers cannot load it ({first_line(error)})") from error
-    model, info = cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
+    model, info = loaded
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if absent:
         raise CheckpointError(
@@ -122,6 +125,34 @@ def load_model(
     if device_map is None:
         cast(torch.nn.Module, model).to(device)
     return model
+
+
+class _Slice:
+    """Stand for a tensor in a state dict, to be read when transformers comes to it."""
+
+    def __init__(self, tensor: Readable) -> None:
+        self.tensor, self.dtype = tensor, tensor.dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor.read()[index]
+
+
+def _load_decoded(
+    checkpoint: Checkpoint, options: Mapping[str, Any]
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
+    """Run `from_pretrained` on tensors that are decoded when it comes to them, and on the other files beside them."""
+    directory, config = checkpoint.directory, plain_config(checkpoint.directory)
+    with torch.device("meta"):
+        kind = type(empty_model(config, torch.float32))
+    tensors = {name: _Slice(tensor) for name, tensor in checkpoint.tensors.items()}
+    model, info = _load(kind, None, {"config": config, "state_dict": tensors, **options})
+    model.name_or_path = model.config.name_or_path = str(directory)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, **_LOCAL)
+    return model, info
 
 
 def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
@@ -137,7 +168,7 @@ def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
     packed = checkpoint.config.get("quantization_config")
     is_ours = isinstance(packed, dict) and packed.get("quant_method") == hf.METHOD
     if verify or (not is_ours and (directory / MANIFEST).is_file()):
-        weights = {stored.file.name for stored in checkpoint.tensors.values()}
+        weights = {file.name for file in checkpoint.files}
         manifest.check_loaded(directory, weights, verify or manifest.is_asked())
 
 
@@ -149,11 +180,16 @@ def load_empty(
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
     """
-    opener: Any = AutoModelForCausalLM if kind is None else kind
     with _quiet():
-        loaded = opener.from_pretrained(
-            directory, device_map="meta", output_loading_info=True, use_safetensors=True, **options, **_LOCAL
-        )
+        return _load(kind, directory, {"device_map": "meta", **options})
+
+
+def _load(
+    kind: type[transformers.PreTrainedModel] | None, directory: Path | None, options: Mapping[str, Any]
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
+    """Run `from_pretrained` of a class (None: of the class for causal language models); return what was loaded how."""
+    opener: Any = AutoModelForCausalLM if kind is None else kind
+    loaded = opener.from_pretrained(directory, output_loading_info=True, use_safetensors=True, **options, **_LOCAL)
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 

@@ -25,12 +25,12 @@ from transformers.modeling_utils import LoadStateDictConfig
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import stored_weights
 from compress.model.edits import Edits
-from compress.model.load import FAILURES, empty_model, no_bars, open_config
+from compress.model.load import FAILURES, empty_model, no_bars, plain_config
 from compress.model.meta_pass import shared_inputs
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor
+from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
@@ -162,7 +162,7 @@ class Skeleton:
         tied = next(group for group in self.aliases if name in group)
         stored = next(self.sources[alias][0] for alias in tied if alias in self.sources)
         for alias in tied:
-            self.sources.setdefault(alias, [stored._replace(name=alias)])
+            self.sources.setdefault(alias, [stored.renamed(alias)])
         self.aliases.remove(tied)
         head.weight = nn.Parameter(torch.empty_like(head.weight, device="meta"), requires_grad=False)
         self.is_untied = True
@@ -242,7 +242,7 @@ class Skeleton:
         else:
             specs.append(spec)
 
-    def weight_sources(self, spec: LinearSpec) -> list[StoredTensor]:
+    def weight_sources(self, spec: LinearSpec) -> list[Readable]:
         """Return the stored tensors of a linear's weight (of an expert: those of all experts of the module)."""
         if not spec.is_expert:
             return self.sources.get(f"{spec.name}.weight", [])
@@ -268,10 +268,7 @@ def _fused_shape(module: nn.Module) -> tuple[int, int, int]:
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     with _one_line(checkpoint):
-        config = open_config(checkpoint.directory)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # packed linears are put in place here, not by transformers
-    return config
+        return plain_config(checkpoint.directory)  # packed linears are put in place here, not by transformers
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from compress.errors import CheckpointError
-from compress.storage.checkpoint import Checkpoint, StoredTensor
+from compress.storage.checkpoint import Checkpoint, Readable
 
-Sources = Mapping[str, list[StoredTensor]]
+Sources = Mapping[str, list[Readable]]
 
 UNUSED = (  # what any model may leave unused: what it computes itself, and older versions have stored
     r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",  # rotary tables
@@ -29,13 +29,13 @@ TOWERS = r"^(model\.)?(vision|visual|vqmodel|audio|multi_modal)\w*\."  # beside 
 MASK = r"\.(attn|attention)\.bias$"  # which tokens are seen, [1, 1, positions, positions]; with one dimension a bias
 
 
-def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[StoredTensor]]:
+def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Readable]]:
     """Return parameter name -> the stored tensors that it is made of, by transformers' own renaming."""
     mapping = get_model_conversion_mapping(model)
     renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
     converters = [w for w in mapping if isinstance(w, WeightConverter)]
     state = model.state_dict()
-    named: dict[str, list[StoredTensor]] = {}
+    named: dict[str, list[Readable]] = {}
     for key, stored in checkpoint.tensors.items():
         name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:  # a new name that is being renamed as if it were an old one
@@ -56,9 +56,9 @@ def check(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources) ->
                     f"{checkpoint.directory}: {stored.name} is stored as {stored.dtype}, the model has floating-point "
                     "numbers there; the checkpoint was quantized by another tool, give the original one"
                 )
-    unused = sorted(stored for name in _unknown(model, checkpoint, stored_as) for stored in stored_as[name])
+    unused = [stored for name in _unknown(model, checkpoint, stored_as) for stored in stored_as[name]]
     if unused:
-        first = unused[0]
+        first = min(unused, key=lambda stored: stored.name)
         raise CheckpointError(
             f"{checkpoint.directory} has {len(unused)} tensors that {type(model).__name__} does not use, first "
             f"{first.name} ({first.dtype}, {list(first.shape)}); it was quantized by another tool or is of another "
@@ -96,7 +96,7 @@ def check_copies(checkpoint: Checkpoint, aliases: Iterable[list[str]], stored_as
                 )
 
 
-def _is_copy(first: StoredTensor, other: StoredTensor) -> bool:
+def _is_copy(first: Readable, other: Readable) -> bool:
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         return False
     return all(torch.equal(a, b) for a, b in zip(first.parts(), other.parts(), strict=True))

@@ -47,9 +47,12 @@ def versions() -> dict[str, str]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a sha256 over the configuration, all headers, and samples of each shard's bytes; not whole terabytes."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for name, stored in sorted(checkpoint.tensors.items()):
-        digest.update(f"{name} {stored.dtype} {stored.shape} {stored.offset}".encode())
-    for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
+    if checkpoint.base_settings:
+        digest.update(json.dumps(checkpoint.base_settings, sort_keys=True).encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        for stored in tensor.sources:
+            digest.update(f"{name} {stored.dtype} {stored.shape} {stored.offset}".encode())
+    for file in checkpoint.files:
         size = file.stat().st_size
         with file.open("rb") as stream:
             for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED)}):
@@ -62,7 +65,7 @@ def write_manifest(directory: Path, job: Job, source: Checkpoint) -> None:
     """Write the manifest of a finished checkpoint: hash and size of every file, and what it was made of."""
     values = {
         **manifest.entries(directory),
-        "source": {"model": job.model_name, "fingerprint": fingerprint(source)},
+        "source": {"model": job.model_name, "fingerprint": fingerprint(source), "base": source.base or None},
         "recipe": recipe.fingerprint(job.recipe),
         "seed": job.seed,
         "versions": versions(),

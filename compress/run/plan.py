@@ -17,7 +17,7 @@ from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
 from compress.runtime import activation_quant
-from compress.storage.checkpoint import StoredTensor
+from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
 
 
@@ -91,7 +91,7 @@ def describe(layer: LayerPlan) -> str:
     return " ".join(filter(None, [stored.format, *shown, transforms.describe(stored.ops), inputs, beside]))
 
 
-def _stored(skeleton: Skeleton) -> dict[str, StoredTensor]:
+def _stored(skeleton: Skeleton) -> dict[str, Readable]:
     """Return all tensors of the checkpoint to be written that come from the source, by their names on disk."""
     return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
 

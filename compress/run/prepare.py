@@ -9,6 +9,7 @@ from pathlib import Path
 from compress import plugins
 from compress.calib import data as calib_data
 from compress.errors import CheckpointError, OutputError, first_line
+from compress.importers import open_checkpoint
 from compress.model import dry_load
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
@@ -16,7 +17,6 @@ from compress.recipe import Recipe
 from compress.run import expert_pruning, kv_cache, memory_plan, plan
 from compress.run.job import Job, Prepared
 from compress.storage import paths
-from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 
 ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets

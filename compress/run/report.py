@@ -132,6 +132,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
     computed = run.block_seconds
     return {
         "model": job.model_name,
+        "base": prepared.skeleton.checkpoint.base or None,  # how another tool has stored the original
         "recipe": job.recipe.name,
         "bpw": prepared.plan.bpw,
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
@@ -197,7 +198,7 @@ def load(directory: Path) -> dict[str, Any]:
     report, listed = read_json(path), Manifest.read(directory)
     if wrong := json_text.mismatch(report, LAYOUT):
         return from_headers(checkpoint, f"report.json is damaged, or of another version ({wrong})")
-    weights = {tensor.file.name for tensor in checkpoint.tensors.values()}
+    weights = {file.name for file in checkpoint.files}
     is_of_these = report["nbytes"]["total"] == checkpoint.nbytes
     if not is_of_these or (listed is not None and listed.is_of_earlier_save(weights)):
         return from_headers(checkpoint, "report.json is of an earlier save, or of another model")

@@ -15,11 +15,11 @@ from compress.model.skeleton import Skeleton
 from compress.run import report
 from compress.run.job import Prepared
 from compress.runtime.experts import Experts
-from compress.storage.checkpoint import EditedTensor, StoredTensor, read_header, write_shard
+from compress.storage.checkpoint import EditedTensor, Readable, read_header, write_shard
 from compress.storage.workdir import Output
 from compress.types import LayerReport, PackedWeight
 
-Contents = dict[str, Tensor | StoredTensor | EditedTensor]  # of a shard, by their names on disk
+Contents = dict[str, Tensor | Readable | EditedTensor]  # of a shard, by their names on disk
 
 
 def shard_name(index: int, blocks: int) -> str:
@@ -27,7 +27,7 @@ def shard_name(index: int, blocks: int) -> str:
     return f"model-{index + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def _copied(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[str, StoredTensor]:
+def _copied(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[str, Readable]:
     """Return the stored tensors among `kept` that belong to block `index` (None: to no block), to be copied."""
     blocks = range(len(skeleton.blocks)) if index is None else [index]
     prefixes = tuple(skeleton.block_prefix(block) for block in blocks)
@@ -116,6 +116,6 @@ def _rest(prepared: Prepared, device: torch.device) -> Contents:
     for source in skeleton.sources.get(names.get(id(getattr(head, "weight", None)), ""), []):
         rest[source.name] = EditedTensor(source, change)
     skeleton.load_rest(device)
-    rest.update(_edited(skeleton, {n: t for n, t in rest.items() if isinstance(t, StoredTensor)}, skeleton.model))
+    rest.update(_edited(skeleton, {n: t for n, t in rest.items() if not isinstance(t, EditedTensor)}, skeleton.model))
     skeleton.free()
     return rest

@@ -20,7 +20,7 @@ from compress.progress import Progress
 from compress.run import report, verify
 from compress.run.job import RunState
 from compress.storage import manifest
-from compress.storage.checkpoint import StoredTensor, read_header, sha256, write_shard
+from compress.storage.checkpoint import Readable, StoredTensor, read_header, sha256, write_shard
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.tune import low_rank
@@ -99,7 +99,7 @@ def _keep(output: Output, note: str, factors: dict[str, Tensor]) -> Training:
     digest = None
     if factors:
         shards = [read_header(path) for path in sorted(output.model.glob("model-*.safetensors"))]
-        both: dict[str, Tensor | StoredTensor] = {AFTER + name: tensor for name, tensor in factors.items()}
+        both: dict[str, Tensor | Readable] = {AFTER + name: tensor for name, tensor in factors.items()}
         both.update({BEFORE + name: shard[name] for shard in shards for name in shard if name in factors})
         digest = write_shard(output.blocks / FILE, both)
     output.finish_stage(STAGE, {"note": note, "sha256": digest})

@@ -101,7 +101,7 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, Any]:
         if listed is not None:
             check_hashes(listed, progress)  # names the file that was changed
         raise
-    weights = {tensor.file.name for tensor in stored.tensors.values()}
+    weights = {file.name for file in stored.files}
     if listed is not None and listed.is_of_earlier_save(weights):
         listed, outcome = None, EARLIER_SAVE
     if listed is not None:
@@ -142,7 +142,7 @@ def check_finite(stored: Checkpoint, progress: Progress) -> None:
         for part in tensor.parts() if tensor.dtype.is_floating_point else ():
             numbers = part.view(tensor.dtype)
             if not torch.isfinite(numbers.half() if is_tiny else numbers).all():
-                raise CheckpointError(f"{tensor.file}: {name} has NaN or infinite values; write the checkpoint again")
+                raise CheckpointError(f"{tensor.sources[0].file}: {name} has NaN or infinite values; write it again")
 
 
 def check_cache(stored: Checkpoint) -> None:

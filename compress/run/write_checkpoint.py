@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 ```
-
+{base}
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
 """
 
@@ -41,7 +41,12 @@ TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)
 
 Transformed weights in full precision ({total}; the original: {source}): it loads like any checkpoint. What was done,
 and whether it changed the function, is under `notes` in `report.json`.
+{base}\
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
+"""
+BASE = """
+base: {base}. The weights were decoded while they were read: the size of the original, and all errors, are those of the
+decoded weights.
 """
 
 
@@ -78,6 +83,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
         total=process_memory.show(result["nbytes"]["total"]),
         source=process_memory.show(result["source_nbytes"]),
         package="compress-llm",
+        base=BASE.format(**result) if result["base"] else "",
     )
     write_text(directory / "README.md", text)
     write_text(directory / "report.json", json.dumps(result, indent=1) + "\n")

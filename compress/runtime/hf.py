@@ -40,14 +40,14 @@ from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.storage import manifest
+from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
 
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PreTrainedModel
 
-METHOD = "compress"
+METHOD = paths.METHOD
 VERSION = 1  # of the layout described above
 
 

@@ -15,9 +15,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -46,6 +47,39 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Readable(Protocol):
+    """A tensor that is read when it is asked for: as it is on disk, or decoded from what is on disk."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensor that `read` returns."""
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """Return the tensors on disk that it is read from."""
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the tensor's bytes, uint8 [CHUNK], the last part [at most CHUNK]."""
+
+    def read(self) -> Tensor:
+        """Return the tensor in memory of its own."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the entries start .. stop - 1 of the first dimension."""
+
+    def renamed(self, name: str) -> Readable:
+        """Return the same under another name."""
 
 
 class StoredTensor(NamedTuple):
@@ -81,11 +115,26 @@ class StoredTensor(NamedTuple):
                     done += count
         return tensor
 
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """Return the tensors on disk that it is read from: itself."""
+        return (self,)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the entries start .. stop - 1 of the first dimension."""
+        row = self.nbytes // max(1, self.shape[0])
+        shape = (stop - start, *self.shape[1:])
+        return self._replace(shape=shape, offset=self.offset + start * row, nbytes=(stop - start) * row).read()
+
+    def renamed(self, name: str) -> StoredTensor:
+        """Return the same under another name."""
+        return self._replace(name=name)
+
 
 class EditedTensor(NamedTuple):
     """A stored tensor [rows, columns] that is changed while it is copied, some rows at a time."""
 
-    stored: StoredTensor
+    stored: Readable
     change: Callable[[Tensor], Tensor]  # rows [r, columns] -> rows of the same shape and type
 
     @property
@@ -101,11 +150,7 @@ class EditedTensor(NamedTuple):
         row = stored.nbytes // stored.shape[0]
         step = max(1, CHUNK // row)
         for start in range(0, stored.shape[0], step):
-            rows = min(step, stored.shape[0] - start)
-            shape = (rows, *stored.shape[1:])
-            yield self.change(
-                stored._replace(shape=shape, offset=stored.offset + start * row, nbytes=rows * row).read()
-            )
+            yield self.change(stored.rows(start, min(start + step, stored.shape[0])))
 
 
 @dataclass(frozen=True)
@@ -114,11 +159,19 @@ class Checkpoint:
 
     directory: Path
     config: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, Readable]
+    base: str = ""  # how another tool has stored what is decoded here, in words; "" where all is read as it is
+    base_settings: Mapping[str, Any] = field(default_factory=dict)  # that tool's, by which it is decoded
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all tensors as they are read."""
         return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that the tensors are read from, sorted."""
+        return sorted({source.file for tensor in self.tensors.values() for source in tensor.sources})
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -249,7 +302,7 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
     return StoredTensor(name, path, dtype, shape, base + start, end - start)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor | EditedTensor]) -> str:
+def write_shard(path: Path, tensors: Mapping[str, Tensor | Readable | EditedTensor]) -> str:
     """Write a safetensors file whole or not at all; return the sha256 of its bytes.
 
     Values are tensors in memory or tensors on disk, which are copied (and changed) in chunks. Entries are ordered by
@@ -271,7 +324,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | StoredTensor | Edited
     return digest.hexdigest()
 
 
-def _chunks(header: bytes, values: Iterable[Tensor | StoredTensor | EditedTensor]) -> Iterable[bytes | memoryview]:
+def _chunks(header: bytes, values: Iterable[Tensor | Readable | EditedTensor]) -> Iterable[bytes | memoryview]:
     yield len(header).to_bytes(8, "little") + header
     for value in values:
         if not isinstance(value, Tensor):

@@ -10,6 +10,7 @@ from compress.errors import CalibrationError, CheckpointError, OutputError
 
 CONFIG = "config.json"
 MANIFEST = "compress_manifest.json"
+METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 

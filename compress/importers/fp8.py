@@ -1,0 +1,77 @@
+"""Read float8 weights with scales of blocks, of rows, or of a whole weight.
+
+A weight is W[i, j] = codes[i, j] * scale[i // rows, j // columns], in float32, rounded once. What is called an inverse
+scale is a multiplier. Blocks are counted by their configured size: the last ones may be smaller. Scales are floats, or
+exponents in a byte. Weights of experts may have 4 bits: two numbers of e2m1 in a byte, a scale for 32 of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.errors import shown
+from compress.importers import scaled
+from compress.importers.e2m1 import unpacked
+from compress.importers.source import Decoded, Source, step
+from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
+
+GROUP = 32  # numbers of 4 bits that share a scale
+
+
+def describe(source: Source) -> str:
+    """Return how the weights are stored; CheckpointError for a block size that is none."""
+    block = _block(source)
+    experts = " and experts of 4 bits" if source.settings.get("expert_dtype") == "fp4" else ""
+    return (f"fp8 in blocks of {block[0]} x {block[1]}" if block is not None else "fp8") + experts
+
+
+def tensors(source: Source) -> dict[str, Readable]:
+    """Return the weights by name; CheckpointError for one whose scales are missing or do not fit."""
+    block, found = _block(source), dict[str, Readable]()
+    is_packed = source.settings.get("expert_dtype") == "fp4"
+    names = [
+        name
+        for name, stored in source.stored.items()
+        if stored.dtype in scaled.FLOAT8 or (is_packed and stored.dtype == torch.int8)
+    ]
+    for name in names:
+        stored, scale = source.take(name), _scale(source, name)
+        if stored.dtype == torch.int8:
+            found[name] = _halves(source, stored, scale)
+        else:
+            found[name] = scaled.weight(source, name, stored, scale, block, source.dtype)
+    source.drop(*scaled.AUXILIARY)
+    return found
+
+
+def _block(source: Source) -> scaled.Block | None:
+    """Return the rows and columns that share a scale, None where whole rows or weights do."""
+    value = source.settings.get("weight_block_size", [128, 128])
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
+        raise source.error(f"{CONFIG}: weight_block_size {shown(value)} is no pair of sizes")
+    return value[0], value[1]
+
+
+def _scale(source: Source, name: str) -> StoredTensor:
+    """Take the scales of a weight, which several tools name in ways of their own."""
+    module = name.removesuffix("weight")
+    names = [f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight"]
+    return source.take(next((other for other in names if other in source.stored), names[0]))
+
+
+def _halves(source: Source, stored: StoredTensor, scale: StoredTensor) -> Decoded:
+    """Return a weight [out, in] of two numbers of 4 bits in each byte of [out, in / 2]."""
+    rows, columns = stored.shape[0], 2 * stored.shape[-1]
+    if len(stored.shape) != 2 or scale.shape != (rows, -(-columns // GROUP)):
+        raise source.error(f"{scale.name} {list(scale.shape)} are no scales of {stored.name} {list(stored.shape)}")
+    dtype = source.dtype
+
+    def decode(start: int, stop: int) -> Tensor:
+        values = unpacked(stored.rows(start, stop).view(torch.uint8))
+        scales = scaled.numbers(scale.rows(start, stop)).repeat_interleave(GROUP, 1)
+        return values.mul_(scales[:, :columns]).to(dtype)
+
+    return Decoded(stored.name, dtype, (rows, columns), (stored, scale), decode, step((rows, columns)))

@@ -1,0 +1,119 @@
+"""Checkpoints as other tools write them, made of pico models, and the same with the weights that their readers give.
+
+    both = foreign.written(pico_dir("llama"), tmp_path, {"quant_method": "fp8"}, pack)
+    foreign.check(both)         # every tensor of both, whole models and results of a run are the same
+
+`pack` is given the name of a linear and its weight [out, in], float32. It returns the tensors that the tool stores, by
+their endings, and the weight as the tool's own reader decodes them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress import api
+from compress.importers import open_checkpoint
+from compress.model.load import load_model
+from runs import RTN, job, report_of, stored_tensors
+
+Packed = tuple[dict[str, Tensor], Tensor]  # {".qweight": ...}, weight [out, in]
+Pack = Callable[[str, Tensor], Packed]
+
+
+class Both(NamedTuple):
+    """A checkpoint of another tool and its decoded counterpart."""
+
+    quantized: Path
+    plain: Path
+
+
+def written(
+    model: Path, folder: Path, settings: Mapping[str, Any], pack: Pack, dtype: torch.dtype = torch.bfloat16
+) -> Both:
+    """Write a model's linears as `pack` stores them, all else in `dtype`; settings: its quantization_config."""
+    both = Both(folder / "quantized", folder / "plain")
+    quantized, plain = {}, {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            module = name.removesuffix(".weight")
+            stored, decoded = pack(module, tensor.float())
+            quantized.update({module + ending: value.contiguous() for ending, value in stored.items()})
+            plain[name] = decoded.contiguous()
+        else:
+            quantized[name] = plain[name] = tensor.to(dtype)
+    for directory, tensors in zip(both, (quantized, plain), strict=True):
+        shutil.copytree(model, directory)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        configure(directory, dtype=str(dtype).removeprefix("torch."))
+    configure(both.quantized, quantization_config=dict(settings))
+    return both
+
+
+def configure(directory: Path, **changes: Any) -> None:
+    """Change keys of a config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def restore(directory: Path, changes: Mapping[str, Tensor | None]) -> None:
+    """Change stored tensors; None removes one."""
+    path = directory / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.view(torch.uint8).equal(b.view(torch.uint8))
+
+
+def check_tensors(both: Both) -> None:
+    """Every tensor is decoded to the bit, whole, in rows and in parts."""
+    source, wanted = open_checkpoint(both.quantized), stored_tensors(both.plain)
+    assert source.tensors.keys() == wanted.keys()
+    for name, tensor in source.tensors.items():
+        found = tensor.read()
+        assert same(found, wanted[name]), name
+        assert (tensor.dtype, tensor.shape, tensor.nbytes) == (found.dtype, found.shape, found.nbytes)
+        if found.dim() > 1:
+            assert same(tensor.rows(1, len(found) - 1), found[1:-1])
+        assert torch.cat(list(tensor.parts())).equal(found.contiguous().view(-1).view(torch.uint8))
+
+
+def check_model(both: Both) -> None:
+    """The whole model is loaded with the same weights."""
+    tokens = torch.arange(40).view(1, 40)
+    one, other = (load_model(directory, "float32") for directory in both)
+    for name, setting in one.generation_config.to_dict().items():
+        assert other.generation_config.to_dict().get(name) == setting, name
+    with torch.no_grad():
+        assert one(tokens).logits.equal(other(tokens).logits)
+
+
+def check_run(both: Both, out: Path) -> dict[str, Any]:
+    """A run writes the same tensors from both; return its report."""
+    for directory, name in zip(both, ("one", "other"), strict=True):
+        api.quantize(job(directory, RTN, out / name))
+    one, other = stored_tensors(out / "one"), stored_tensors(out / "other")
+    assert one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    report, plain = report_of(out / "one"), report_of(out / "other")
+    assert report["source_nbytes"] == plain["source_nbytes"] and report["nbytes"] == plain["nbytes"]
+    assert plain["base"] is None
+    return report
+
+
+def check(both: Both, out: Path, base: str) -> None:
+    """All of these; base: what the report says of how the weights were stored."""
+    check_tensors(both)
+    check_model(both)
+    assert check_run(both, out)["base"] == base
+    assert f"base: {base}" in (out / "one" / "README.md").read_text()
