@@ -21,15 +21,14 @@ DEFAULT_COLUMN = "text"
 Chat = chats.Writer | None
 
 
-def documents(
-    source: str | Path, column: str = DEFAULT_COLUMN, chat: Chat = None
-) -> Iterator[str]:
+def documents(source: str | Path, column: str = DEFAULT_COLUMN, chat: Chat = None) -> Iterator[str]:
     """Yield the texts of a source, read as they are asked for.
 
     A .jsonl or .json file (an object a line), a .parquet file, or a data set ("name", "name:config" or
-    "name:config:split", split "train" unless given; a directory that holds one will do) gives the texts in `column`,
-    or, where there is no such column, the chats in `messages` as `chat` writes them. Any other file is UTF-8 text and
-    comes in consecutive pieces of some 1 MiB that end where a line ends, or where a character does if that is too far. Raises CalibrationError.
+    "name:config:split", split "train" unless given; a directory that holds one will do) gives the texts in `column`.
+    Where it has no such column, it gives the chats in `messages`, as `chat` writes them. Any other file is UTF-8 text
+    and comes in consecutive pieces of some 1 MiB that end where a line ends, or where a character does if that is too
+    far. Raises CalibrationError.
     """
     path = Path(source)
     try:

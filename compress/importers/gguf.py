@@ -23,7 +23,7 @@ from compress.importers.source import Decoded, step
 from compress.storage import config_sizes, json_text
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor, read_config, read_json
 
-MAP = "compress_gguf.json"
+MAP = ".compress_gguf.json"  # hidden: no part of what is made of the model
 WEIGHT = {"shape": [json_text.INTEGER], "from": [json_text.TEXT]}
 LAYOUT = {
     **{"file": json_text.TEXT, "settings": json_text.OBJECT},
@@ -50,10 +50,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     rest = {name: build.plain(name, entry.shape, entry) for name, entry in header.tensors.items() if name not in used}
     largest = max((math.prod(entry.shape) for entry in header.tensors.values()), default=0)
     config_sizes.check(config, str(directory / CONFIG), len(header.tensors), largest)
-    return Checkpoint(directory, config, {**rest, **weights}, describe(header), {"format": "gguf", **facts})
+    return Checkpoint(directory, config, {**rest, **weights}, _types(header), {"format": "gguf", **facts})
 
 
-def describe(header: Header) -> str:
+def _types(header: Header) -> str:
     """Return how the weights are stored, in words: GGUF and the types, those of most bytes first."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
@@ -132,7 +132,9 @@ def values(entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
     """Return the entries start .. stop - 1 of the first dimension of a tensor (None: to the last), in float32."""
     stop = entry.shape[0] if stop is None else stop
     row = entry.nbytes // entry.shape[0]
-    raw = _stored(entry).rows(start * row, stop * row) if row * entry.shape[0] == entry.nbytes else _stored(entry).read()
+    raw = (
+        _stored(entry).rows(start * row, stop * row) if row * entry.shape[0] == entry.nbytes else _stored(entry).read()
+    )
     plain = gguf_blocks.PLAIN.get(entry.type)
     decoded = gguf_blocks.decode(raw, entry.type) if plain is None else raw.view(plain).to(torch.float32)
     return decoded.reshape(stop - start, *entry.shape[1:])

@@ -62,8 +62,8 @@ def read_all(first: Path) -> Header:
         number, count = part.metadata.get("split.no", index), part.metadata.get("split.count", len(parts))
         if (number, count) != (index, len(parts)) and count != 0:
             raise CheckpointError(
-                f"{first} is part {number} of {count}, by its name {index} of {len(parts)}; name the files as they were "
-                "published, and give the first"
+                f"{first} is part {number} of {count}, by its name {index} of {len(parts)}; name the files as they "
+                "were published, and give the first"
             )
         if twice := sorted(tensors.keys() & part.tensors.keys()):
             raise CheckpointError(f"{first}: tensor {shown(twice[0])} is in two of its parts; download them again")
@@ -78,7 +78,9 @@ def split_files(first: Path) -> list[Path]:
         return [first]
     stem, number, count = match.groups()
     if int(number) != 1 or not 1 <= int(count) <= TENSORS_LIMIT:
-        raise CheckpointError(f"{first} is not the first part of a split file; give the one that ends in -00001-of-{count}")
+        raise CheckpointError(
+            f"{first} is not the first part of a split file; give the one that ends in -00001-of-{count}"
+        )
     files = [first.with_name(f"{stem}-{index + 1:05d}-of-{count}.gguf") for index in range(int(count))]
     if missing := [file for file in files if not file.is_file()]:
         raise CheckpointError(f"{missing[0]} is missing, one of {count} parts; download it into the same directory")
@@ -169,7 +171,9 @@ class _Reader:
         if inner == TEXT:
             for _ in range(count):
                 length = self._number("Q")
-                self._check(length <= TEXT_LIMIT and length <= self.size - self.stream.tell(), f"a text of {length} bytes")
+                self._check(
+                    length <= TEXT_LIMIT and length <= self.size - self.stream.tell(), f"a text of {length} bytes"
+                )
                 self.stream.seek(length, os.SEEK_CUR)
             return count
         self._check(inner in SCALARS, f"a list of kind {inner} for {shown(key)}")
@@ -183,14 +187,16 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         kind, offset = self._number("I"), self._number("Q")
         elements = math.prod(shape)
-        self._check(0 < elements <= self.size * 16 and offset <= self.size, f"tensor {shown(name)} of shape {shown(shape)}")
+        self._check(
+            0 < elements <= self.size * 16 and offset <= self.size, f"tensor {shown(name)} of shape {shown(shape)}"
+        )
         if kind in gguf_blocks.PLAIN:
             return Entry(name, self.path, kind, shape, offset, elements * gguf_blocks.PLAIN[kind].itemsize)
         block = gguf_blocks.BLOCKS.get(kind)
         if block is None:
             raise CheckpointError(
-                f"{self.path}: tensor {shown(name)} is of type {gguf_blocks.type_name(kind)}, which is not read; give a "
-                "file of another type, such as Q8_0"
+                f"{self.path}: tensor {shown(name)} is of type {gguf_blocks.type_name(kind)}, which is not read; give "
+                "a file of another type, such as Q8_0"
             )
         self._check(shape[-1] % block.elements == 0, f"tensor {shown(name)} with rows of {shape[-1]} for {block.name}")
         return Entry(name, self.path, kind, shape, offset, elements // block.elements * block.nbytes)

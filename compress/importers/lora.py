@@ -1,8 +1,8 @@
 """Merge a LoRA adapter into the weights of a checkpoint, while they are read.
 
 An adapter is a directory as PEFT writes it: adapter_config.json and adapter_model.safetensors. Each module that it
-names has two matrices, A [r, in] and B [out, r]. Its weight becomes W + s B A, summed in float32 and rounded once to the
-type of W, where s is alpha / r, or alpha / sqrt(r) (rsLoRA). With DoRA every row (output) of the sum is scaled to a
+names has two matrices, A [r, in] and B [out, r]. Its weight becomes W + s B A, summed in float32 and rounded once to
+the type of W, where s is alpha / r, or alpha / sqrt(r) (rsLoRA). With DoRA every row (output) of the sum is scaled to a
 length that is stored. A tensor of the adapter that nothing is done with is an error.
 """
 
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, shown
 from compress.importers.source import Decoded, step
 from compress.storage import checkpoint as storage
+from compress.storage import paths
 from compress.storage.checkpoint import Checkpoint, Readable, StoredTensor
 
 FOLDER = "compress_adapter"  # in a checkpoint directory: the adapter that is merged into it
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = paths.ADAPTER_CONFIG, paths.ADAPTER
 PREFIX = "base_model.model."
 KEYS = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)")
 REFUSED = ("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices")
@@ -59,11 +59,12 @@ class Update:
 
 def check(adapter: Path) -> None:
     """Raise CheckpointError for a directory that holds no adapter that can be merged; no weights are read."""
-    settings = _settings(adapter)
-    if not (adapter / WEIGHTS).is_file():
-        raise CheckpointError(f"{adapter} has no {WEIGHTS}; save the adapter as safetensors (pickles are not read)")
+    paths.check_adapter(adapter)
+    settings = storage.read_json(adapter / CONFIG)
     if settings.get("peft_type") != "LORA":
-        raise CheckpointError(f"{adapter / CONFIG}: peft_type is {shown(settings.get('peft_type'))}; only LORA is merged")
+        raise CheckpointError(
+            f"{adapter / CONFIG}: peft_type is {shown(settings.get('peft_type'))}; only LORA is merged"
+        )
     for key in REFUSED:
         if settings.get(key):
             raise CheckpointError(
@@ -71,7 +72,9 @@ def check(adapter: Path) -> None:
                 "(merge_and_unload) and give the result"
             )
     if settings.get("bias", "none") != "none":
-        raise CheckpointError(f"{adapter / CONFIG}: trained biases ({shown(settings['bias'])}) are not merged; use PEFT")
+        raise CheckpointError(
+            f"{adapter / CONFIG}: trained biases ({shown(settings['bias'])}) are not merged; use PEFT"
+        )
 
 
 def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
@@ -92,15 +95,9 @@ def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     return Checkpoint(checkpoint.directory, checkpoint.config, tensors, base, settings)
 
 
-def _settings(adapter: Path) -> dict[str, Any]:
-    if not (adapter / CONFIG).is_file():
-        raise CheckpointError(f"{adapter} has no {CONFIG}; give the directory of a LoRA adapter, as PEFT saves it")
-    return storage.read_json(adapter / CONFIG)
-
-
 def _updates(adapter: Path) -> dict[str, Update]:
     """Return module -> what is done to its weight."""
-    settings = _settings(adapter)
+    settings = storage.read_json(adapter / CONFIG)
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in storage.read_header(adapter / WEIGHTS).items():
         match = KEYS.fullmatch(name.removeprefix(PREFIX))
@@ -159,8 +156,8 @@ def _merged(weight: Readable, update: Update, adapter: Path) -> Decoded:
     is_whole = update.magnitude is None or update.magnitude.shape in ((outputs,), (outputs, 1), (1, outputs))
     if weight.shape != shape or not weight.dtype.is_floating_point or not is_whole:
         raise CheckpointError(
-            f"{adapter} is made for {weight.name} of shape {list(shape)}, the checkpoint has {list(weight.shape)}; it is "
-            "of another model"
+            f"{adapter} is made for {weight.name} of shape {list(shape)}, the checkpoint has {list(weight.shape)}; it "
+            "is of another model"
         )
 
     def decode(start: int, stop: int) -> Tensor:

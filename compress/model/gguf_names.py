@@ -20,8 +20,8 @@ from compress.errors import CheckpointError, UnsupportedModelError, first_line, 
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf import values
 from compress.importers.gguf_header import Header
-from compress.model.load import FAILURES, empty_model, load_gguf_tokenizer, open_config
-from compress.storage.checkpoint import write_text
+from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config
+from compress.storage.checkpoint import CONFIG, write_text
 
 HEAD = "output.weight"  # the output head; a file without one has tied embeddings
 FREQUENCIES = "rope_freqs.weight"  # by how much each rotary frequency is divided, float32 [head size / 2]
@@ -45,9 +45,9 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
             model = empty_model(config, config.dtype)
         config.architectures = [type(model).__name__]
         weights = _weights(model, header)
-        load_gguf_tokenizer(directory, file.name).save_pretrained(directory)
+        gguf_tokenizer(directory, file.name).save_pretrained(directory)
     settings = json.loads(config.to_json_string(use_diff=False))
-    write_text(directory / "config.json", json.dumps({**settings, "_name_or_path": ""}, indent=2) + "\n")
+    write_text(directory / CONFIG, config.to_json_string(use_diff=True))
     return {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
 
 
@@ -97,7 +97,12 @@ def _stretch(file: Path, header: Header, config: transformers.PretrainedConfig) 
     if kind == "linear" and factor:
         text.rope_parameters = {**known, "rope_type": kind, "factor": factor}
     elif kind == "yarn" and factor and original:
-        text.rope_parameters = {**known, "rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        text.rope_parameters = {
+            **known,
+            "rope_type": kind,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
     else:
         raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({shown(kind)}); not read")
     return []

@@ -41,9 +41,12 @@ FAILURES = (  # what transformers raises for a damaged checkpoint
 )
 
 
-def open_config(directory: Path) -> transformers.PretrainedConfig:
-    """Return the configuration of the whole model; errors are those of transformers."""
-    config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+def open_config(directory: Path, gguf_file: str | None = None) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model; errors are those of transformers.
+
+    gguf_file: a file in the directory whose metadata is the configuration, in the place of config.json.
+    """
+    config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, gguf_file=gguf_file, **_LOCAL)
     return config
 
 
@@ -85,6 +88,15 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory}: model_max_length {shown(tokenizer.model_max_length)} of the tokenizer is no number; correct "
             "it in tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def gguf_tokenizer(directory: Path, file: str) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer that the metadata of a GGUF file in the directory describes; errors as transformers has."""
+    with _quiet(), _bare_errors():
+        tokenizer: transformers.PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, gguf_file=file, **_LOCAL
         )
     return tokenizer
 

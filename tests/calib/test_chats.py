@@ -34,7 +34,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
 
 
 def pico_ids(text: str) -> list[int]:
-    return list(text.encode())
+    return pico_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 def tokens(source: Path, template: str | None = TEMPLATE) -> list[int]:
