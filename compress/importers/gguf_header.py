@@ -48,7 +48,7 @@ class Header(NamedTuple):
     @property
     def architecture(self) -> str:
         """The architecture in the words of GGUF."""
-        return str(self.metadata.get("general.architecture"))
+        return str(self.metadata["general.architecture"])
 
 
 def read_all(first: Path) -> Header:
@@ -68,6 +68,8 @@ def read_all(first: Path) -> Header:
         if twice := sorted(tensors.keys() & part.tensors.keys()):
             raise CheckpointError(f"{first}: tensor {shown(twice[0])} is in two of its parts; download them again")
         tensors.update(part.tensors)
+    if not isinstance(parts[0].metadata.get("general.architecture"), str):
+        raise CheckpointError(f"{first} is damaged: its header has no general.architecture; download it again")
     return Header(parts[0].metadata, tensors)
 
 
@@ -125,7 +127,6 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         is_sound = type(alignment) is int and 0 < alignment <= 1 << 20 and alignment % 8 == 0
         self._check(is_sound, f"alignment {shown(alignment)}")
-        self._check(isinstance(metadata.get("general.architecture"), str), "no general.architecture")
         entries = [self._entry() for _ in range(tensors)]
         base = -(-self.stream.tell() // alignment) * alignment
         found: dict[str, Entry] = {}

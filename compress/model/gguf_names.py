@@ -1,6 +1,7 @@
 """Take a model's configuration, tokenizer and the names of its weights from a GGUF file, by the rules of transformers.
 
-transformers leaves out how positions are stretched. That is taken from the file here, or the file is refused.
+transformers leaves out how positions are stretched and how wide some heads and experts are. That is taken from the
+file here, or the file is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from compress.importers.gguf_header import Header
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config
 from compress.storage.checkpoint import CONFIG, write_text
 
+LEFT_OUT = {  # keys of files -> settings that transformers would leave at their defaults
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 HEAD = "output.weight"  # the output head; a file without one has tied embeddings
 FREQUENCIES = "rope_freqs.weight"  # by how much each rotary frequency is divided, float32 [head size / 2]
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # of the one way to stretch positions that is written as such a tensor
@@ -37,6 +43,9 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
     header = gguf_header.read_all(file)
     with _one_line(file, header):
         config = open_config(directory, gguf_file=file.name)
+        for key, name in LEFT_OUT.items():
+            if (width := header.metadata.get(f"{header.architecture}.{key}")) is not None and hasattr(config, name):
+                setattr(config, name, width)
         unused = _stretch(file, header, config)
         if HEAD in header.tensors and HEAD not in gguf_header.read(file).tensors:
             config.tie_word_embeddings = False  # transformers looks into the first part of a split file only

@@ -7,6 +7,7 @@ self-generated calibration text need the whole model in memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,7 +159,7 @@ def _load_decoded(
     """Run `from_pretrained` on tensors that are decoded when it comes to them, and on the other files beside them."""
     directory, config = checkpoint.directory, plain_config(checkpoint.directory)
     with torch.device("meta"):
-        kind = type(empty_model(config, torch.float32))
+        kind = type(empty_model(copy.deepcopy(config), torch.float32))  # which writes the type into it
     tensors = {name: _Slice(tensor) for name, tensor in checkpoint.tensors.items()}
     model, info = _load(kind, None, {"config": config, "state_dict": tensors, **options})
     model.name_or_path = model.config.name_or_path = str(directory)
