@@ -14,7 +14,7 @@ from compress.model import dry_load
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.recipe import Recipe
-from compress.run import expert_pruning, kv_cache, memory_plan, plan, source
+from compress.run import expert_pruning, kv_cache, memory_plan, plan, remote_code, source
 from compress.run.job import Job, Prepared
 from compress.types import Plan
 
@@ -41,6 +41,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
+    remote_code.check_tokenizer(checkpoint.directory)
     if job.recipe.kv_cache is not None:
         kv_cache.check(skeleton.config, job.recipe.kv_cache)
     scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from compress import process_memory
 from compress.errors import CheckpointError, first_line
 from compress.importers import gguf, gguf_header, lora
 from compress.run.job import Job
@@ -62,6 +63,7 @@ def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
         for part in gguf_header.split_files(file):
             (directory / part.name).symlink_to(part)
         write_text(directory / gguf.MAP, json.dumps(gguf_names.write_directory(file, directory)))
+        process_memory.trim()  # a vocabulary takes several hundred bytes a token while it is read
     if adapter is not None:
         lora.check(adapter)
         (directory / lora.FOLDER).symlink_to(adapter)
