@@ -1,8 +1,8 @@
 """Cut text into the token windows that a model is calibrated on.
 
-A source is a text file, a .jsonl or .parquet file, a data set of the `datasets` library, or the model itself. Its text
-is tokenized without added special tokens (separators that the text spells out count), cut into windows that do not
-overlap, and a seeded permutation chooses among them.
+A source is a text file, a .jsonl or .parquet file of texts or chats, a data set of the `datasets` library, or the model
+itself. Chats go through the tokenizer's chat template. The text is tokenized without added special tokens (separators
+that the text spells out count), cut into windows that do not overlap, and a seeded permutation chooses among them.
 
 How much is read: of documents (.jsonl, .parquet, data sets) the first 4 * num_samples * seq_len tokens, of a text file
 those too but at least the first 4,194,304, so that no large source is read to its end. Documents are joined by the
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from compress.calib import chats
 from compress.calib.documents import documents, is_text_file, source_name
 from compress.calib.pieces import Piece, batches
 from compress.errors import BudgetError, CalibrationError, CheckpointError
@@ -229,14 +230,15 @@ def token_windows(
 def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Tensor:
     """Return the first `limit` tokens of a source, or all: int32 [n]."""
     running = is_text_file(source)
-    texts_of = ([Piece(text, True)] for text in documents(source)) if running else batches(documents(source))
+    texts = documents(source, chat=chats.writer(tokenizer))
+    texts_of = ([Piece(text, True)] for text in texts) if running else batches(texts)
     separator = [] if running or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     parts: list[Tensor] = []
     count = 0
     for pieces in texts_of:
-        texts = [piece.text for piece in pieces]
+        cuts = [piece.text for piece in pieces]
         # verbose=False: that the text is longer than the model's context is no news, it is cut into windows
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        encoded = tokenizer(cuts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for piece, ids in zip(pieces, cast(list[list[int]], encoded), strict=True):
             parts.append(torch.tensor(separator + ids if parts and piece.begins else ids, dtype=torch.int32))
             count += len(parts[-1])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from compress.calib import chats
 from compress.calib.pieces import PIECE_NBYTES
 from compress.errors import CalibrationError, cut, first_line, one_line
 from compress.storage import json_text
@@ -17,23 +18,26 @@ from compress.storage.paths import TEXT_SUFFIXES
 LINE_NBYTES = 1 << 16  # how much further a piece may go to end where a line ends
 DEFAULT_COLUMN = "text"
 
+Chat = chats.Writer | None
 
-def documents(source: str | Path, column: str = DEFAULT_COLUMN) -> Iterator[str]:
+
+def documents(source: str | Path, column: str = DEFAULT_COLUMN, chat: Chat = None) -> Iterator[str]:
     """Yield the texts of a source, read as they are asked for.
 
     A .jsonl or .json file (an object a line), a .parquet file, or a data set ("name", "name:config" or
     "name:config:split", split "train" unless given; a directory that holds one will do) gives the texts in `column`.
-    Any other file is UTF-8 text and comes in consecutive pieces of some 1 MiB that end where a line ends, or where a
-    character does if that is too far. Raises CalibrationError.
+    Where it has no such column, it gives the chats in `messages`, as `chat` writes them. Any other file is UTF-8 text
+    and comes in consecutive pieces of some 1 MiB that end where a line ends, or where a character does if that is too
+    far. Raises CalibrationError.
     """
     path = Path(source)
     try:
         if os.path.isfile(path):  # False for what no file can be called
-            yield from _READERS.get(path.suffix.lower(), _read_text)(path, column)
+            yield from _READERS.get(path.suffix.lower(), _read_text)(path, column, chat)
         elif path.suffix.lower() in TEXT_SUFFIXES:  # not there; asking for such a data set would take long
             raise CalibrationError(_unreachable(source))
         else:
-            yield from _read_dataset(str(source), column)
+            yield from _read_dataset(str(source), column, chat)
     except OSError as error:
         raise CalibrationError(f"cannot read {source}: {first_line(error)}") from error
 
@@ -48,7 +52,7 @@ def source_name(source: str | Path) -> str:
     return one_line(Path(source).name if os.path.exists(source) else str(source))
 
 
-def _read_text(path: Path, column: str) -> Iterator[str]:
+def _read_text(path: Path, column: str, chat: Chat) -> Iterator[str]:
     offset = 0
     with path.open("rb") as stream:
         while raw := stream.read(PIECE_NBYTES):
@@ -61,7 +65,7 @@ def _read_text(path: Path, column: str) -> Iterator[str]:
             offset += len(raw)
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[str]:
+def _read_jsonl(path: Path, column: str, chat: Chat) -> Iterator[str]:
     offset = 0
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, 1):
@@ -78,26 +82,27 @@ def _read_jsonl(path: Path, column: str) -> Iterator[str]:
                 ) from error
             if not isinstance(row, dict):
                 raise CalibrationError(f"{where} is not a JSON object; it needs an object a line")
-            yield _text_of(row, column, where)
+            yield _text_of(row, column, chat, where)
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(path: Path, column: str, chat: Chat) -> Iterator[str]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
             fields = file.schema_arrow.names
-            if column not in fields:
+            wanted = chats.COLUMN if column not in fields and chat is not None else column
+            if wanted not in fields:
                 raise CalibrationError(f"{path} has no column {column!r}; its columns: {cut(', '.join(fields))}")
-            for batch in file.iter_batches(columns=[column], batch_size=256):
+            for batch in file.iter_batches(columns=[wanted], batch_size=256):
                 for row in batch.to_pylist():
-                    yield _text_of(row, column, str(path))
+                    yield _text_of(row, wanted, chat, str(path))
     except pyarrow.ArrowInvalid as error:
         raise CalibrationError(f"{path} is not a readable parquet file ({first_line(error)})") from error
 
 
-def _read_dataset(source: str, column: str) -> Iterator[str]:
+def _read_dataset(source: str, column: str, chat: Chat) -> Iterator[str]:
     from huggingface_hub.errors import HFValidationError
 
     name, config, split = [*source.split(":", 2), "", ""][:3]
@@ -105,7 +110,7 @@ def _read_dataset(source: str, column: str) -> Iterator[str]:
     try:
         with _quiet():
             for row in _stream(name, config or None, split or "train"):
-                yield _text_of(row, column, f"data set {source}")
+                yield _text_of(row, column, chat, f"data set {source}")
     except (ConnectionError, FileNotFoundError, HFValidationError) as error:
         raise CalibrationError(_unreachable(source)) from error
     except (ValueError, RuntimeError, StopIteration) as error:  # no such configuration or split, a damaged or empty
@@ -145,14 +150,16 @@ def _stream(name: str, config: str | None, split: str) -> Iterable[dict[str, Any
     return cast(Iterable[dict[str, Any]], datasets.load_dataset(name, config, split=split, streaming=True))
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+_READERS: dict[str, Callable[[Path, str, Chat], Iterator[str]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_jsonl,
     ".parquet": _read_parquet,
 }
 
 
-def _text_of(row: dict[str, Any], column: str, where: str) -> str:
+def _text_of(row: dict[str, Any], column: str, chat: Chat, where: str) -> str:
+    if chat is not None and chats.COLUMN in row and (column == chats.COLUMN or column not in row):
+        return chat(row[chats.COLUMN], where)
     if column not in row:
         raise CalibrationError(
             f"{where} has no field {column!r}; its fields: {cut(', '.join(map(str, row))) or 'none'}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.progress import Progress, silent
@@ -74,10 +73,7 @@ def load(
     that were written.
     """
     from compress.model.load import load_model
+    from compress.run.source import resolve
 
-    path = Path(directory)
-    if not path.is_dir():
-        from compress.run.prepare import resolve
-
-        path = resolve(os.fspath(directory))
+    path = resolve(os.fspath(directory))
     return load_model(path, dtype, device_map=device_map, verify=verify)

@@ -17,7 +17,7 @@ from compress.calib.data import Calibration, token_windows
 from compress.errors import BudgetError, CalibrationError
 from compress.model import load
 from compress.progress import Progress
-from compress.run import prepare
+from compress.run import source
 
 GROWTH = 32 << 20  # bytes that a process comes to hold beside weights and states: pages of libraries, small objects
 FLOAT32 = 4  # bytes of a number, as variants are compared
@@ -66,7 +66,7 @@ class Evaluators:
 
     def __init__(self, opened: Options, folder: Path, calibration: Calibration, progress: Progress) -> None:
         self.opened, self.folder, self.calibration, self.progress = opened, folder, calibration, progress
-        self.source = functools.partial(build, prepare.resolve(opened.asked.model), opened.asked, folder)
+        self.source = functools.partial(build, source.of(opened.asked), opened.asked, folder)
         self._open: dict[str, JointKL] = {}  # by the text that they are on
         self.predicted_peak = 0  # bytes, of those that were made
 

@@ -20,7 +20,7 @@ from compress.evaluate import cache, cache_candidates
 from compress.evaluate.scores import Execution
 from compress.importers import open_checkpoint
 from compress.progress import Progress
-from compress.run import prepare
+from compress.run import source
 from compress.run.job import Job
 
 CALIBRATED = 32  # samples, at most
@@ -32,7 +32,7 @@ def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor
 
     Raises BudgetError where the model does not fit into the job's memory.
     """
-    recipe, directory = job.recipe.kv_cache, prepare.resolve(job.model)
+    recipe, directory = job.recipe.kv_cache, source.of(job)
     assert recipe is not None, "the recipe was checked"
     whole = 4 * sum(math.prod(stored.shape) for stored in open_checkpoint(directory).tensors.values())
     if job.max_memory is not None and process_memory.resident() + whole > job.max_memory:

@@ -21,7 +21,7 @@ from compress.kernels import llvm
 from compress.model import load
 from compress.progress import Progress
 from compress.recipe.schema import Allocation
-from compress.run import identity, prepare
+from compress.run import identity, source
 from compress.run.job import Job
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
@@ -46,7 +46,7 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
     """
     recipe, context = job.recipe.kv_cache, allocation.context
     assert recipe is not None and context is not None, "the recipe was checked"
-    directory = prepare.resolve(job.model)
+    directory = source.of(job)
     layers = kv_options.check(load.load_config(directory), recipe, context)
     options = kv_budget.options(recipe, allocation.cache_bits)
     known = {

@@ -16,7 +16,7 @@ from compress.errors import RecipeError, shown
 from compress.model.skeleton import Skeleton
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
-from compress.run import prepare
+from compress.run import prepare, source
 from compress.run.identity import identity
 from compress.run.job import Job, Prepared
 from compress.storage import paths
@@ -136,7 +136,7 @@ def folder_of(asked: Job) -> Path:
     """
     paths.check_name(asked.out)
     recipe, allocation = asked.recipe, asked.recipe.allocate
-    known = [str(prepare.resolve(asked.model).resolve()), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
+    known = [*source.given(asked), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
     name = Path(asked.model.rstrip("/")).name or "model"
     name = re.sub(r"[^\w.-]+", "-", f"{name}-{recipe.name}")[:NAME_LENGTH]

@@ -10,6 +10,7 @@ import typer
 
 from compress.cli.kv import Cache, CacheCalib, cache_recipes
 from compress.cli.options import (
+    Adapter,
     AsJson,
     Device,
     Dtype,
@@ -17,6 +18,7 @@ from compress.cli.options import (
     Seed,
     TextFile,
     app,
+    check_adapter,
     check_model,
     check_paths,
     device_named,
@@ -36,9 +38,13 @@ def evaluate(
     device: Device = "auto",
     kv: Cache = None,
     calib: CacheCalib = None,
+    adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on text: perplexity over disjoint windows; against a base also KL divergence and top-1 agreement.
+
+    With --adapter the LoRA is merged into the base, which a model that was quantized with it is compared with (without
+    --base into MODEL).
 
     With --kv every window is read through that cache; without --base against the uncompressed one.
     """
@@ -47,14 +53,16 @@ def evaluate(
         check_paths(model, text, calib)
         if base is not None:
             check_model(base)
+        check_adapter(adapter)
         caches = None if kv is None else cache_recipes([kv])
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import cache
-        from compress.run.prepare import resolve
+        from compress.run.source import resolve
 
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
-        directory, against = resolve(model), None if base is None else resolve(base)
+        against = None if base is None else resolve(base, adapter)
+        directory = resolve(model, adapter if base is None else None)
         with tables.progress_bar() as progress:
             if caches is None:
                 scores = evaluation.evaluate(
@@ -91,7 +99,7 @@ def generate(
         check_paths(model, calib)
         caches = None if kv is None else cache_recipes([kv])
         from compress import evaluate as evaluation
-        from compress.run.prepare import resolve
+        from compress.run.source import resolve
 
         if caches is None:
             written = evaluation.generate(
@@ -121,7 +129,7 @@ def bench(
         check_paths(model)
         from compress.cli import tables
         from compress.evaluate import speed
-        from compress.run.prepare import resolve
+        from compress.run.source import resolve
 
         found = speed.measure(resolve(model), device_named(device), batch, prompt_tokens, new_tokens)
         if as_json:

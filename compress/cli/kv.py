@@ -102,7 +102,7 @@ def kv_bench(
 
         from compress.cli import tables
         from compress.evaluate import Execution, cache
-        from compress.run.prepare import resolve
+        from compress.run.source import resolve
 
         directory = resolve(model)
         if recipes is None:

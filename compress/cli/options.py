@@ -37,7 +37,8 @@ app = typer.Typer(
 DEFAULT_RECIPE = "vq2bit"
 DEFAULT_ALLOCATION = "mixed3bit"  # of the commands that need something to allocate
 
-Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, or a hub id (owner/name).")]
+Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, GGUF file, or a hub id (owner/name).")]
+Adapter = Annotated[Path | None, Option(metavar="DIR", help="LoRA adapter as PEFT saves it, merged in first.")]
 Directory = Annotated[Path, Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"], Option(help="Of the scores; auto: as stored.")]
@@ -75,9 +76,10 @@ class RunOptions:
         str | None,
         Option(
             metavar="SRC",
-            help="Text: a .txt, .jsonl or .parquet file, or a data set name. Default: the model writes its own.",
+            help="Text or chats: a .txt, .jsonl or .parquet file, or a data set. Default: the model writes its own.",
         ),
     ] = None
+    adapter: Adapter = None
     overrides: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
     ] = None
@@ -165,6 +167,7 @@ class RunOptions:
         overrides, limit = self.recipe_overrides, self._limit()
         check_device(self.device)
         check_paths(self.model, self.calib)
+        check_adapter(self.adapter)
         self._check_folders(writes, self.out)
         note(recipes.ambiguous(self.recipe))
         recipe = recipes.load(self.recipe, overrides)
@@ -172,13 +175,15 @@ class RunOptions:
             raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
         from compress.run.job import Job
 
-        name = re.sub(r"[^\w.-]+", "-", f"{Path(self.model.rstrip('/')).name or 'model'}-{recipe.name}")
+        model = Path(self.model.rstrip("/")).name.removesuffix(paths.GGUF)
+        name = re.sub(r"[^\w.-]+", "-", f"{model or 'model'}-{recipe.name}")
         out = self.out or Path("models_out") / (name if pack else f"{name}-transformed")
         self._check_folders(writes, out)
         return Job(
             model=self.model,
             recipe=recipe,
             out=out,
+            adapter=self.adapter,
             calib=self.calib,
             max_memory=limit,
             device=device_named(self.device),
@@ -264,9 +269,15 @@ def errors(resume: str = "") -> Iterator[None]:
 
 def check_model(model: str) -> None:
     """Raise the error for a model that is not there, before torch is imported."""
-    directory = paths.local_model(model)
-    if directory is not None:
-        paths.check_checkpoint(directory)
+    path = paths.local_model(model)
+    if path is not None and paths.gguf_file(path) is None:
+        paths.check_checkpoint(path)
+
+
+def check_adapter(adapter: Path | None) -> None:
+    """Raise the error for an adapter that is not there, before torch is imported."""
+    if adapter is not None:
+        paths.check_adapter(adapter)
 
 
 def check_paths(model: str, *texts: str | None) -> None:

@@ -84,6 +84,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
     words = [job.model, "--recipe", options.recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
     said = {
+        "--adapter": job.adapter,
         "--calib": job.calib,
         "--seed": job.seed or None,
         "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",

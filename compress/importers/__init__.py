@@ -19,6 +19,7 @@ from typing import Any
 
 from compress import plugins
 from compress.errors import CheckpointError, shown
+from compress.importers import gguf, lora
 from compress.importers.source import Source
 from compress.storage import checkpoint as storage
 from compress.storage import paths
@@ -28,6 +29,17 @@ KEYS = ("quantization_config", "compression_config")  # the second is of older v
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
+    """List the tensors of a checkpoint directory, decoded and merged with an adapter when they are read.
+
+    They are those of a GGUF file where the directory has its map (compress/importers/gguf.py). The adapter is in the
+    folder `lora.FOLDER`, if that is there. Raises CheckpointError.
+    """
+    checkpoint = gguf.open_checkpoint(directory) if (directory / gguf.MAP).is_file() else _decoded(directory)
+    adapter = directory / lora.FOLDER
+    return lora.merged(checkpoint, adapter) if adapter.is_dir() else checkpoint
+
+
+def _decoded(directory: Path) -> Checkpoint:
     """List the tensors of a checkpoint directory; those that another tool has quantized are decoded when they are read.
 
     The configuration of the result does not speak of quantization, unless the checkpoint is one that compress packed.

@@ -7,6 +7,7 @@ self-generated calibration text need the whole model in memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,9 +42,12 @@ FAILURES = (  # what transformers raises for a damaged checkpoint
 )
 
 
-def open_config(directory: Path) -> transformers.PretrainedConfig:
-    """Return the configuration of the whole model; errors are those of transformers."""
-    config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+def open_config(directory: Path, gguf_file: str | None = None) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model; errors are those of transformers.
+
+    gguf_file: a file in the directory whose metadata is the configuration, in the place of config.json.
+    """
+    config: transformers.PretrainedConfig = AutoConfig.from_pretrained(directory, gguf_file=gguf_file, **_LOCAL)
     return config
 
 
@@ -85,6 +89,15 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory}: model_max_length {shown(tokenizer.model_max_length)} of the tokenizer is no number; correct "
             "it in tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def gguf_tokenizer(directory: Path, file: str) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer that the metadata of a GGUF file in the directory describes; errors as transformers has."""
+    with _quiet(), _bare_errors():
+        tokenizer: transformers.PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, gguf_file=file, **_LOCAL
         )
     return tokenizer
 
@@ -146,7 +159,7 @@ def _load_decoded(
     """Run `from_pretrained` on tensors that are decoded when it comes to them, and on the other files beside them."""
     directory, config = checkpoint.directory, plain_config(checkpoint.directory)
     with torch.device("meta"):
-        kind = type(empty_model(config, torch.float32))
+        kind = type(empty_model(copy.deepcopy(config), torch.float32))  # which writes the type into it
     tensors = {name: _Slice(tensor) for name, tensor in checkpoint.tensors.items()}
     model, info = _load(kind, None, {"config": config, "state_dict": tensors, **options})
     model.name_or_path = model.config.name_or_path = str(directory)

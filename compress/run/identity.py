@@ -25,6 +25,7 @@ def identity(job: Job, checkpoint: Checkpoint, calibration: Calibration | None) 
     """Return what decides the bytes of the result; a run may be resumed only if all of it is the same."""
     return {
         "model": fingerprint(checkpoint),
+        "adapter": checkpoint.base_settings.get("adapter"),
         "recipe": recipe.fingerprint(job.recipe),
         "calibration text": calibration.sha256 if calibration is not None else None,
         "seed": job.seed,

@@ -13,6 +13,7 @@ from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
 from compress.run import expert_pruning
 from compress.run.memory_plan import Arrangement
+from compress.storage import paths
 from compress.types import LayerReport, Plan, Pruning
 
 
@@ -23,6 +24,7 @@ class Job:
     model: str  # directory or hub id
     recipe: Recipe
     out: Path
+    adapter: Path | None = None  # directory of a LoRA that is merged into the model
     calib: str | None = None  # None: text that the model generates itself
     max_memory: int | None = None  # bytes
     device: str = "cpu"
@@ -38,7 +40,7 @@ class Job:
     @property
     def model_name(self) -> str:
         """The last part of the model's path or hub id, printable."""
-        return one_line(self.model.rstrip("/").rsplit("/", 1)[-1])
+        return one_line(self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(paths.GGUF))
 
     @property
     def is_paired(self) -> bool:

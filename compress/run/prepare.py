@@ -8,15 +8,14 @@ from pathlib import Path
 
 from compress import plugins
 from compress.calib import data as calib_data
-from compress.errors import CheckpointError, OutputError, first_line
+from compress.errors import CheckpointError, OutputError
 from compress.importers import open_checkpoint
 from compress.model import dry_load
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.recipe import Recipe
-from compress.run import expert_pruning, kv_cache, memory_plan, plan
+from compress.run import expert_pruning, kv_cache, memory_plan, plan, remote_code, source
 from compress.run.job import Job, Prepared
-from compress.storage import paths
 from compress.types import Plan
 
 ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets
@@ -33,14 +32,16 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
 
     `every`: statistics of all inputs, and so calibration text, whether a method needs them or not.
     """
-    checkpoint = open_checkpoint(resolve(job.model))
-    if job.out.resolve() in (checkpoint.directory.resolve(), *checkpoint.directory.resolve().parents):
+    checkpoint = open_checkpoint(source.of(job))
+    given = [Path(each) for each in source.given(job)]
+    if job.out.resolve() in (folder for each in given for folder in (each, *each.parents)):
         raise OutputError(f"the output {job.out} holds the model itself; give another --out")
     if packed := checkpoint.config.get("quantization_config"):
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
+    remote_code.check_tokenizer(checkpoint.directory)
     if job.recipe.kv_cache is not None:
         kv_cache.check(skeleton.config, job.recipe.kv_cache)
     scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}
@@ -95,21 +96,3 @@ def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan
     states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
     sampled, learning = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
     return memory_plan.CacheSizes(sampled, learning, states, logits, kv_cache.BATCH)
-
-
-def resolve(model: str) -> Path:
-    """Return a checkpoint directory: the given one, or the hub's snapshot of a model id."""
-    path = paths.local_model(model)
-    if path is not None:
-        return path
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{model} is no directory here and could not be fetched from the hub ({first_line(error)[:150]}); give the "
-            "path of a downloaded checkpoint"
-        ) from error

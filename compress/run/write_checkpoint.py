@@ -12,10 +12,10 @@ import torch
 
 from compress import process_memory, recipe
 from compress.progress import Progress
-from compress.run import identity, kv_cache, report, trained_factors, verify
+from compress.run import identity, kv_cache, remote_code, report, trained_factors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
-from compress.storage.checkpoint import CONFIG, INDEX, read_header, sync, write_text
+from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
 from compress.storage.workdir import Output
 
 TIED = "tie_word_embeddings"
@@ -62,7 +62,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     copy_files(skeleton.checkpoint.directory, directory)
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
-    config = skeleton.checkpoint.config
+    config = remote_code.without(skeleton.checkpoint.config)
     config = {**(_untied(config) if skeleton.is_untied else config), "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:
@@ -114,7 +114,7 @@ def write_index(directory: Path) -> None:
 
 
 def copy_files(source: Path, directory: Path) -> None:
-    """Tokenizer, generation settings and other small files of the source that hold no weights and no code."""
+    """Copy tokenizer, generation settings and other small files that hold no weights and no code, nor name any."""
     for path in sorted(source.iterdir()):
         name = path.name
         if (
@@ -125,6 +125,9 @@ def copy_files(source: Path, directory: Path) -> None:
         ):
             continue
         if path.suffix in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
+            continue
+        if name.endswith("_config.json") and any(remote_code.references(values := read_json(path))):
+            write_text(directory / name, json.dumps(remote_code.without(values), indent=2, ensure_ascii=False) + "\n")
             continue
         shutil.copyfile(path, directory / name)
         with (directory / name).open("r+b") as stream:

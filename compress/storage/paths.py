@@ -9,6 +9,8 @@ from pathlib import Path
 from compress.errors import CalibrationError, CheckpointError, OutputError
 
 CONFIG = "config.json"
+GGUF = ".gguf"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
 METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
@@ -19,9 +21,27 @@ def local_model(model: str) -> Path | None:
     """Return the path of a model that is here, None for a hub id; CheckpointError for what is neither."""
     if _exists(model):
         return Path(model)
+    if model.lower().endswith(GGUF):
+        raise CheckpointError(f"{model} is not there; give the path of a GGUF file")
     if model.startswith(".") or not HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
     return None
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that is meant by a path: itself, or the only one (the first part) of a directory.
+
+    None for a directory with safetensors files, or without GGUF files. Raises CheckpointError for several of them.
+    """
+    if path.name.lower().endswith(GGUF) and os.path.isfile(path):
+        return path
+    if not os.path.isdir(path) or any(path.glob("*.safetensors")):
+        return None
+    found = sorted(each for each in path.iterdir() if each.name.lower().endswith(GGUF) and each.is_file())
+    first = [each for each in found if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", each.name)]
+    if len(first) > 1:
+        raise CheckpointError(f"{path} holds {len(first)} GGUF models, {first[0].name} and others; give one of them")
+    return first[0] if first else None
 
 
 def check_checkpoint(directory: Path) -> None:
@@ -33,6 +53,14 @@ def check_checkpoint(directory: Path) -> None:
         if not os.access(directory, os.X_OK):
             reason = "or you may not read it"
         raise CheckpointError(f"{directory} has no {CONFIG}; {reason}")
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raise CheckpointError for what is no directory with the settings and the weights of an adapter."""
+    if not os.path.isfile(adapter / ADAPTER_CONFIG):
+        raise CheckpointError(f"{adapter} has no {ADAPTER_CONFIG}; give the directory of a LoRA, as PEFT saves it")
+    if not os.path.isfile(adapter / ADAPTER):
+        raise CheckpointError(f"{adapter} has no {ADAPTER}; save the adapter as safetensors (pickles are not read)")
 
 
 def check_text(source: str) -> None:

@@ -1,0 +1,140 @@
+"""Read GGUF files, the format of llama.cpp, as checkpoints: weights are decoded while they are read.
+
+Such a checkpoint is a directory with a configuration and a tokenizer in the layout of transformers, the file (or a link
+to it), and `MAP`, which says which of its tensors make which weight. transformers' own rules turn them: names, the
+order of rows of queries and keys, norms that are stored as 1 + w. Values that are stored as numbers keep their type;
+those of blocks are decoded to float32 and rounded once, to the type of the configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError, shown
+from compress.importers import gguf_blocks, gguf_header
+from compress.importers.gguf_header import Entry, Header
+from compress.importers.source import Decoded, step
+from compress.storage import config_sizes, json_text
+from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor, read_config, read_json
+
+MAP = ".compress_gguf.json"  # hidden: no part of what is made of the model
+WEIGHT = {"shape": [json_text.INTEGER], "from": [json_text.TEXT]}
+LAYOUT = {
+    **{"file": json_text.TEXT, "settings": json_text.OBJECT},
+    **{"weights": {str: WEIGHT}, "unused": [json_text.TEXT]},
+}
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """List the weights of a directory with a GGUF file and its `MAP`.
+
+    Tensors that no weight is made of are listed under their own names. Raises CheckpointError for damaged files and for
+    types that cannot be read.
+    """
+    config, facts = read_config(directory), read_json(directory / MAP)
+    if wrong := json_text.mismatch(facts, LAYOUT):
+        raise CheckpointError(f"{directory / MAP} is damaged ({wrong}); remove it, and give the .gguf file itself")
+    if Path(facts["file"]).name != facts["file"]:
+        raise CheckpointError(f"{directory / MAP} names {shown(facts['file'])}, outside the directory; refused")
+    header = gguf_header.read_all(directory / facts["file"])
+    dtype = getattr(torch, str(config.get("dtype")), torch.float32)
+    build = _Builder(header, dtype, facts["settings"])
+    weights = {name: build.weight(name, tuple(made["shape"]), made["from"]) for name, made in facts["weights"].items()}
+    used = {*facts["unused"], *(name for made in facts["weights"].values() for name in made["from"])}
+    rest = {name: build.plain(name, entry.shape, entry) for name, entry in header.tensors.items() if name not in used}
+    largest = max((math.prod(entry.shape) for entry in header.tensors.values()), default=0)
+    config_sizes.check(config, str(directory / CONFIG), len(header.tensors), largest)
+    return Checkpoint(directory, config, {**rest, **weights}, _types(header), {"format": "gguf", **facts})
+
+
+def _types(header: Header) -> str:
+    """Return how the weights are stored, in words: GGUF and the types, those of most bytes first."""
+    sizes: dict[str, int] = {}
+    for entry in header.tensors.values():
+        name = gguf_blocks.type_name(entry.type)
+        sizes[name] = sizes.get(name, 0) + entry.nbytes
+    return f"GGUF ({', '.join(sorted(sizes, key=lambda name: -sizes[name]))})"
+
+
+class _Builder:
+    """What makes weights of the tensors of a file; settings: the model's configuration with all defaults."""
+
+    def __init__(self, header: Header, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        self.entries, self.dtype = header.tensors, dtype
+        kind = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
+        self.is_plain = kind is TensorProcessor
+        self.processor = kind(config=dict(settings))
+
+    def weight(self, name: str, shape: tuple[int, ...], names: list[str]) -> Decoded:
+        """Return the weight that these tensors make."""
+        if missing := [each for each in names if each not in self.entries]:
+            raise CheckpointError(f"tensor {shown(missing[0])} of weight {name} is missing; download the file again")
+        entries = [self.entries[each] for each in names]
+        is_table = not names[0].startswith("blk.")  # embeddings, head, last norm: with rows in their order
+        if len(entries) == 1 and (self.is_plain or (is_table and len(shape) == 2)) and entries[0].shape == shape:
+            return self.plain(name, shape, entries[0])
+        return self._decoded(name, shape, entries, lambda start, stop: self._turned(name, shape, entries)[start:stop])
+
+    def plain(self, name: str, shape: tuple[int, ...], entry: Entry) -> Decoded:
+        """Return a weight that is one tensor as it is."""
+        if len(shape) < 2:
+            return self._decoded(name, shape, [entry], lambda start, stop: values(entry)[start:stop])
+        return self._decoded(name, shape, [entry], lambda start, stop: values(entry, start, stop), step(shape))
+
+    def _decoded(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        entries: list[Entry],
+        read: Callable[[int, int], Tensor],
+        rows: int | None = None,
+    ) -> Decoded:
+        dtypes = {gguf_blocks.PLAIN.get(entry.type, self.dtype) for entry in entries}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        sources = tuple(map(_stored, entries))
+        return Decoded(name, dtype, shape, sources, lambda a, b: read(a, b).to(dtype), rows or shape[0])
+
+    def _turned(self, name: str, shape: tuple[int, ...], entries: list[Entry]) -> Tensor:
+        """Return a whole weight in float32, as transformers makes it of these tensors."""
+        made: dict[str, Tensor] = {}
+        mapping = {key: name for entry in entries for key in (entry.name, entry.name.removesuffix(".weight"))}
+        for entry in entries:
+            weights, given, _ = self.processor.process(
+                weights=values(entry).numpy(),
+                name=entry.name,
+                tensor_key_mapping=mapping,
+                parsed_parameters={"tensors": made},
+            )
+            if given is not None:
+                made[name] = torch.from_numpy(weights.copy())
+        if set(made) != {name} or made[name].shape != shape:
+            raise CheckpointError(
+                f"{entries[0].file}: tensor {shown(entries[0].name)} of shape {list(entries[0].shape)} does not make "
+                f"{name} of shape {list(shape)}; its metadata and weights do not belong together"
+            )
+        return made[name]
+
+
+def _stored(entry: Entry) -> StoredTensor:
+    """Return the bytes of a tensor, uint8 [bytes]."""
+    return StoredTensor(entry.name, entry.file, torch.uint8, (entry.nbytes,), entry.offset, entry.nbytes)
+
+
+def values(entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return the entries start .. stop - 1 of the first dimension of a tensor (None: to the last), in float32."""
+    stop = entry.shape[0] if stop is None else stop
+    row = entry.nbytes // entry.shape[0]
+    raw = (
+        _stored(entry).rows(start * row, stop * row) if row * entry.shape[0] == entry.nbytes else _stored(entry).read()
+    )
+    plain = gguf_blocks.PLAIN.get(entry.type)
+    decoded = gguf_blocks.decode(raw, entry.type) if plain is None else raw.view(plain).to(torch.float32)
+    return decoded.reshape(stop - start, *entry.shape[1:])

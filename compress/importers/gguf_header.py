@@ -1,0 +1,203 @@
+"""Read the header of a GGUF file: its metadata and the places of its tensors, with nothing taken on trust.
+
+A file is a magic number, a version, two counts, keys with typed values, a table of tensors, and their bytes. Every
+length is compared with what is left of the file before anything of that length is read; lists of text (vocabularies)
+are walked over and only counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from compress.errors import CheckpointError, shown
+from compress.importers import gguf_blocks
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+TEXT_LIMIT = 16 << 20  # bytes of one text: a chat template, or a vocabulary's own rules
+ITEMS_LIMIT = 4_000_000  # entries of all lists together: the reader of the tokenizer takes some 500 bytes for each
+KEYS_LIMIT, TENSORS_LIMIT = 65_536, 1_000_000
+DIMENSIONS = 4
+KEPT_ITEMS = 1024  # a longer list of numbers (one for each token) is only counted, too
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, LIST = 8, 9
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+class Entry(NamedTuple):
+    """A tensor of a GGUF file."""
+
+    name: str
+    file: Path
+    type: int  # its number in GGUF
+    shape: tuple[int, ...]  # as in torch: rows first
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """What a GGUF file says of itself."""
+
+    metadata: dict[str, Any]  # lists of text, and long ones of numbers, stand there as their length
+    tensors: dict[str, Entry]
+
+    @property
+    def architecture(self) -> str:
+        """The architecture in the words of GGUF."""
+        return str(self.metadata["general.architecture"])
+
+
+def read_all(first: Path) -> Header:
+    """Read the header of a file, and those of the files that go on with it (name-00001-of-00003.gguf).
+
+    The metadata is that of the first. Raises CheckpointError.
+    """
+    parts = [read(file) for file in split_files(first)]
+    tensors: dict[str, Entry] = {}
+    for index, part in enumerate(parts):
+        number, count = part.metadata.get("split.no", index), part.metadata.get("split.count", len(parts))
+        if (number, count) != (index, len(parts)) and count != 0:
+            raise CheckpointError(
+                f"{first} is part {number} of {count}, by its name {index} of {len(parts)}; name the files as they "
+                "were published, and give the first"
+            )
+        if twice := sorted(tensors.keys() & part.tensors.keys()):
+            raise CheckpointError(f"{first}: tensor {shown(twice[0])} is in two of its parts; download them again")
+        tensors.update(part.tensors)
+    if not isinstance(parts[0].metadata.get("general.architecture"), str):
+        raise CheckpointError(f"{first} is damaged: its header has no general.architecture; download it again")
+    return Header(parts[0].metadata, tensors)
+
+
+def split_files(first: Path) -> list[Path]:
+    """Return the files that hold one model, the given one if that is whole; CheckpointError for a missing one."""
+    match = SPLIT.fullmatch(first.name)
+    if match is None:
+        return [first]
+    stem, number, count = match.groups()
+    if int(number) != 1 or not 1 <= int(count) <= TENSORS_LIMIT:
+        raise CheckpointError(
+            f"{first} is not the first part of a split file; give the one that ends in -00001-of-{count}"
+        )
+    files = [first.with_name(f"{stem}-{index + 1:05d}-of-{count}.gguf") for index in range(int(count))]
+    if missing := [file for file in files if not file.is_file()]:
+        raise CheckpointError(f"{missing[0]} is missing, one of {count} parts; download it into the same directory")
+    return files
+
+
+def read(path: Path) -> Header:
+    """Read the header of one file. Raises CheckpointError."""
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} is missing; download it again")
+    try:
+        with path.open("rb") as stream:
+            return _Reader(stream, path).header()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+
+
+class _Reader:
+    """A stream and the bytes that are left of it."""
+
+    def __init__(self, stream: BinaryIO, path: Path) -> None:
+        self.stream, self.path = stream, path
+        self.size = os.fstat(stream.fileno()).st_size
+        self.items = 0
+
+    def header(self) -> Header:
+        magic = self.stream.read(4)
+        if magic != MAGIC:
+            raise CheckpointError(f"{self.path} is not a GGUF file; give one that ends in .gguf, as it was published")
+        version = self._number("I")
+        if version not in VERSIONS:
+            is_turned = int.from_bytes(version.to_bytes(4, "big"), "little") in VERSIONS
+            reason = "is written for big-endian machines" if is_turned else f"has version {version} of GGUF"
+            raise CheckpointError(f"{self.path} {reason}; versions 2 and 3 (little-endian) are read")
+        tensors, keys = self._number("Q"), self._number("Q")
+        self._check(tensors <= TENSORS_LIMIT and keys <= KEYS_LIMIT, f"{tensors} tensors and {keys} keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._text(1 << 16)
+            self._check(key not in metadata, f"key {shown(key)} twice")
+            metadata[key] = self._value(self._number("I"), key)
+        alignment = metadata.get("general.alignment", 32)
+        is_sound = type(alignment) is int and 0 < alignment <= 1 << 20 and alignment % 8 == 0
+        self._check(is_sound, f"alignment {shown(alignment)}")
+        entries = [self._entry() for _ in range(tensors)]
+        base = -(-self.stream.tell() // alignment) * alignment
+        found: dict[str, Entry] = {}
+        for entry in entries:
+            self._check(entry.name not in found, f"tensor {shown(entry.name)} twice")
+            self._check(entry.offset % alignment == 0, f"tensor {shown(entry.name)} out of line")
+            found[entry.name] = entry._replace(offset=base + entry.offset)
+        need = max((entry.offset + entry.nbytes for entry in found.values()), default=base)
+        if need > self.size:
+            raise CheckpointError(f"{self.path} is truncated: {self.size} bytes of {need}; download it again")
+        return Header(metadata, found)
+
+    def _check(self, is_sound: bool, what: str) -> None:
+        if not is_sound:
+            raise CheckpointError(f"{self.path} is damaged: its header has {what}; download it again")
+
+    def _take(self, count: int) -> bytes:
+        left = self.size - self.stream.tell()
+        raw = self.stream.read(count) if count <= left else b""
+        self._check(len(raw) == count, f"{count} bytes to come where {left} are left")
+        return raw
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _text(self, limit: int = TEXT_LIMIT) -> str:
+        length = self._number("Q")
+        self._check(length <= limit, f"a text of {length} bytes")
+        try:
+            return self._take(length).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path} is damaged: its header has text that is not UTF-8") from error
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
+        if kind == TEXT:
+            return self._text()
+        self._check(kind == LIST, f"a value of kind {kind} for {shown(key)}")
+        inner, count = self._number("I"), self._number("Q")
+        self.items += count
+        self._check(self.items <= ITEMS_LIMIT, f"lists of {self.items} entries")
+        if inner == TEXT:
+            for _ in range(count):
+                length = self._number("Q")
+                self._check(
+                    length <= TEXT_LIMIT and length <= self.size - self.stream.tell(), f"a text of {length} bytes"
+                )
+                self.stream.seek(length, os.SEEK_CUR)
+            return count
+        self._check(inner in SCALARS, f"a list of kind {inner} for {shown(key)}")
+        raw = self._take(count * struct.calcsize(f"<{SCALARS[inner]}"))
+        return count if count > KEPT_ITEMS else list(struct.unpack(f"<{count}{SCALARS[inner]}", raw))
+
+    def _entry(self) -> Entry:
+        """Return the next tensor; its offset counts from where the data begins."""
+        name, dimensions = self._text(1 << 10), self._number("I")
+        self._check(1 <= dimensions <= DIMENSIONS, f"tensor {shown(name)} of {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        kind, offset = self._number("I"), self._number("Q")
+        elements = math.prod(shape)
+        self._check(
+            0 < elements <= self.size * 16 and offset <= self.size, f"tensor {shown(name)} of shape {shown(shape)}"
+        )
+        if kind in gguf_blocks.PLAIN:
+            return Entry(name, self.path, kind, shape, offset, elements * gguf_blocks.PLAIN[kind].itemsize)
+        block = gguf_blocks.BLOCKS.get(kind)
+        if block is None:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} is of type {gguf_blocks.type_name(kind)}, which is not read; give "
+                "a file of another type, such as Q8_0"
+            )
+        self._check(shape[-1] % block.elements == 0, f"tensor {shown(name)} with rows of {shape[-1]} for {block.name}")
+        return Entry(name, self.path, kind, shape, offset, elements // block.elements * block.nbytes)

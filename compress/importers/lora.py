@@ -1,0 +1,168 @@
+"""Merge a LoRA adapter into the weights of a checkpoint, while they are read.
+
+An adapter is a directory as PEFT writes it: adapter_config.json and adapter_model.safetensors. Each module that it
+names has two matrices, A [r, in] and B [out, r]. Its weight becomes W + s B A, summed in float32 and rounded once to
+the type of W, where s is alpha / r, or alpha / sqrt(r) (rsLoRA). With DoRA every row (output) of the sum is scaled to a
+length that is stored. A tensor of the adapter that nothing is done with is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.errors import CheckpointError, shown
+from compress.importers.source import Decoded, step
+from compress.storage import checkpoint as storage
+from compress.storage import paths
+from compress.storage.checkpoint import Checkpoint, Readable, StoredTensor
+
+FOLDER = "compress_adapter"  # in a checkpoint directory: the adapter that is merged into it
+CONFIG, WEIGHTS = paths.ADAPTER_CONFIG, paths.ADAPTER
+PREFIX = "base_model.model."
+KEYS = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)")
+REFUSED = ("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices")
+PATTERN = re.compile(r"[\w.\\^$|()\[\]\-*+]{1,200}")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an adapter does to one weight."""
+
+    a: StoredTensor  # [r, in]
+    b: StoredTensor  # [out, r]
+    magnitude: StoredTensor | None  # [out], of DoRA
+    scaling: float
+    is_turned: bool  # the weight is stored as [in, out]
+
+    def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        """Return rows start .. stop - 1 of the merged weight, in float32, from those of the weight.
+
+        With DoRA on a turned weight all rows are given.
+        """
+        a, b = self.a.read().float(), self.b.read().float()
+        product = a[:, start:stop].T @ b.T if self.is_turned else b[start:stop] @ a
+        merged = rows.float() + self.scaling * product
+        if self.magnitude is None:
+            return merged
+        magnitude, outputs = self.magnitude.read().float().reshape(-1), 1 - int(self.is_turned)
+        lengths = merged.norm(dim=outputs, keepdim=True)
+        return merged * ((magnitude[None] if self.is_turned else magnitude[start:stop, None]) / lengths)
+
+
+def check(adapter: Path) -> None:
+    """Raise CheckpointError for a directory that holds no adapter that can be merged; no weights are read."""
+    paths.check_adapter(adapter)
+    settings = storage.read_json(adapter / CONFIG)
+    if settings.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{adapter / CONFIG}: peft_type is {shown(settings.get('peft_type'))}; only LORA is merged"
+        )
+    for key in REFUSED:
+        if settings.get(key):
+            raise CheckpointError(
+                f"{adapter / CONFIG} has {key} {shown(settings[key])}, which is not merged; merge it with PEFT "
+                "(merge_and_unload) and give the result"
+            )
+    if settings.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{adapter / CONFIG}: trained biases ({shown(settings['bias'])}) are not merged; use PEFT"
+        )
+
+
+def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
+    """Return the checkpoint with the adapter merged into its weights as they are read.
+
+    Raises CheckpointError for an adapter of another model, of another kind, or with tensors of no use.
+    """
+    check(adapter)
+    tensors: dict[str, Readable] = dict(checkpoint.tensors)
+    for module, update in _updates(adapter).items():
+        name = _weight_name(f"{module}.weight", tensors, adapter)
+        tensors[name] = _merged(tensors[name], update, adapter)
+    digest = hashlib.sha256()
+    for file in (CONFIG, WEIGHTS):
+        digest.update(storage.sha256(adapter / file).encode())
+    base = ", ".join(filter(None, [checkpoint.base, f"adapter {adapter.resolve().name} merged"]))
+    settings = {**checkpoint.base_settings, "adapter": digest.hexdigest()}
+    return Checkpoint(checkpoint.directory, checkpoint.config, tensors, base, settings)
+
+
+def _updates(adapter: Path) -> dict[str, Update]:
+    """Return module -> what is done to its weight."""
+    settings = storage.read_json(adapter / CONFIG)
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, stored in storage.read_header(adapter / WEIGHTS).items():
+        match = KEYS.fullmatch(name.removeprefix(PREFIX))
+        if match is None or not stored.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{adapter / WEIGHTS}: tensor {shown(name)} is no part of a LoRA on a linear layer; merge the adapter "
+                "with PEFT (merge_and_unload) and give the result"
+            )
+        modules.setdefault(match[1], {})[match[2].removesuffix(".weight")] = stored
+    if not modules:
+        raise CheckpointError(f"{adapter / WEIGHTS} holds no tensors; save the adapter again")
+    return {module: _update(adapter, settings, module, parts) for module, parts in modules.items()}
+
+
+def _update(adapter: Path, settings: Mapping[str, Any], module: str, parts: Mapping[str, StoredTensor]) -> Update:
+    a, b, magnitude = (parts.get(key) for key in ("lora_A", "lora_B", "lora_magnitude_vector"))
+    if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
+        raise CheckpointError(f"{adapter / WEIGHTS}: the matrices A and B of {shown(module)} do not fit each other")
+    if (magnitude is not None) != bool(settings.get("use_dora")):
+        raise CheckpointError(f"{adapter}: use_dora and the tensors of {shown(module)} do not agree; save it again")
+    alphas = settings.get("alpha_pattern") or {}
+    alpha = next((alphas[key] for key in alphas if _matches(adapter, key, module)), settings.get("lora_alpha"))
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise CheckpointError(f"{adapter / CONFIG}: lora_alpha {shown(alpha)} of {shown(module)} is no number")
+    rank = a.shape[0]  # what rank_pattern or r say, too
+    scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return Update(a, b, magnitude, scaling, bool(settings.get("fan_in_fan_out")))
+
+
+def _matches(adapter: Path, pattern: str, module: str) -> bool:
+    """Return whether a pattern of the adapter's settings, a name or a simple expression, means a module."""
+    if not PATTERN.fullmatch(pattern) or re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+]", pattern)) > 2:
+        raise CheckpointError(f"{adapter / CONFIG}: pattern {shown(pattern)} is too involved; name the modules instead")
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    except re.error as error:
+        raise CheckpointError(f"{adapter / CONFIG}: pattern {shown(pattern)} is no regular expression") from error
+
+
+def _weight_name(name: str, tensors: Mapping[str, Readable], adapter: Path) -> str:
+    """Return the name on disk of a weight: this, or the only one that differs from it by what stands in front."""
+    if name in tensors:
+        return name
+    close = [each for each in tensors if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    if len(close) != 1:
+        raise CheckpointError(
+            f"{adapter} changes {shown(name)}, which the checkpoint does not store under that name; it is of another "
+            "model, or its weight is stored together with others: merge it with PEFT and give the result"
+        )
+    return close[0]
+
+
+def _merged(weight: Readable, update: Update, adapter: Path) -> Decoded:
+    outputs, inputs = update.b.shape[0], update.a.shape[1]
+    shape = (inputs, outputs) if update.is_turned else (outputs, inputs)
+    is_whole = update.magnitude is None or update.magnitude.shape in ((outputs,), (outputs, 1), (1, outputs))
+    if weight.shape != shape or not weight.dtype.is_floating_point or not is_whole:
+        raise CheckpointError(
+            f"{adapter} is made for {weight.name} of shape {list(shape)}, the checkpoint has {list(weight.shape)}; it "
+            "is of another model"
+        )
+
+    def decode(start: int, stop: int) -> Tensor:
+        return update.apply(weight.rows(start, stop), start, stop).to(weight.dtype)
+
+    factors = [each for each in (update.a, update.b, update.magnitude) if each is not None]
+    rows = shape[0] if update.magnitude is not None and update.is_turned else step(shape)
+    return Decoded(weight.name, weight.dtype, shape, (*weight.sources, *factors), decode, rows)

@@ -1,0 +1,155 @@
+"""Take a model's configuration, tokenizer and the names of its weights from a GGUF file, by the rules of transformers.
+
+transformers leaves out how positions are stretched and how wide some heads and experts are. That is taken from the
+file here, or the file is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+
+from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
+from compress.importers import gguf_blocks, gguf_header
+from compress.importers.gguf import values
+from compress.importers.gguf_header import Header
+from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config
+from compress.storage.checkpoint import CONFIG, write_text
+
+LEFT_OUT = {  # keys of files -> settings that transformers would leave at their defaults
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+HEAD = "output.weight"  # the output head; a file without one has tied embeddings
+FREQUENCIES = "rope_freqs.weight"  # by how much each rotary frequency is divided, float32 [head size / 2]
+LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # of the one way to stretch positions that is written as such a tensor
+
+
+def write_directory(file: Path, directory: Path) -> dict[str, Any]:
+    """Write the configuration and the tokenizer of a GGUF file into a directory that has it (or a link to it) already.
+
+    Return what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
+    UnsupportedModelError for an architecture that transformers does not read from such files.
+    """
+    header = gguf_header.read_all(file)
+    with _one_line(file, header):
+        config = open_config(directory, gguf_file=file.name)
+        for key, name in LEFT_OUT.items():
+            if (width := header.metadata.get(f"{header.architecture}.{key}")) is not None and hasattr(config, name):
+                setattr(config, name, width)
+        unused = _stretch(file, header, config)
+        if HEAD in header.tensors and HEAD not in gguf_header.read(file).tensors:
+            config.tie_word_embeddings = False  # transformers looks into the first part of a split file only
+        config.dtype = dtype(header)
+        with init_empty_weights(include_buffers=False):
+            model = empty_model(config, config.dtype)
+        config.architectures = [type(model).__name__]
+        weights = _weights(model, header)
+        gguf_tokenizer(directory, file.name).save_pretrained(directory)
+    settings = json.loads(config.to_json_string(use_diff=False))
+    write_text(directory / CONFIG, config.to_json_string(use_diff=True))
+    return {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+
+
+def dtype(header: Header) -> torch.dtype:
+    """Return the type of the model: of most values if all are stored as numbers, bfloat16 if some are in blocks."""
+    sizes: dict[torch.dtype, int] = {}
+    for entry in header.tensors.values():
+        plain = gguf_blocks.PLAIN.get(entry.type)
+        if plain is None:
+            return torch.bfloat16
+        sizes[plain] = sizes.get(plain, 0) + math.prod(entry.shape)
+    return max(sizes, key=lambda each: sizes[each], default=torch.float32)
+
+
+def _weights(model: transformers.PreTrainedModel, header: Header) -> dict[str, dict[str, Any]]:
+    """Return weight -> its shape and the names of the tensors that make it."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
+    named = get_gguf_hf_weights_map(model, processor)
+    state = model.state_dict()
+    weights: dict[str, dict[str, Any]] = {}
+    for tensor in header.tensors:
+        name = named.get(tensor, named.get(tensor.removesuffix(".weight")))  # experts have no .weight there
+        if name is not None:
+            made = weights.setdefault(name, {"shape": list(state[name].shape), "from": []})
+            made["from"].append(tensor)
+    return weights
+
+
+def _stretch(file: Path, header: Header, config: transformers.PretrainedConfig) -> list[str]:
+    """Write into the configuration how the file stretches positions; return the tensors that say so and nothing else.
+
+    Raises UnsupportedModelError for a way that is not known.
+    """
+    text = config.get_text_config()
+    known = getattr(text, "rope_parameters", None) or {}
+    prefix = f"{header.architecture}.rope.scaling."
+    kind, factor = header.metadata.get(f"{prefix}type", "none"), header.metadata.get(f"{prefix}factor")
+    is_known = known.get("rope_type", "default") != "default"
+    if FREQUENCIES in header.tensors:
+        text.rope_parameters = {**known, **_stretched_by_tensor(file, header, config, known)}
+        return [FREQUENCIES]
+    if kind == "none" or is_known:
+        return []
+    original = header.metadata.get(f"{prefix}original_context_length")
+    if kind == "linear" and factor:
+        text.rope_parameters = {**known, "rope_type": kind, "factor": factor}
+    elif kind == "yarn" and factor and original:
+        text.rope_parameters = {
+            **known,
+            "rope_type": kind,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
+    else:
+        raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({shown(kind)}); not read")
+    return []
+
+
+def _stretched_by_tensor(
+    file: Path, header: Header, config: transformers.PretrainedConfig, known: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that give the divisors of the rotary frequencies in a file, computed anew and compared."""
+    divisors = values(header.tensors[FREQUENCIES]).tolist()
+    factor = max(divisors)
+    turns = [float(known.get("rope_theta", 10000.0)) ** (index / len(divisors)) for index in range(len(divisors))]
+    expected = []
+    for wavelength in (2 * math.pi * turn for turn in turns):
+        share = min(1.0, max(0.0, (ORIGINAL / wavelength - LOW) / (HIGH - LOW)))
+        expected.append(1 / ((1 - share) / factor + share))
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, expected, strict=True)):
+        raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({FREQUENCIES}); not read")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW,
+        "high_freq_factor": HIGH,
+        "original_max_position_embeddings": ORIGINAL,
+    }
+
+
+@contextmanager
+def _one_line(file: Path, header: Header) -> Iterator[None]:
+    """Turn what is raised for metadata that transformers cannot read into one clear line."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(f"to read {file} install the package gguf: pip install 'compress-llm[gguf]'") from error
+    try:
+        yield
+    except FAILURES as error:
+        raise UnsupportedModelError(
+            f"{file}: transformers cannot read this GGUF file of architecture {shown(header.architecture)} "
+            f"({first_line(error)}); give the checkpoint that it was made of"
+        ) from error

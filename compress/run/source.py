@@ -1,0 +1,90 @@
+"""Make a checkpoint directory of what a user names: a directory, a hub id, a GGUF file; with or without an adapter.
+
+Everything that opens a model opens a directory. A GGUF file gets a temporary one with its configuration, its tokenizer,
+a link to the file, and what says how to read it. With an adapter the directory has links to the files of the checkpoint
+and to the adapter. No weight is read or copied. The process removes it when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from compress import process_memory
+from compress.errors import CheckpointError, first_line
+from compress.importers import gguf, gguf_header, lora
+from compress.run.job import Job
+from compress.storage import paths
+from compress.storage.checkpoint import write_text
+
+
+def of(job: Job) -> Path:
+    """Return the directory of a job's model, with its adapter; CheckpointError as `resolve`."""
+    return resolve(job.model, job.adapter)
+
+
+def given(job: Job) -> list[str]:
+    """Return where a job's model and adapter lie, which is the same in every process."""
+    path = paths.local_model(job.model) or _fetched(job.model)
+    return [str(each.resolve()) for each in (path, job.adapter) if each is not None]
+
+
+def resolve(model: str, adapter: Path | None = None) -> Path:
+    """Return the directory of a model: the given one, the hub's snapshot of an id, or a temporary one.
+
+    `adapter`: of a LoRA that is merged into it. Raises CheckpointError.
+    """
+    path = paths.local_model(model) or _fetched(model)
+    file = paths.gguf_file(path)
+    if file is None and adapter is None:
+        return path
+    return _directory(path.resolve(), file and file.resolve(), adapter and adapter.resolve())
+
+
+@functools.cache
+def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
+    """Make the directory of a model that is no checkpoint directory by itself."""
+    folder = Path(tempfile.mkdtemp(prefix="compress-"))
+    atexit.register(_remove, folder, os.getpid())
+    directory = folder / path.name.removesuffix(paths.GGUF)
+    directory.mkdir()
+    if file is None:
+        for each in path.iterdir():
+            if each.is_file():
+                (directory / each.name).symlink_to(each)
+    else:
+        from compress.model import gguf_names
+
+        for part in gguf_header.split_files(file):
+            (directory / part.name).symlink_to(part)
+        write_text(directory / gguf.MAP, json.dumps(gguf_names.write_directory(file, directory)))
+        process_memory.trim()  # a vocabulary takes several hundred bytes a token while it is read
+    if adapter is not None:
+        lora.check(adapter)
+        (directory / lora.FOLDER).symlink_to(adapter)
+    return directory
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Remove a folder, unless this is a copy of the process that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fetched(model: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{model} is no directory here and could not be fetched from the hub ({first_line(error)[:150]}); give the "
+            "path of a downloaded checkpoint"
+        ) from error
