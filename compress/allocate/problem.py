@@ -19,7 +19,8 @@ Choice = tuple[int, ...]  # of each unit, the index of an entry
 JOINT: Final = "joint"  # among what an allocator needs: it measures choices
 KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
 FROM_BASE: Final = "kl_one_at_a_time_from_base"
-WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "noise"]
+KL_SHARES: Final = "kl_shares"
+WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "kl_shares", "noise"]
 Estimator = Literal["hessian", "output", "weight", WholeModel]
 BlockScale = Literal["none", WholeModel]
 
@@ -103,6 +104,13 @@ class ChoiceEvaluator(Protocol):
 
     def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
         """Return KL(original || choice), nats a token, of each choice on these sequences, alone or beside others."""
+
+
+class ShareEvaluator(ChoiceEvaluator, Protocol):
+    """An evaluator that also tells what each unit has to do with the effect of a choice."""
+
+    def shares(self, choice: Choice) -> list[float]:
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token. They add up to about that."""
 
 
 @dataclass(frozen=True)
