@@ -72,6 +72,9 @@ class NextToken:
         return nn.functional.cross_entropy(logits, following, reduction="sum")
 
 
+BlockChange = Callable[[int, nn.Module], None]  # of a loaded block, by its index, in place
+
+
 class Gradient(NamedTuple):
     """Sums of a weight [out, in], float32. The loss of a sequence is the mean over its scored positions, in nats."""
 
@@ -85,7 +88,7 @@ def gradients(
     file: Path | None = None,
     device: torch.device | str = "cpu",
     loss: Loss | None = None,
-    change: Callable[[int, nn.Module], None] | None = None,
+    change: BlockChange | None = None,
 ) -> Iterator[tuple[int, dict[str, Gradient]]]:
     """Yield (index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
 
@@ -104,20 +107,32 @@ def gradients(
     try:
         calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
         for index in range(count):
-            blockwise.propagate(skeleton, index, calls, stream, 1, device, (index, index + 1), change)
+            block, name = _loaded(skeleton, index, device, change), skeleton.block_prefix(index).rstrip(".")
+            for sample in range(stream.samples):
+                hidden = stream.read(sample, 1, index).to(device)
+                stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
+            skeleton.free()
         lm_head.load(skeleton, device)
         for sample in range(stream.samples):
             behind = stream.read(sample, 1, count).to(device)
             stream.write(sample, _behind(skeleton, behind, loss, sample), count)
         skeleton.free()
         for index in reversed(range(count)):
-            block = blockwise.loaded(skeleton, index, device, change)
+            block = _loaded(skeleton, index, device, change)
             found = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
             skeleton.free()
             yield index, found
     finally:
         skeleton.free()
         stream.close()
+
+
+def _loaded(skeleton: Skeleton, index: int, device: torch.device, change: BlockChange | None) -> nn.Module:
+    """Return a block with the weights that are differentiated by."""
+    block = skeleton.load_block(index, device)
+    if change is not None:
+        change(index, block)
+    return block
 
 
 @torch.enable_grad()

@@ -110,7 +110,7 @@ class ShareEvaluator(ChoiceEvaluator, Protocol):
     """An evaluator that also tells what each unit has to do with the effect of a choice."""
 
     def shares(self, choice: Choice) -> list[float]:
-        """Return each unit's share of KL(original || choice) on all sequences, nats a token. They add up to about that."""
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token; they add up to it about."""
 
 
 @dataclass(frozen=True)

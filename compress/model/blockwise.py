@@ -236,16 +236,6 @@ def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> T
     return states
 
 
-def loaded(
-    skeleton: Skeleton, index: int, device: torch.device, change: Callable[[int, nn.Module], None] | None
-) -> nn.Module:
-    """Return a block with its weights; `change` may give it others, in place."""
-    block = skeleton.load_block(index, device)
-    if change is not None:
-        change(index, block)
-    return block
-
-
 def propagate(
     skeleton: Skeleton,
     index: int,
@@ -254,10 +244,9 @@ def propagate(
     batch: int,
     device: torch.device,
     sides: tuple[int, int],
-    change: Callable[[int, nn.Module], None] | None = None,
 ) -> None:
     """Load a block, run it on one side of the stream, write what comes out to the other, and free the block."""
-    block, name = loaded(skeleton, index, device, change), skeleton.block_prefix(index).rstrip(".")
+    block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
     for start in range(0, stream.samples, batch):
         hidden = stream.read(start, min(batch, stream.samples - start), sides[0]).to(device)
         stream.write(start, run_block(block, calls[index][len(hidden)], hidden, name), sides[1])

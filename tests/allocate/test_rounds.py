@@ -140,7 +140,7 @@ UNITS = tuple(
         (f"layer.{u}",),
         0,
         8,
-        tuple(Entry(str(b), 10 * b, b, {"weight": d}) for b, d in zip((2, 3, 4), row)),
+        tuple(Entry(str(b), 10 * b, b, {"weight": d}) for b, d in zip((2, 3, 4), row, strict=True)),
     )
     for u, row in enumerate(DAMAGES)
 )
