@@ -3,8 +3,8 @@
 The share of a linear is <g, Q - W>: W its original weight, Q that of the choice, g the gradient of the model's KL to
 the original where all weights are half way between both. These are Aumann-Shapley values by the midpoint rule: the
 integral of the gradient along the line from the original to the choice, so that all shares add up to the choice's
-divergence, exactly where that is quadratic. A share so counts what a linear does in the company of all others, where damages of one unit at
-a time count what it does to a model that is whole. Cost: a forward and a backward pass.
+divergence, exactly where that is quadratic. A share so counts what a linear does in the company of all others, where
+damages of one unit at a time count what it does to a model that is whole. Cost: a forward and a backward pass.
 """
 
 from __future__ import annotations

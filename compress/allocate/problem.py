@@ -20,8 +20,11 @@ JOINT: Final = "joint"  # among what an allocator needs: it measures choices
 KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
 FROM_BASE: Final = "kl_one_at_a_time_from_base"
 KL_SHARES: Final = "kl_shares"
+AUTO: Final = (
+    "auto"  # the best that fits into the time (estimator_cost.py), which takes its place before anything is chosen
+)
 WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "kl_shares", "noise"]
-Estimator = Literal["hessian", "output", "weight", WholeModel]
+Estimator = Literal["auto", "hessian", "output", "weight", WholeModel]
 BlockScale = Literal["none", WholeModel]
 
 
@@ -110,7 +113,7 @@ class ShareEvaluator(ChoiceEvaluator, Protocol):
     """An evaluator that also tells what each unit has to do with the effect of a choice."""
 
     def shares(self, choice: Choice) -> list[float]:
-        """Return each unit's share of KL(original || choice) on all sequences, nats a token; they add up to it about."""
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 Damages that are measured with one unit changed, or with all units at the same option, do not add up where the model is
 hurt: a unit's damage depends on the company that it is in. A round measures the share that each unit has in the KL of
 the present choice (`ShareEvaluator`), multiplies the damages of all its options by share / damage of the chosen one,
-and solves anew. The choice with the least measured KL of all rounds is kept, the first one included, so that rounds never
-worsen the KL on the text that is measured on. A round costs a forward and a backward pass for the shares, and a forward
-pass for the KL.
+and solves anew. The choice with the least measured KL of all rounds is kept, the first one included, so that rounds
+never worsen the KL on the text that is measured on. A round costs a forward and a backward pass for the shares, and a
+forward pass for the KL.
 
 Rounds end early at a choice that has been measured. What is measured is kept in the folder, so that a killed run goes
 on.

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from compress.allocate import rounds
 from compress.allocate.problem import (
+    AUTO,
     JOINT,
-    KL_ONE_AT_A_TIME,
     Allocated,
     BlockScale,
     Estimator,
@@ -33,8 +33,8 @@ from compress.allocate.solver import Limits, Solver, damages_of, solve
 
 @dataclass(frozen=True)
 class Config(Limits):
-    estimator: Estimator = KL_ONE_AT_A_TIME  # measured or estimated damage of each unit at each option, which is added
-    # up
+    estimator: Estimator = AUTO  # measured or estimated damage of each unit at each option, which is added up; auto:
+    # the best that fits into the time
     scale: BlockScale = "none"  # damage to which the sum of each block is scaled; none: not scaled
     solver: Solver = "hull"  # hull: greedy on convex hulls; milp: a 0/1 program, exact to `gap`
     rounds: int = 0  # [rounds] of measuring damages again around the choice, each at a backward and two forward passes
