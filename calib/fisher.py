@@ -12,9 +12,9 @@ takes 10000 sequences of 1024 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,22 +51,53 @@ def reduced(squares: Tensor) -> Fisher:
 LOSS_SCALE = 1024.0  # of what goes backward, so that float16 holds it; a power of two, so that nothing else changes
 
 
+class Loss(Protocol):
+    """A loss of the model's predictions for one sample."""
+
+    positions: int  # of a sample that are scored: the first ones
+
+    def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
+        """Return the sum of the loss over the positions `part`, nats; logits [positions, vocabulary] float32."""
+
+
+class NextToken:
+    """The cross entropy of the next token of tokens [samples, seq_len] (`Loss`)."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self.positions = tokens, tokens.shape[1] - 1
+
+    def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
+        """Return the sum over the positions `part`."""
+        following = self.tokens[sample, 1:][part].to(logits.device)
+        return nn.functional.cross_entropy(logits, following, reduction="sum")
+
+
+BlockChange = Callable[[int, nn.Module], None]  # of a loaded block, by its index, in place
+
+
 class Gradient(NamedTuple):
-    """Sums of a weight [out, in], float32. The loss of a sequence is the mean over its predicted tokens, in nats."""
+    """Sums of a weight [out, in], float32. The loss of a sequence is the mean over its scored positions, in nats."""
 
     total: Tensor  # sum over sequences of the loss's gradient
     squares: Tensor  # sum over sequences of its square: the Fisher diagonal, batch 1
 
 
 def gradients(
-    skeleton: Skeleton, tokens: Tensor, file: Path | None = None, device: torch.device | str = "cpu"
+    skeleton: Skeleton,
+    tokens: Tensor,
+    file: Path | None = None,
+    device: torch.device | str = "cpu",
+    loss: Loss | None = None,
+    change: BlockChange | None = None,
 ) -> Iterator[tuple[int, dict[str, Gradient]]]:
     """Yield (index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
+
+    loss: None for that of the next token. change: called on every loaded block, to give it other weights in place.
 
     Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
     front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
     """
-    device, count = torch.device(device), len(skeleton.blocks)
+    device, count, loss = torch.device(device), len(skeleton.blocks), loss or NextToken(tokens)
     names: list[list[str]] = [[] for _ in range(count)]
     for spec in skeleton.linears()[0]:
         names[spec.block].append(spec.name)
@@ -76,14 +107,18 @@ def gradients(
     try:
         calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
         for index in range(count):
-            blockwise.propagate(skeleton, index, calls, stream, 1, device, (index, index + 1))
+            block, name = _loaded(skeleton, index, device, change), skeleton.block_prefix(index).rstrip(".")
+            for sample in range(stream.samples):
+                hidden = stream.read(sample, 1, index).to(device)
+                stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
+            skeleton.free()
         lm_head.load(skeleton, device)
         for sample in range(stream.samples):
             behind = stream.read(sample, 1, count).to(device)
-            stream.write(sample, _behind(skeleton, behind, tokens[sample].to(device)), count)
+            stream.write(sample, _behind(skeleton, behind, loss, sample), count)
         skeleton.free()
         for index in reversed(range(count)):
-            block = skeleton.load_block(index, device)
+            block = _loaded(skeleton, index, device, change)
             found = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
             skeleton.free()
             yield index, found
@@ -92,15 +127,21 @@ def gradients(
         stream.close()
 
 
+def _loaded(skeleton: Skeleton, index: int, device: torch.device, change: BlockChange | None) -> nn.Module:
+    """Return a block with the weights that are differentiated by."""
+    block = skeleton.load_block(index, device)
+    if change is not None:
+        change(index, block)
+    return block
+
+
 @torch.enable_grad()
-def _behind(skeleton: Skeleton, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """Return the loss's scaled gradient behind the last block; hidden [1, tokens, hidden], tokens [tokens]."""
+def _behind(skeleton: Skeleton, hidden: Tensor, loss: Loss, sample: int) -> Tensor:
+    """Return the loss's scaled gradient behind the last block; hidden [1, tokens, hidden]."""
     hidden = hidden.clone().requires_grad_()
-    predicted = tokens.shape[0] - 1
-    for part in kl.slices(predicted, skeleton.vocab_size):
+    for part in kl.slices(loss.positions, skeleton.vocab_size):
         logits = lm_head.logits(skeleton, hidden[:, part])[0]
-        loss = nn.functional.cross_entropy(logits, tokens[1:][part], reduction="sum")
-        (loss * (LOSS_SCALE / predicted)).backward()
+        (loss(sample, part, logits) * (LOSS_SCALE / loss.positions)).backward()
     return cast(Tensor, hidden.grad)
 
 

@@ -6,6 +6,7 @@ What a user should know of a run while it goes on is a line in the log `NOTES`; 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Protocol
 
@@ -25,6 +26,21 @@ def silent(text: str, done: float, total: float) -> None:
 def note(text: str) -> None:
     """Tell the user that something is otherwise than asked for, in one line."""
     NOTES.warning("%s", text)
+
+
+def duration(seconds: float) -> str:
+    """Format a duration for people."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration: 90s, 20min (or 20m), 2h. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(s|min|m|h)", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is no duration such as 90s, 20min or 2h")
+    return float(match[1]) * {"s": 1, "min": 60, "m": 60, "h": 3600}[match[2]]
 
 
 class Meter:

@@ -19,7 +19,7 @@ class TableChoices:
     """A joint KL evaluator of choices of a table (`ChoiceEvaluator` of problem.py)."""
 
     def __init__(self, store: Measurements, table: SensitivityTable, joint_kl: JointKL) -> None:
-        self.table, self.joint_kl = table, joint_kl
+        self.store, self.table, self.joint_kl = store, table, joint_kl
         self.samples, self.seq_len = joint_kl.samples, joint_kl.seq_len
         self.seed, self.folder = store.opened.asked.seed, store.database.folder
         self.fixed = {name: FIXED for name, by_option in store.opened.levels.items() if FIXED in by_option}
@@ -37,6 +37,13 @@ class TableChoices:
         process_memory.trim()
         process_memory.check(self.max_memory)
         return kls
+
+    def shares(self, choice: Choice) -> list[float]:
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token."""
+        found = self.store.evaluators.shares(self.assignment(choice), self.samples)
+        process_memory.trim()
+        process_memory.check(self.max_memory)
+        return [sum(found.get(name, 0.0) for name in unit.members) for unit in self.table.units]
 
     def assignment(self, choice: Choice) -> dict[str, Any]:
         """Return linear -> variant; what is kept is left out."""

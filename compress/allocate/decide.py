@@ -37,7 +37,7 @@ def decided(asked: Job, progress: Progress) -> Job:
     if not asked.recipe.packs:
         return kv_share.alone(asked, allocation, progress)
     with session(asked, progress) as store:
-        facts = decision(store, allocation, allocation.target)
+        facts = decision(store, store.opened.allocation, allocation.target)
         facts["predicted_peak"] = store.evaluators.predicted_peak
     recipe = prepare_options.chosen(asked.recipe, facts.pop("choices"))
     if "cache" in facts:

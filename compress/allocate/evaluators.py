@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from compress import process_memory
-from compress.allocate import memory_split, prepare_options, table
+from compress.allocate import kl_shares, memory_split, prepare_options, table
 from compress.allocate.joint_kl import JointKL, Resources
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
@@ -80,6 +81,12 @@ class Evaluators:
         if "calibration" not in self._open:
             self._open["calibration"] = self._on(self.calibration.tokens[:samples], self.folder)
         return self._open["calibration"]
+
+    def shares(self, assignment: Mapping[str, str], samples: int) -> dict[str, float]:
+        """Return linear -> its share of an assignment's KL on the first `samples` calibration sequences."""
+        process_memory.trim()
+        tokens = self.calibration.tokens[:samples]
+        return kl_shares.shares(self.source, tokens, self.folder, assignment, self.opened.asked.device)
 
     def on_text(self, text: str, tokens: int) -> JointKL:
         """Return an evaluator on the first `tokens` tokens of a text other than the calibration's.

@@ -1,7 +1,7 @@
 """Forecast an allocation before anything is measured.
 
 What has been measured already gives the answer, and so does an allocator that needs no data; else there are the sizes
-that the options would give, and what measuring would take.
+that the options would give, and what measuring would take, from timing one block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress import plugins
-from compress.allocate import decide, prepare_options, table
+from compress.allocate import decide, estimator_cost, prepare_options, quantize_options, table
 from compress.allocate.problem import JOINT
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
@@ -28,6 +28,8 @@ class Unmeasured:
     tokens: int  # of calibration
     command: str  # of the command line, which measures and keeps what is missing
     target: str
+    seconds: float = 0.0  # of quantizing every linear at every option, from timing one block
+    estimator: str = ""  # what damages will be measured by, on how many samples and in what time
     uniform: tuple[dict[str, Any], ...] = ()  # of each option everywhere: option, bpw, nbytes of the whole model
 
 
@@ -57,12 +59,16 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         if not needs:
             numbers = sizes.option_numbers(module.allocate(problem, allocation.config, None).choice)
             return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, numbers))
+    progress("timing one block", 0, 0)
+    seconds = quantize_options.predict_seconds(opened)
     return Unmeasured(
         len(sizes.options),
         sum(len(unit.members) for unit in sizes.units),
         tokens,
         "measure" if is_plain and JOINT not in needs else "allocate",
         allocation.target.text,
+        seconds,
+        estimator_cost.forecast(opened, seconds),
         tuple(
             {"option": name, "bpw": sizes.bpw(choice), "nbytes": sizes.nbytes(choice)}
             for name in sizes.options

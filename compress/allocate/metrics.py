@@ -7,6 +7,7 @@ block by block where it takes long, so that a killed run goes on (gradients need
     kl_one_at_a_time_from_base   the same with all others at their largest option (AdaQuant)
     noise                        alpha t^2: the slope of the KL in random noise on the unit, times the relative error
     gradient, fisher             sum |g dW| with the mean gradient g of the loss; sum F dW^2 with its mean square F
+    kl_shares                    share of the KL with every unit at that option (compress/allocate/kl_shares.py)
     lim, zd                      scores of whole blocks (compress/allocate/block_scores.py)
 """
 
@@ -24,7 +25,7 @@ from compress import plugins
 from compress.allocate import block_scores, prepare_options
 from compress.allocate import table as tables
 from compress.allocate.groups import LinearGroup
-from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME
+from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
@@ -144,6 +145,22 @@ def _gradients(store: Measurements) -> None:
     store.keep("gradient", damages=sums, samples=store.samples)
 
 
+def _kl_shares(store: Measurements) -> None:
+    """Measure each unit's share of the KL with every unit at one option, option by option."""
+    count = len(store.opened.names)
+    before = store.kept(KL_SHARES)
+    known = before.get("damages", {}).get(KL_SHARES, {group.name: [0.0] * count for group in store.groups})
+    for option in range(int(before.get("options", 0)), count):
+        store.progress("sharing out the divergence of each option", option, count)
+        groups = [group for group in store.groups if option in store.options(group)]
+        assignment = {name: at for group in groups for name, at in store.assignment(group, option).items()}
+        found = store.evaluators.shares(assignment, store.samples) if assignment else {}
+        for group in groups:
+            known[group.name][option] = max(0.0, sum(found.get(member.name, 0.0) for member in group.members))
+        done = option + 1
+        store.keep(KL_SHARES, done == count, damages={KL_SHARES: known}, samples=store.samples, options=done)
+
+
 def _lim(store: Measurements) -> None:
     skeleton = store.source()
     tokens = store.calibration.tokens[: store.samples]
@@ -168,6 +185,7 @@ def _keep_blocks(store: Measurements, name: str, by_block: Sequence[float], **mo
 METRICS: dict[str, Callable[[Measurements], None]] = {
     KL_ONE_AT_A_TIME: partial(_kl_one_at_a_time, name=KL_ONE_AT_A_TIME, around={}),
     FROM_BASE: _kl_from_base,
+    KL_SHARES: _kl_shares,
     "noise": _noise,
     "gradient": _gradients,
     "fisher": _gradients,

@@ -75,7 +75,8 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
 
 def _knapsack(settings: Any) -> Any:
     """Return settings without a search, which would take too long for every point."""
-    return dataclasses.replace(settings, method="knapsack", config=plugins.load("allocate", "knapsack").Config())
+    config = plugins.load("allocate", "knapsack").Config(estimator=settings.config.estimator)
+    return dataclasses.replace(settings, method="knapsack", config=config)
 
 
 def _choices(table: SensitivityTable, settings: Any, points: int) -> list[Choice]:

@@ -19,8 +19,12 @@ Choice = tuple[int, ...]  # of each unit, the index of an entry
 JOINT: Final = "joint"  # among what an allocator needs: it measures choices
 KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
 FROM_BASE: Final = "kl_one_at_a_time_from_base"
-WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "noise"]
-Estimator = Literal["hessian", "output", "weight", WholeModel]
+KL_SHARES: Final = "kl_shares"
+AUTO: Final = (
+    "auto"  # the best that fits into the time (estimator_cost.py), which takes its place before anything is chosen
+)
+WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "kl_shares", "noise"]
+Estimator = Literal["auto", "hessian", "output", "weight", WholeModel]
 BlockScale = Literal["none", WholeModel]
 
 
@@ -103,6 +107,13 @@ class ChoiceEvaluator(Protocol):
 
     def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
         """Return KL(original || choice), nats a token, of each choice on these sequences, alone or beside others."""
+
+
+class ShareEvaluator(ChoiceEvaluator, Protocol):
+    """An evaluator that also tells what each unit has to do with the effect of a choice."""
+
+    def shares(self, choice: Choice) -> list[float]:
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token."""
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,17 @@ def divergence(row: TopLogprobs, part: slice, logits: Tensor) -> float:
     return float(torch.where(p > 0, p * (log_p - log_q) - p + q, q).sum())
 
 
+def loss(row: TopLogprobs, part: slice, logits: Tensor) -> Tensor:
+    """Return the same as a tensor with gradients; the logits stay as they are."""
+    log_p, ids = row.log_probs[part], row.ids[part]
+    log_q = logits.gather(-1, ids)
+    if row.tail is not None:
+        log_p = torch.cat((log_p, row.tail[part, None]), -1)
+        log_q = torch.cat((log_q, logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q.log_softmax(-1)), 0.0).sum()
+
+
 def predictions(logits: Tensor, top_k: int) -> TopLogprobs:
     """Return the top log-probabilities and the rest of logits [positions, vocabulary] float32; uses the logits up."""
     k = min(top_k, logits.shape[-1])

@@ -34,7 +34,9 @@ WITH_OPTIONS = ("weight", "relative", "hessian", "output")  # measured as the op
 MEASURED: dict[str, Any] = {  # in a file: by name and unit
     **{"damages": {str: {str: [NUMBER]}}, "scores": {str: {str: NUMBER}}, "slopes": {str: [NUMBER]}},
     "forwards": NUMBER,
+    "options": NUMBER,  # that are measured, of a metric that goes option by option
 }
+NOTHING: dict[str, Any] = {"damages": {}, "scores": {}, "slopes": {}, "forwards": 0, "options": 0}
 
 
 class Measurements:
@@ -132,6 +134,6 @@ def _relative(rows: Sequence[Mapping[str, float] | None]) -> float:
 def _checked(path: Path) -> dict[str, Any]:
     """Return a file of measurements; CheckpointError unless it is one."""
     content = read_json(path)
-    if wrong := json_text.mismatch({"damages": {}, "scores": {}, "slopes": {}, "forwards": 0, **content}, MEASURED):
+    if wrong := json_text.mismatch({**NOTHING, **content}, MEASURED):
         raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); remove it to measure anew")
     return content

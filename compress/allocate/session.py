@@ -7,13 +7,14 @@ output and serves every budget.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from compress import plugins, process_memory
-from compress.allocate import kv_share, metrics, prepare_options, quantize_options, table
+from compress.allocate import estimator_cost, kv_share, metrics, prepare_options, quantize_options, table
 from compress.allocate.evaluators import Evaluators, check_memory
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.allocate.variants import Database
@@ -27,6 +28,7 @@ from compress.storage.workdir import writing
 @contextmanager
 def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     """Open the measurements of a recipe; every linear is quantized at every option when it is entered."""
+    started = time.monotonic()
     process_memory.return_freed_memory()
     opened = prepare_options.options(asked)
     target, context = opened.allocation.target, opened.allocation.context
@@ -34,6 +36,8 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
         table.check_target(opened, target)
     if _compares(opened):
         check_memory(opened)
+    if asked.measures:
+        estimator_cost.check(opened)
     database = Database(asked.measurements or prepare_options.folder_of(asked))
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
@@ -50,6 +54,8 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
         if target is not None and context is not None:
             kv_share.check_room(opened, target, calibration.tokens, database.folder, progress)
         is_new = quantize_options.quantize_all(opened, database, calibration.tokens, progress)
+        left = estimator_cost.left(opened, time.monotonic() - started if is_new else 0.0)
+        opened = dataclasses.replace(opened, allocation=estimator_cost.resolved(opened, database.folder, left))
         evaluators = Evaluators(opened, database.folder, calibration, progress)
         evaluators.predicted_peak = prepared.arrangement.peak_nbytes if is_new else 0
         try:

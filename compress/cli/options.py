@@ -104,6 +104,9 @@ class RunOptions:
             help="Measured by `compress measure`; made or reused. Default: beside the output, by model and recipe.",
         ),
     ] = None
+    budget: Annotated[
+        str | None, Option(metavar="TIME", help="For measuring and quantizing: 90s, 20min, 2h. Picks the estimator.")
+    ] = None
     processes: Annotated[int, Option(min=1, help="Processes that measure choices side by side.")] = 1
     overwrite: Annotated[
         bool, Option("--overwrite", help="Replace an existing output once the new one is complete.")
@@ -146,6 +149,15 @@ class RunOptions:
             said = f"{self.max_memory} is {limit} bytes, less than any run takes; give a size such as 8GiB"
             raise typer.BadParameter(said, param_hint="--max-memory")
         return limit
+
+    def _seconds(self) -> float | None:
+        """The seconds of --budget."""
+        from compress.progress import parse_duration
+
+        try:
+            return None if self.budget is None else parse_duration(self.budget)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--budget") from error
 
     def _check_folders(self, writes: Writes, out: Path | None) -> None:
         """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
@@ -192,6 +204,7 @@ class RunOptions:
             restart=self.restart,
             pack=pack and recipe.packs,
             measurements=self.measurements,
+            budget=self._seconds(),
             processes=self.processes,
         )
 

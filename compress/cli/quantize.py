@@ -46,7 +46,7 @@ def plan(options: RunOptions, as_json: AsJson = False) -> None:
 
 @command(
     epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated",
-    without=(*GOAL, "measurements", "processes"),
+    without=(*GOAL, "measurements", "processes", "budget"),
     recipe=REQUIRED,
 )
 def transform(options: RunOptions, as_json: AsJson = False) -> None:
@@ -87,6 +87,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
         "--adapter": job.adapter,
         "--calib": job.calib,
         "--seed": job.seed or None,
+        "--budget": None if job.budget is None else f"{job.budget:g}s",
         "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",
         "--device": None if job.device == device_named("auto") else job.device,
     }
@@ -100,6 +101,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: how the same is said to a command that measures."""
     from compress import api
     from compress.cli import tables
+    from compress.progress import duration
     from compress.run.plan import groups
 
     with tables.progress_bar() as progress:
@@ -128,7 +130,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         return
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     peak = tables.size(prepared.arrangement.peak_nbytes)
-    print(f"predicted peak memory {peak}, time {tables.seconds(predicted)}")
+    print(f"predicted peak memory {peak}, time {duration(predicted)}")
     if base:
         print(f"base: {base}")
     if cache is not None:

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
+from compress.progress import duration
+
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
     from compress.evaluate.cache import Bench, Row
@@ -82,13 +84,6 @@ def size(nbytes: float) -> str:
     from compress.process_memory import show
 
     return show(nbytes)
-
-
-def seconds(value: float) -> str:
-    """Format a duration for people."""
-    if value < 120:
-        return f"{value:.1f} s"
-    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def _table(names: Sequence[str], title: str | None = None) -> Table:
@@ -170,8 +165,8 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     ]
     if took["predicted_quantize"] is not None:
         lines.append(
-            f"time {seconds(took['total'])}; quantizing {seconds(took['quantize'])} (predicted from the first block "
-            f"{seconds(took['predicted_quantize'])})"
+            f"time {duration(took['total'])}; quantizing {duration(took['quantize'])} (predicted from the first block "
+            f"{duration(took['predicted_quantize'])})"
         )
     if report["resumed_blocks"]:
         lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")
@@ -259,6 +254,10 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
     what = f"{found.options} options x {found.linears} linears" if found.linears else "options of the cache"
     lines = [f"not measured: {what} on {found.tokens:,} calibration tokens; target {found.target}; measure with:"]
     lines.append(command)
+    if found.linears:
+        lines.append(f"time of quantizing all options: about {duration(found.seconds)}")
+    if found.estimator:
+        lines.append(found.estimator)
     width = max((len(row["option"]) for row in found.uniform), default=0)
     for row in found.uniform:
         lines.append(f"{row['option']:<{width}} everywhere: {row['bpw']:.3f} bpw, {row['nbytes']:,} bytes in all")

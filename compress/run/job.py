@@ -34,6 +34,7 @@ class Job:
     pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
     measurements: Path | None = None  # folder of what an allocation is made from; None: beside the output
     measures: bool = True  # False: what an allocation needs and is not in that folder is an error (NotMeasuredError)
+    budget: float | None = None  # seconds for the run, by which an allocation chooses how to measure; None: not told
     processes: int = 1  # that measure choices side by side; changes no result
     allocation: Mapping[str, Any] | None = None  # how the recipe's bits were allocated, for the report
 

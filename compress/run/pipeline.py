@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-
 from compress import process_memory
 from compress.progress import Progress, silent
 from compress.run import calibration_text, identity, memory_plan, prepare, trained_factors
@@ -58,9 +56,7 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     batch = min(prepared.arrangement.batch, prepared.samples)
     arrangement = dataclasses.replace(prepared.arrangement, spill=False)
     trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
-    vocabulary = prepared.skeleton.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(job.seed)
-    tokens = torch.randint(vocabulary, (batch, prepared.seq_len), generator=generator) if batch else None
+    tokens = prepare.random_tokens(job, trial) if batch else None
     output = Output(job.out)
     loop = BlockLoop(job, trial, _options(trial), tokens, output.work, silent)
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)

@@ -6,6 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from compress import plugins
 from compress.calib import data as calib_data
 from compress.errors import CheckpointError, OutputError
@@ -96,3 +99,10 @@ def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan
     states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
     sampled, learning = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
     return memory_plan.CacheSizes(sampled, learning, states, logits, kv_cache.BATCH)
+
+
+def random_tokens(job: Job, prepared: Prepared) -> Tensor:
+    """Return tokens [samples, seq_len] that stand for the calibration text where a block is timed."""
+    vocabulary = prepared.skeleton.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(job.seed)
+    return torch.randint(vocabulary, (prepared.samples, prepared.seq_len), generator=generator)

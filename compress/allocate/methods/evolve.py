@@ -35,7 +35,7 @@ from typing import Literal
 
 from compress.allocate import mutation, search_state, solver
 from compress.allocate.mutation import Moves
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Allocated, Choice, ChoiceEvaluator, Estimator, Problem
+from compress.allocate.problem import AUTO, Allocated, Choice, ChoiceEvaluator, Estimator, Problem
 from compress.allocate.search_state import SearchState
 from compress.allocate.surrogate import Observation, Surrogate, UnitValues
 
@@ -47,7 +47,8 @@ TRIES = 100  # at random changes, for each that is wanted; small problems have f
 class Config:
     start: Literal["hull", "uniform"] = "hull"  # first choice: the solution of the table (hull), or the best of random
     # near-uniform choices
-    estimator: Estimator = KL_ONE_AT_A_TIME  # measured damage from which the hull and the surrogate start
+    estimator: Estimator = AUTO  # damage from which the hull and the surrogate start; auto: the best that fits into the
+    # time
     generations: int = 80  # [generations] of the search, at most
     offspring: int = 8  # [choices] that are measured in a generation
     survivors: tuple[int, ...] = (3, 1, 1)  # [choices] that remain after each stage of a generation

@@ -9,7 +9,8 @@ units and options is that of the second one. With `scale: noise`, the slope of t
 weights (the linearity theorem, arXiv 2411.17525), one factor a block is what is asked of it, and options within a block
 are still told apart by what they do to real inputs.
 
-Not done: damages that depend on each other; that is a search's business.
+Damages that depend on each other do not add up: at two bits a unit does more harm among others at two bits than alone.
+`rounds` measures them again around what was chosen (allocate/rounds.py), and keeps the best choice.
 """
 
 from __future__ import annotations
@@ -17,34 +18,53 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Allocated, BlockScale, ChoiceEvaluator, Estimator, Problem
+from compress.allocate import rounds
+from compress.allocate.problem import (
+    AUTO,
+    JOINT,
+    Allocated,
+    BlockScale,
+    Estimator,
+    Problem,
+    ShareEvaluator,
+)
 from compress.allocate.solver import Limits, Solver, damages_of, solve
 
 
 @dataclass(frozen=True)
 class Config(Limits):
-    estimator: Estimator = KL_ONE_AT_A_TIME  # measured or estimated damage of each unit at each option, which is added
-    # up
+    estimator: Estimator = AUTO  # measured or estimated damage of each unit at each option, which is added up; auto:
+    # the best that fits into the time
     scale: BlockScale = "none"  # damage to which the sum of each block is scaled; none: not scaled
     solver: Solver = "hull"  # hull: greedy on convex hulls; milp: a 0/1 program, exact to `gap`
+    rounds: int = 0  # [rounds] of measuring damages again around the choice, each at a backward and two forward passes
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rounds < 0:
+            raise ValueError(f"rounds {self.rounds} is negative")
         if self.scale == self.estimator:
             raise ValueError(f"scale {self.scale!r} is the estimator itself")
 
 
 def needs(config: Config) -> frozenset[str]:
     """Return the damages that must be in the table."""
-    return frozenset({config.estimator, config.scale} - {"none"})
+    return frozenset({config.estimator, config.scale, *([JOINT] if config.rounds else [])} - {"none"})
 
 
-def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
+def allocate(problem: Problem, config: Config, evaluator: ShareEvaluator | None = None) -> Allocated:
     problem.check()
     damages = damages_of(problem, config.estimator)
     if config.scale != "none":
         damages = _scaled(problem, damages, damages_of(problem, config.scale))
-    return solve(problem, damages, config.solver, limits=config).allocated()
+
+    def solved(known: list[list[float]]) -> Allocated:
+        return solve(problem, known, config.solver, limits=config).allocated()
+
+    if not config.rounds:
+        return solved(damages)
+    assert evaluator is not None, "needs() asks for an evaluator"
+    return rounds.improved(problem, damages, config.rounds, solved, evaluator)
 
 
 def _scaled(problem: Problem, damages: list[list[float]], scales: list[list[float]]) -> list[list[float]]:

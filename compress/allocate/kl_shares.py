@@ -1,0 +1,104 @@
+"""Share out the divergence of a whole choice among its linears, by one gradient.
+
+The share of a linear is <g, Q - W>: W its original weight, Q that of the choice, g the gradient of the model's KL to
+the original where all weights are half way between both. These are Aumann-Shapley values by the midpoint rule: the
+integral of the gradient along the line from the original to the choice, so that all shares add up to the choice's
+divergence, exactly where that is quadratic. A share so counts what a linear does in the company of all others, where
+damages of one unit at a time count what it does to a model that is whole. Cost: a forward and a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.allocate import reference_logprobs
+from compress.allocate.prefix_tree import ModelSource, Variant
+from compress.allocate.reference_logprobs import ReferenceLogprobs
+from compress.calib import fisher
+from compress.model import blockwise
+from compress.model.skeleton import Skeleton
+
+MIDDLE = 0.5  # of the way from the original to the choice
+
+
+def shares(
+    source: ModelSource,
+    tokens: Tensor,
+    folder: Path,
+    assignment: Mapping[str, Variant],
+    device: torch.device | str = "cpu",
+    top_k: int = reference_logprobs.TOP_K,
+) -> dict[str, float]:
+    """Return linear -> its share of KL(original || model at `assignment`), nats a token; it may be negative.
+
+    tokens [samples, seq_len]; the original's predictions are kept in `folder`. Computes in float32.
+    """
+    skeleton, variants = source()
+    end = blockwise.computing_in(skeleton, torch.float32)
+    try:
+        reference = reference_logprobs.load(skeleton, tokens, folder, top_k, device)
+        choice = _Choice(skeleton, variants, assignment)
+        found = {}
+        loss = _Divergence(reference, tokens.shape[1], torch.device(device))
+        for index, gradients in fisher.gradients(
+            skeleton, tokens, folder / "stream", device, loss, lambda index, block: choice.apply(index, block, MIDDLE)
+        ):
+            for name, change in choice.changes(index, torch.device(device)).items():
+                product = gradients[name].total * change
+                found[name] = product.sum(dtype=torch.float64).item() / len(tokens)
+        return found
+    finally:
+        end()
+
+
+class _Divergence:
+    """KL(original || model) (`Loss` of calib/fisher.py)."""
+
+    def __init__(self, reference: ReferenceLogprobs, positions: int, device: torch.device) -> None:
+        self.reference, self.positions, self.device = reference, positions, device
+
+    def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
+        row = self.reference.row(sample, self.device)
+        return reference_logprobs.loss(row, part, logits)
+
+
+class _Choice:
+    """The changes that a choice makes to the weights of blocks."""
+
+    def __init__(self, skeleton: Skeleton, variants: Any, assignment: Mapping[str, Variant]) -> None:
+        self.skeleton, self.variants = skeleton, variants
+        self.prepare = getattr(variants, "prepare", None)
+        self.names: list[list[str]] = [[] for _ in skeleton.blocks]
+        for spec in skeleton.linears()[0]:
+            if assignment.get(spec.name) is not None:
+                self.names[spec.block].append(spec.name)
+        self.assignment = assignment
+
+    def apply(self, index: int, block: nn.Module, way: float) -> None:
+        """Take the weights of a loaded block this share of the way."""
+        if self.prepare is not None:
+            self.prepare(index, block)
+        for name, change in self._changes(block, index).items():
+            self.skeleton.linear(block, name).weight.data.add_(change, alpha=way)
+
+    def changes(self, index: int, device: torch.device) -> dict[str, Tensor]:
+        """Return linear -> Q - W [out, in] float32 of a block that is not loaded."""
+        block = self.skeleton.load_block(index, device)
+        if self.prepare is not None:
+            self.prepare(index, block)
+        found = self._changes(block, index)
+        self.skeleton.free()
+        return found
+
+    @torch.no_grad()
+    def _changes(self, block: nn.Module, index: int) -> dict[str, Tensor]:
+        originals = {name: self.skeleton.linear(block, name).weight.data for name in self.names[index]}
+        return {
+            name: self.variants.weight(name, self.assignment[name], weight).to(weight.device) - weight
+            for name, weight in originals.items()
+        }

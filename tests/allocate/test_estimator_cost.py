@@ -1,0 +1,122 @@
+"""What estimators take is counted as it is computed, and the best that fits is chosen, kept and told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from compress import recipe
+from compress.allocate import estimator_cost, forecast, metrics, prepare_options, session
+from compress.allocate.estimator_cost import BEST_FIRST, Speed
+from compress.allocate.prepare_options import Options
+from compress.errors import BudgetError
+from compress.progress import duration, parse_duration, silent
+from compress.run.job import Job
+from pico import save_pico
+from runs import TEXT
+
+RECIPE = """
+calibration: {num_samples: 32, seq_len: 24}
+quantize: {method: rtn, bits: 4, group_size: 32}
+allocate:
+  method: knapsack
+  target: 7bpw
+  samples: 32
+  options: [{bits: 2}, {bits: 5}, {keep: true}]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pico("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+def asked(model: Path, folder: Path, *overrides: str, budget: float | None = None) -> Job:
+    path = folder / "mine.yaml"
+    path.write_text(RECIPE)
+    return Job(str(model), recipe.load(str(path), overrides), folder / "out", calib=str(TEXT), budget=budget)
+
+
+@pytest.fixture(scope="module")
+def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
+    return prepare_options.options(asked(model, tmp_path_factory.mktemp("recipe")))
+
+
+@pytest.mark.parametrize("estimator", ["kl_one_at_a_time", "noise"])
+def test_passes_are_counted_as_they_are_computed(estimator: str, model: Path, tmp_path: Path) -> None:
+    overrides = ("allocate.samples=2", f"allocate.estimator={estimator}")
+    with session.session(asked(model, tmp_path, *overrides), silent) as store:
+        metrics.table(store, frozenset({estimator}))
+        forwards = store.kept(estimator)["forwards"]
+        counted = estimator_cost.work(store.opened, estimator, 2).block_tokens / len(store.skeleton.blocks)
+    assert counted == pytest.approx(forwards)
+
+
+def test_cheaper_estimators_take_less(opened: Options) -> None:
+    known = Speed(1e-3, 1e-3)
+    seconds = [known.seconds(estimator_cost.work(opened, name, 32)) for name in BEST_FIRST]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0
+    two = [known.seconds(estimator_cost.work(opened, name, 32), processes=2) for name in BEST_FIRST]
+    assert two == [each / 2 for each in seconds]
+
+
+def test_the_best_that_fits_is_chosen(opened: Options) -> None:
+    known = Speed(1e-3, 1e-3)
+    every = list(estimator_cost.costs(opened, known, 32))
+    assert [cost.samples for cost in every if cost.estimator == BEST_FIRST[0]] == [32, 16, 8]
+    for left in [cost.seconds for cost in every]:
+        found, said = estimator_cost.best(opened, known, 32, left)
+        assert found == next(cost for cost in every if cost.seconds <= left)
+        assert found.estimator in said and ("does not fit" in said) == (found != every[0])
+    assert estimator_cost.best(opened, known, 32, 0.0)[0].seconds == 0
+
+
+def test_auto_is_chosen_once_and_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(estimator_cost, "note", notes.append)
+    job = asked(model, tmp_path, "allocate.samples=16", "calibration.num_samples=16", budget=3600.0)
+    slow = Speed(10.0, 0.0)
+    monkeypatch.setattr(estimator_cost, "speed", lambda _: slow)
+    with session.session(job, silent) as store:
+        first = store.opened.allocation
+        kept = json.loads((store.database.folder / estimator_cost.FILE).read_text())
+    assert first.config.estimator == kept["estimator"] != BEST_FIRST[0]
+    assert len(notes) == 1 and f"{BEST_FIRST[0]} on 16 samples" in notes[0]
+    monkeypatch.setattr(estimator_cost, "speed", lambda _: Speed(0.0, 0.0))  # now everything would fit
+    with session.session(job, silent) as store:
+        assert store.opened.allocation == first
+    with session.session(dataclasses.replace(job, budget=None), silent) as store:
+        assert store.opened.allocation.config.estimator == BEST_FIRST[0]
+    assert len(notes) == 2
+
+
+def test_an_estimator_that_does_not_fit_is_refused_before_anything_is_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimator_cost, "speed", lambda _: Speed(1.0, 1.0))
+    job = asked(model, tmp_path, "allocate.estimator=noise", budget=60.0)
+    with pytest.raises(
+        BudgetError, match=r"noise of the recipe takes about .* h, more than --budget 60\.0 s; raise it"
+    ):
+        session.measured(job, silent)
+    assert not prepare_options.folder_of(job).exists()
+    session.measured(dataclasses.replace(asked(model, tmp_path, "allocate.estimator=weight"), budget=60.0), silent)
+
+
+def test_a_plan_says_what_measuring_takes(model: Path, tmp_path: Path) -> None:
+    found = forecast.decided(asked(model, tmp_path), silent)
+    assert isinstance(found, forecast.Unmeasured)
+    assert found.seconds > 0 and found.estimator.startswith("damages are measured by kl_one_at_a_time on 32 samples (")
+    explicit = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient"), silent)
+    assert isinstance(explicit, forecast.Unmeasured) and "gradient on 32 samples" in explicit.estimator
+
+
+def test_durations() -> None:
+    assert [parse_duration(text) for text in ("90s", "20min", "1.5 h", "3m")] == [90, 1200, 5400, 180]
+    for wrong in ("20", "min", "0s", "-3s", "1d", ""):
+        with pytest.raises(ValueError, match="is no duration such as"):
+            parse_duration(wrong)
+    assert [duration(seconds) for seconds in (90, 1200, 9000)] == ["90.0 s", "20.0 min", "2.5 h"]
