@@ -18,11 +18,12 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
 from compress.model import stored_weights
+from compress.model.opener import opener
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, open_checkpoint, read_config
@@ -47,8 +48,8 @@ def open_config(directory: Path) -> transformers.PretrainedConfig:
 
 
 def empty_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """Return a causal language model without weights from a checkpoint; errors are those of transformers."""
-    model: transformers.PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    """Return a language model without weights from a checkpoint; errors are those of transformers."""
+    model: transformers.PreTrainedModel = opener(config).from_config(config, dtype=dtype, trust_remote_code=False)
     return model
 
 
@@ -99,7 +100,7 @@ def load_model(
     _check_files(checkpoint, verify)
     try:
         with _quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = opener(open_config(directory)).from_pretrained(
                 directory,
                 dtype=dtype,
                 device_map=device_map,
@@ -144,14 +145,14 @@ def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
 def load_empty(
     kind: type[transformers.PreTrainedModel] | None, directory: Path | None = None, **options: Any
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Run `from_pretrained` of a class (None: of the class for causal language models) with weights on the meta device.
+    """Run `from_pretrained` of a class (None: of the one that the configuration names) with weights on the meta device.
 
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
     """
-    opener: Any = AutoModelForCausalLM if kind is None else kind
     with _quiet():
-        loaded = opener.from_pretrained(
+        chosen: Any = kind or opener(open_config(cast(Path, directory)))
+        loaded = chosen.from_pretrained(
             directory, device_map="meta", output_loading_info=True, use_safetensors=True, **options, **_LOCAL
         )
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
