@@ -19,7 +19,7 @@ class LinearSpec:
     name: str  # module path with experts unfused: model.layers.0.mlp.experts.3.up_proj
     shape: tuple[int, int]  # (out_features, in_features)
     dtype: torch.dtype  # of the stored weight
-    block: int  # index of the decoder block
+    block: int  # index of the decoder block; -1: outside of the blocks
     input_key: str
     is_expert: bool = False
 
@@ -262,10 +262,15 @@ class Plan:
     kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
+    beside: tuple[LayerPlan, ...] = ()  # what is quantized of towers, and of decoder blocks that text skips
+
+    @property
+    def packed(self) -> tuple[LayerPlan, ...]:
+        return (*self.layers, *self.beside)
 
     @property
     def quantized_nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.packed)
 
     @property
     def nbytes(self) -> int:
@@ -275,7 +280,7 @@ class Plan:
     @property
     def bpw(self) -> float:
         """Stored bits per quantized weight."""
-        numel = sum(layer.spec.numel for layer in self.layers)
+        numel = sum(layer.spec.numel for layer in self.packed)
         return 8 * self.quantized_nbytes / numel if numel else 0.0
 
 

@@ -48,7 +48,7 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     Experts stay as they are: there may be tens of thousands of linears, all in modules of our own (runtime/experts.py).
     Raises UnsupportedModelError if a class cannot load it, or reads a weight that will be packed.
     """
-    layers = [layer for layer in plan.layers if not layer.spec.is_expert]
+    layers = [layer for layer in plan.packed if not layer.spec.is_expert]
     packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     tensors = {

@@ -19,12 +19,13 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
 from compress.importers import open_checkpoint
 from compress.model import stored_weights
+from compress.model.opener import opener
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, Readable, read_config
@@ -61,8 +62,8 @@ def plain_config(directory: Path) -> transformers.PretrainedConfig:
 
 
 def empty_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """Return a causal language model without weights from a checkpoint; errors are those of transformers."""
-    model: transformers.PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    """Return a language model without weights from a checkpoint; errors are those of transformers."""
+    model: transformers.PreTrainedModel = opener(config).from_config(config, dtype=dtype, trust_remote_code=False)
     return model
 
 
@@ -188,7 +189,7 @@ def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
 def load_empty(
     kind: type[transformers.PreTrainedModel] | None, directory: Path | None = None, **options: Any
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Run `from_pretrained` of a class (None: of the class for causal language models) with weights on the meta device.
+    """Run `from_pretrained` of a class (None: of the one that the configuration names) with weights on the meta device.
 
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
@@ -200,9 +201,9 @@ def load_empty(
 def _load(
     kind: type[transformers.PreTrainedModel] | None, directory: Path | None, options: Mapping[str, Any]
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Run `from_pretrained` of a class (None: of the class for causal language models); return what was loaded how."""
-    opener: Any = AutoModelForCausalLM if kind is None else kind
-    loaded = opener.from_pretrained(directory, output_loading_info=True, use_safetensors=True, **options, **_LOCAL)
+    """Run `from_pretrained` of a class (None: of the one that the configuration names); return what was loaded how."""
+    chosen: Any = kind or opener(open_config(cast(Path, directory)))
+    loaded = chosen.from_pretrained(directory, output_loading_info=True, use_safetensors=True, **options, **_LOCAL)
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.model.load import empty_model
 from compress.runtime.experts import is_fused_experts, is_supported
@@ -59,9 +61,16 @@ def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str
 
 def run_without_data(model: PreTrainedModel) -> Exception | None:
     """Run the forward pass of a model on the meta device; return what stopped it, None if nothing did."""
+    # with a cache, transformers does not look into the (absent) position values for packed sequences
+    error = _run(model, use_cache=True)
+    if error is None or (text := model.config.get_text_config()) is model.config:
+        return error
+    return _run(model, past_key_values=DynamicCache(config=text))  # which some wrappers need for themselves
+
+
+def _run(model: PreTrainedModel, **options: Any) -> Exception | None:
     try:
-        # with a cache, transformers does not look into the (absent) position values for packed sequences
-        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), **options)
     except NEEDS_DATA as error:
         return error
     return None

@@ -18,12 +18,11 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import stored_weights
+from compress.model import stored_weights, text_path
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config
 from compress.model.meta_pass import shared_inputs
@@ -33,6 +32,7 @@ from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
+BESIDE = "beside the text"  # vision and audio towers, blocks that text skips
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
 
 
@@ -49,11 +49,14 @@ class Skeleton:
         self.model.tie_weights()
         if packed := checkpoint.config.get("quantization_config"):
             hf.swap(self.model, hf.CompressConfig.read(packed))
-        self.blocks_name, self.blocks = find_blocks(self.model)
+        self.blocks_name, blocks = find_blocks(self.model)
+        self.text_path = text_path.find(self.model, self.config, self.dtype, self.blocks_name)
+        self.blocks = text_path.Blocks(blocks, self.text_path.skipped) if self.text_path.skipped else blocks
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
+        self.split = stored_weights.split(self.sources)
         self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
 
     def check_tensors(self) -> None:
@@ -93,7 +96,13 @@ class Skeleton:
         return cast(int, self.config.get_text_config().vocab_size)
 
     def block_prefix(self, index: int) -> str:
-        return f"{self.blocks_name}.{index}."
+        number = self.blocks.numbers[index] if isinstance(self.blocks, text_path.Blocks) else index
+        return f"{self.blocks_name}.{number}."
+
+    def is_beside(self, name: str) -> bool:
+        """Return whether a module or parameter is in a part of the model that text does not need."""
+        skipped = [f"{self.blocks_name}.{number}" for number in self.text_path.skipped]
+        return any(name == part or name.startswith(f"{part}.") for part in (*self.text_path.towers, *skipped))
 
     def load_block(self, index: int, device: torch.device) -> nn.Module:
         """Fill one block with its weights and unfuse its experts."""
@@ -114,6 +123,14 @@ class Skeleton:
             self.edits.block(index, block)
         return block
 
+    def load_beside(self, name: str, device: torch.device) -> nn.Module:
+        """Fill one module without children, beside what text needs."""
+        module = self.model.get_submodule(name)
+        self._load((f"{name}.{key}" for key, _ in module.named_parameters()), device)
+        if missing := [key for key, parameter in module.named_parameters() if parameter.is_meta]:
+            raise CheckpointError(f"the checkpoint has no weights for {name}.{missing[0]}; download it again")
+        return module
+
     def linear(self, block: nn.Module, name: str) -> nn.Linear:
         """Return the linear of this full name in a loaded block."""
         linear = block.get_submodule(self._within(name))
@@ -130,11 +147,12 @@ class Skeleton:
         return name.removeprefix(self.blocks_name + ".").partition(".")[2]
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
-        """Fill everything outside the blocks (embeddings, positions, final norm), the output head only if asked to."""
+        """Fill everything outside the blocks that text needs (embeddings, final norm), the head only if asked to."""
         head = {id(p) for p in _parameters(None if with_head else self.model.get_output_embeddings())}
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
+        wanted = [name for name in wanted if not self.is_beside(name)]
         self._load((name for name in wanted if name in self.sources), device)
         _place_buffers(self.model, device)
         for names in self.aliases:  # a tied weight may be stored under any of its names
@@ -145,8 +163,9 @@ class Skeleton:
         for name in wanted:
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
+        owners = {name.rpartition(".")[0] for name in wanted}
         for name, module in self.model.named_modules():
-            if isinstance(module, PackedLinear) and not name.startswith(self.blocks_name + "."):
+            if isinstance(module, PackedLinear) and name in owners:
                 module.check(name)
         if self.edits is not None:
             self.edits.rest(self.model)
@@ -184,7 +203,7 @@ class Skeleton:
         options = LoadStateDictConfig(
             dtype=self.dtype,
             device_map={"": str(device)},
-            weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
+            weight_mapping=cast(Any, stored_weights.conversions(self.model, self.checkpoint)),
         )
         with no_bars():
             info, _ = convert_and_load_state_dict_in_model(self.model, tensors, options)
@@ -205,12 +224,12 @@ class Skeleton:
                 full = prefix + name
                 if is_plain_linear(module):
                     shape = tuple(module.get_parameter("weight").shape)
-                    self._add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
+                    self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
                 elif is_fused_experts(module) and is_supported(module):
                     for spec in _expert_specs(full, module, self.dtype, index):
-                        self._add(spec, specs, kept)
+                        self.add(spec, specs, kept)
                 elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
         if not specs:
@@ -219,13 +238,14 @@ class Skeleton:
         return specs, kept
 
     def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
-        """Sum the bytes of unchanged tensors (stored name -> bytes) by kind: embeddings, output head, the rest."""
+        """Sum the bytes of unchanged tensors (stored name -> bytes) by kind; BESIDE is one if there is any."""
         embeddings = self._stored_names(self.model.get_input_embeddings())
         head = self._stored_names(self.model.get_output_embeddings())
-        sizes = {"embeddings": 0, "output head": 0, "norms and the rest": 0}
+        beside = {stored.name for n, group in self.sources.items() if self.is_beside(n) for stored in group}
+        sizes = {"embeddings": 0, "output head": 0, **({BESIDE: 0} if beside else {}), "norms and the rest": 0}
+        places = (("embeddings", embeddings), ("output head", head), (BESIDE, beside))
         for name, nbytes in kept.items():
-            kind = "embeddings" if name in embeddings else "output head" if name in head else "norms and the rest"
-            sizes[kind] += nbytes
+            sizes[next((kind for kind, names in places if name in names), "norms and the rest")] += nbytes
         return sizes
 
     def _stored_names(self, module: nn.Module | None) -> set[str]:
@@ -234,7 +254,8 @@ class Skeleton:
         names = [name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in own]
         return {stored.name for name in names for stored in self.sources.get(name, [])}
 
-    def _add(self, spec: LinearSpec, specs: list[LinearSpec], kept: dict[str, str]) -> None:
+    def add(self, spec: LinearSpec, specs: list[LinearSpec], kept: dict[str, str]) -> None:
+        """Add a linear to those that can be quantized, or to those that are kept, with the reason."""
         if min(spec.shape) < MIN_FEATURES:
             kept[spec.name] = f"narrower than {MIN_FEATURES} features"
         elif not self.weight_sources(spec):
@@ -243,9 +264,12 @@ class Skeleton:
             specs.append(spec)
 
     def weight_sources(self, spec: LinearSpec) -> list[Readable]:
-        """Return the stored tensors of a linear's weight (of an expert: those of all experts of the module)."""
+        """Return the stored tensors of a linear's weight (of an expert: those of all experts of the module).
+
+        None for a weight that is stored in one tensor with others: the tensor could not be left out.
+        """
         if not spec.is_expert:
-            return self.sources.get(f"{spec.name}.weight", [])
+            return [stored for stored in self.sources.get(f"{spec.name}.weight", []) if stored.name not in self.split]
         module, _, projection = spec.name.rpartition(".")
         fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
         return self.sources.get(f"{module.rpartition('.')[0]}.{fused}", [])

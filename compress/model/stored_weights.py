@@ -8,12 +8,19 @@ transformers class lists as ignored (layers for multi-token prediction, for exam
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    GroupWeightRename,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
 
 from compress.errors import CheckpointError
 from compress.storage.checkpoint import Checkpoint, Readable
@@ -30,18 +37,50 @@ MASK = r"\.(attn|attention)\.bias$"  # which tokens are seen, [1, 1, positions, 
 
 
 def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Readable]]:
-    """Return parameter name -> the stored tensors that it is made of, by transformers' own renaming."""
+    """Return parameter name -> the stored tensors that it is made of, by transformers' own renaming.
+
+    A tensor that is split while it is loaded (the joint weight of queries, keys and values) stands under several names.
+    """
     mapping = get_model_conversion_mapping(model)
     renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
     converters = [w for w in mapping if isinstance(w, WeightConverter)]
     state = model.state_dict()
     named: dict[str, list[Readable]] = {}
     for key, stored in checkpoint.tensors.items():
-        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:  # a new name that is being renamed as if it were an old one
-            name, _ = rename_source_key(key, [], [], model.base_model_prefix, state)
-        named.setdefault(name, []).append(stored)
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+        for each in _all_made(name, pattern, converters):
+            named.setdefault(each, []).append(stored)
     return named
+
+
+def conversions(model: PreTrainedModel, checkpoint: Checkpoint) -> list[WeightTransform]:
+    """Return what transformers does to names and tensors while it loads them, for loading a part of a checkpoint.
+
+    Some renamings depend on names that were seen before. These are shown the names of all tensors here.
+    """
+    mapping = get_model_conversion_mapping(model)
+    if any(isinstance(entry, GroupWeightRename) for entry in mapping):
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        for key in checkpoint.tensors:
+            rename_source_key(key, renamings, [])
+    return mapping
+
+
+def _all_made(name: str, pattern: str | None, converters: Iterable[WeightConverter]) -> list[str]:
+    """Return the names of all parameters that a stored tensor is split into, where `name` is the first of them.
+
+    pattern: that of the converter which has made the name, None without one.
+    """
+    targets = next((list(c.target_patterns) for c in converters if pattern in c.source_patterns), [])
+    return [name.replace(targets[0], target) for target in targets] if len(targets) > 1 else [name]
+
+
+def split(stored_as: Sources) -> set[str]:
+    """Return the names of the stored tensors that several parameters are made of."""
+    counts = Counter(stored.name for group in stored_as.values() for stored in group)
+    return {name for name, count in counts.items() if count > 1}
 
 
 def check(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources) -> None:

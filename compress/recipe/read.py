@@ -32,6 +32,9 @@
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
       prune: true
+    towers:                    # rules for linears beside the text (vision, audio); kept where none matches
+      - match: "*.visual.*"    # by default 8 bits by rtn: only methods without data can be used here
+        bits: 8
 
 Only `quantize.method` or `kv_cache.method` is required; without `quantize` all weights stay as they are. Keys and types
 come from the dataclasses; anything else is an error with its line.
@@ -82,6 +85,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "knapsack"  # where a target is given and no method
 BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
+TOWER = "rtn"  # for linears beside the text model, where a rule of `towers` names no method
 FILE_LIMIT = 16 << 20  # bytes
 
 
@@ -153,6 +157,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
+        **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),
     }
 
 
@@ -216,7 +221,18 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         allocate=_allocation(entries, quantize),
         experts=_experts(entries),
         kv_cache=cache(*entries["kv_cache"]) if "kv_cache" in entries else None,
+        towers=_towers(entries),
     )
+
+
+def _towers(entries: Entries) -> tuple[Rule, ...]:
+    """Return the rules for what lies beside the text model; by default 8 bits without data."""
+    from compress.types import Scheme
+
+    nodes = sequence(entries, "towers")
+    if nodes and "quantize" not in entries:
+        raise error_at(entries["towers"][0], "towers needs quantize, which this recipe does not have")
+    return tuple(_rule(node, Scheme(TOWER, plugins.load("quant", TOWER).Config(bits=8))) for node in nodes)
 
 
 def _quantize(entries: Entries, root: Node) -> Scheme:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from compress.types import ExpertPruning, Scheme
 
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
-OTHER_KEYS = ("allocate", "experts", "kv_cache")
+OTHER_KEYS = ("allocate", "experts", "kv_cache", "towers")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *OTHER_KEYS)
 CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
 ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", *CACHE_KEYS)  # beside the method's settings
@@ -185,6 +185,7 @@ class Recipe:
     allocate: Allocation | None = None
     experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
     kv_cache: CacheSettings | None = None  # None: generation stores keys and values as they are
+    towers: tuple[Rule, ...] = ()  # for linears beside the text model, which no rule matches stay as they are
 
     @property
     def packs(self) -> bool:
@@ -204,6 +205,10 @@ class Recipe:
             if rule.matches(name):
                 return rule.scheme
         return self.quantize if self.packs else None
+
+    def tower_scheme(self, name: str) -> Scheme | None:
+        """Return the scheme of a linear beside the text model (vision, audio, projectors); None: it is kept."""
+        return next((rule.scheme for rule in self.towers if rule.matches(name)), None)
 
     def is_open(self, name: str) -> bool:
         """Return whether neither `ignore` nor a rule decides about a linear, so that an allocation may."""

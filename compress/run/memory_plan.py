@@ -209,7 +209,8 @@ class _MemoryModel:
             sum(layer.spec.numel for layer in layers if layer.spec.is_expert) * item for layers in self.by_block
         ]
         blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
-        rest = {id(p): p.numel() * item for p in skeleton.model.parameters() if id(p) not in blocks}
+        named = skeleton.model.named_parameters()
+        rest = {id(p): p.numel() * item for n, p in named if id(p) not in blocks and not skeleton.is_beside(n)}
         self.rest = sum(rest.values())
         self.embedding = self.rest - activation_sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
         self.converted = activation_sizes.converted_nbytes(skeleton)

@@ -16,6 +16,7 @@ from compress.formats import lowrank as lowrank_format
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
+from compress.run import beside_plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
@@ -48,7 +49,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
-    packed_experts = {_owner(spec) for spec in specs if spec.is_expert and schemes[spec.name] is not None}
+    packed_experts = _with_packed(skeleton, [spec for spec in specs if spec.is_expert], schemes)
     for spec in specs:
         scheme = schemes[spec.name]
         if scheme is not None:
@@ -62,13 +63,13 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
-    return Plan(tuple(layers), kept, kept_nbytes, decided)
+    return beside_plan.added(Plan(tuple(layers), kept, kept_nbytes, decided), recipe, skeleton, _outside)
 
 
 def groups(plan: Plan) -> list[LinearGroup]:
     """Gather the plan's layers that are stored alike."""
     counts: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
-    for layer in plan.layers:
+    for layer in plan.packed:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
         key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
         counts[key] = counts.get(key, 0) + 1
@@ -114,6 +115,11 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
     return LayerPlan(spec, scheme, stored, nbytes)
 
 
+def _outside(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
+    """Plan a linear outside of the blocks that text runs through."""
+    return _layer(spec, scheme, plugins.load("quant", scheme.method), NO_TRANSFORMS)
+
+
 def _dense(spec: LinearSpec) -> LayerPlan:
     """Plan a linear that stays as it is."""
     stored = Stored("dense", dense.Params(str(spec.dtype).removeprefix("torch.")))
@@ -123,6 +129,19 @@ def _dense(spec: LinearSpec) -> LayerPlan:
 def _owner(spec: LinearSpec) -> str:
     """Return the experts module that an expert's linear belongs to."""
     return spec.name.rsplit(".", 2)[0]
+
+
+def _with_packed(skeleton: Skeleton, experts: list[LinearSpec], schemes: dict[str, Scheme | None]) -> set[str]:
+    """Return the experts modules some of whose linears are packed, and those stored in the same tensors as these."""
+    packed = {_owner(spec) for spec in experts if schemes[spec.name] is not None}
+    stored = {spec: {tensor.name for tensor in skeleton.weight_sources(spec)} for spec in _first_of_each(experts)}
+    replaced = {name for spec, names in stored.items() if _owner(spec) in packed for name in names}
+    return packed | {_owner(spec) for spec, names in stored.items() if names & replaced}
+
+
+def _first_of_each(experts: list[LinearSpec]) -> list[LinearSpec]:
+    """Return one linear of each module of experts."""
+    return list({_owner(spec): spec for spec in experts}.values())
 
 
 def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec], kept: Iterable[str]) -> None:

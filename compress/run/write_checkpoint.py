@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from compress import process_memory, recipe
+from compress.model.opener import opener
 from compress.progress import Progress
-from compress.run import identity, kv_cache, remote_code, report, trained_factors, verify
+from compress.run import beside, identity, kv_cache, remote_code, report, trained_factors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
@@ -30,9 +31,9 @@ transformers load without the compress package would not understand them. Instal
 
 ```python
 import compress  # registers the format; not needed where torch loads installed backends by itself
-from transformers import AutoModelForCausalLM
+from transformers import {opener}
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+model = {opener}.from_pretrained("path/to/this/directory")
 ```
 {base}
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
@@ -57,6 +58,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     started: time.monotonic() when the job began.
     """
     skeleton, job, directory, device = run.prepared.skeleton, run.job, output.model, torch.device(run.job.device)
+    beside.write(output, run, progress)
     progress("writing the configuration", len(skeleton.blocks), len(skeleton.blocks))
     write_index(directory)
     copy_files(skeleton.checkpoint.directory, directory)
@@ -85,6 +87,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
         source=process_memory.show(result["source_nbytes"]),
         package="compress-llm",
         base=BASE.format(**result) if result["base"] else "",
+        opener=opener(skeleton.config).__name__,
     )
     write_text(directory / "README.md", text)
     write_text(directory / "report.json", json.dumps(result, indent=1) + "\n")

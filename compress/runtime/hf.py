@@ -38,6 +38,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
+from compress.runtime import renamed
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.storage import manifest, paths
@@ -232,12 +233,13 @@ def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
 def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
     """Return the listed modules: name in this model -> name in the list.
 
-    The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix.
+    The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix; the
+    class of a text part (renamed.py) has other names.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     bare = getattr(model, "base_model", None) is model
     if not bare or not any(name.startswith(prefix) for name in listed):
-        return {name: name for name in listed}
+        return renamed.names_in(model, listed)
     return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
 
 

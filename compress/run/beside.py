@@ -1,0 +1,52 @@
+"""Quantize what a plan has beside the text model, one linear at a time, into a shard of its own.
+
+It happens once all blocks are done (compress/run/beside_plan.py says what it is).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+
+from compress import process_memory
+from compress.errors import NumericalError
+from compress.progress import Progress
+from compress.run import memory_plan, quantize_linear, report
+from compress.run.job import RunState
+from compress.run.quantize_linear import InputStatistics, LinearTask
+from compress.storage.checkpoint import write_shard
+from compress.storage.workdir import Output
+from compress.types import LayerPlan, Stats
+
+SHARD = "model-beside.safetensors"
+
+
+@torch.no_grad()
+def write(output: Output, run: RunState, progress: Progress) -> None:
+    """Quantize what the plan has beside the text model, write its shard, and add to the run what has become of it."""
+    skeleton, plan, tensors = run.prepared.skeleton, run.prepared.plan, dict[str, torch.Tensor]()
+    for number, layer in enumerate(plan.beside):
+        name, started = layer.spec.name, time.monotonic()
+        progress(f"quantizing {name}", number, len(plan.beside))
+        weight = skeleton.load_beside(name, torch.device(run.job.device)).get_parameter("weight").detach()
+        if not torch.isfinite(weight).all():
+            raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
+        task = LinearTask(layer, "", weight, _statistics(layer, run), None, None)
+        result = quantize_linear.quantize(task, run.job.seed)
+        row = report.measure(layer, weight, result.weight, None, result.notes)
+        run.layers.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
+        tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in result.weight.tensors.items()}
+        skeleton.free()
+        process_memory.check(run.job.max_memory)
+    if tensors:
+        run.hashes[SHARD] = write_shard(output.model / SHARD, tensors)
+
+
+def _statistics(layer: LayerPlan, run: RunState) -> InputStatistics:
+    """Return statistics of no token at all, for a method that asks for them."""
+    if not memory_plan.needs_statistics(layer):
+        return quantize_linear.NO_STATISTICS
+    columns = layer.spec.shape[1]
+    return InputStatistics(Stats(torch.zeros(columns, columns, device=run.job.device), 0), seed=run.job.seed)
