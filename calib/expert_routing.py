@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockInputs, attached, run_block
-from compress.runtime.experts import PROJECTIONS, Experts, magnitude, prune
+from compress.runtime.expert_layouts import ROUTED
+from compress.runtime.experts import Experts, magnitude, prune
 from compress.types import ExpertPruning, Pruning
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the ratios, for the report
@@ -150,7 +151,7 @@ def measure(
     if not modules:
         return {}
     sums = {name: _Sum(module) for name, module in modules.items()}
-    with _outputs(block, {len(module) for module in modules.values()}) as outputs:
+    with _outputs(block, {len(module) + module.layout.identities for module in modules.values()}) as outputs:
 
         def noting(name: str) -> Routed:
             return lambda hidden, index, weights: sums[name].add(hidden, index, weights, outputs)
@@ -173,8 +174,8 @@ class _Sum:
     def __init__(self, module: Experts) -> None:
         self.experts, self.top_k, self.is_softmax = len(module), 0, True
         self.counts = torch.zeros(self.experts, dtype=torch.int64)
-        self.weights = torch.zeros(self.experts, dtype=torch.float64)
-        self.probabilities = torch.zeros(self.experts, dtype=torch.float64)
+        self.weights = torch.zeros(self.experts + 1, dtype=torch.float64)
+        self.probabilities = torch.zeros_like(self.weights)
         self.ratios: list[Tensor] = []
         self.magnitudes: list[Tensor] = []
 
@@ -182,8 +183,8 @@ class _Sum:
         """Add one routing: hidden [tokens, hidden], index and weights [tokens, top_k]; outputs: of modules before."""
         index, weights = index.cpu(), weights.float().cpu()
         self.top_k = index.shape[1]
-        flat = index.flatten()
-        self.counts += flat.bincount(minlength=self.experts)
+        flat = index.flatten().clamp(max=self.experts)  # what lies behind is no expert
+        self.counts += flat.bincount(minlength=self.experts + 1)[:-1]
         self.weights.index_add_(0, flat, weights.flatten().double())
         found = _probabilities(outputs, index, weights) if self.is_softmax else None
         self.is_softmax = found is not None
@@ -194,7 +195,7 @@ class _Sum:
         self.magnitudes.append(magnitude(hidden).cpu())
 
     def finish(self) -> Routing:
-        mass = self.probabilities if self.is_softmax else self.weights
+        mass = (self.probabilities if self.is_softmax else self.weights)[:-1]
         none = torch.zeros(0)
         ratios, magnitudes = (torch.cat([none, *parts]) for parts in (self.ratios, self.magnitudes))
         return Routing(self.top_k, self.counts, mass, self.is_softmax, ratios, magnitudes)
@@ -282,11 +283,12 @@ def output_changes(
             for number, keys in mine.items():
                 token, position = torch.where(index == number)
                 x, weight = hidden[token].float(), weights[token, position].float()
-                original = {p: module.get_submodule(f"{number}.{p}").get_parameter("weight") for p in PROJECTIONS}
-                expected = _output(module, x, original)
+                linears = dict(module.get_submodule(str(number)).named_children())
+                original = {name: linear.get_parameter("weight") for name, linear in linears.items()}
+                expected = _output(module, number, x, original)
                 for key in keys:
                     changed = {linear.rpartition(".")[2]: value for linear, value in changes[key].items()}
-                    change = _output(module, x, {**original, **changed}).sub_(expected)
+                    change = _output(module, number, x, {**original, **changed}).sub_(expected)
                     norms = (change.norm(dim=-1) * weight.abs()).double()  # [tokens of the expert]
                     sums[key] = OutputChange(
                         sums[key].norms + norms.sum().item(), sums[key].squares + norms.square().sum().item()
@@ -301,18 +303,33 @@ def output_changes(
     return sums
 
 
-def _output(experts: Experts, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the output of an expert with these weights for x [tokens, hidden] float32."""
-    gate, up, down = (weights[projection].to(x.device, torch.float32) for projection in PROJECTIONS)
-    return (experts.act_fn(x @ gate.T) * (x @ up.T)) @ down.T
+def _output(experts: Experts, number: int, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the output of an expert with these weights, and its own biases, for x [tokens, hidden] float32."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        y = x @ weights[name].to(x.device, x.dtype).T
+        bias = experts.get_submodule(f"{number}.{name}").bias
+        return y + bias.to(y.dtype) if isinstance(bias, Tensor) else y
+
+    return experts.compute(number, x, project)
 
 
 # ---------------------------------------------------------------- watching a block
 
 
 def _experts(block: nn.Module, where: str) -> dict[str, Experts]:
-    """Return the modules of experts in a block, by their full names."""
-    return {f"{where}.{name}": m for name, m in block.named_modules() if isinstance(m, Experts)}
+    """Return the modules of experts in a block, by their full names.
+
+    Raises UnsupportedModelError for one whose routing is not seen.
+    """
+    modules = {f"{where}.{name}": m for name, m in block.named_modules() if isinstance(m, Experts)}
+    for name, module in modules.items():
+        if module.layout.call != ROUTED:
+            raise UnsupportedModelError(
+                f"{name} is not told which experts a token goes to: experts cannot be weighed or pruned; remove "
+                "`experts` from the recipe, and take other units than experts to allocate"
+            )
+    return modules
 
 
 def _watched(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import attached
+from compress.runtime.experts import Experts, ExpertTokens
 from compress.types import Stats
 
 PANELS = 8  # column panels: the lower triangle of panels, 7/16 of the work, is left out
@@ -120,25 +121,24 @@ def collect(
     sums: Mapping[str, HessianSum],
     chunk: int,
     weights: Tensor | None = None,
-    experts: Mapping[str, tuple[nn.Module, int]] | None = None,
+    experts: Mapping[str, tuple[Experts, int]] | None = None,
 ) -> AbstractContextManager[None]:
     """While active, add the input of each forward pass of `linears[key]` to `sums[key]`.
 
     weights: float32 [batch, tokens], what the tokens of the one batch that passes count. experts: for each key that
-    belongs to an expert, which is given some tokens only, the module of all experts (compress/runtime/experts.py),
-    whose second argument [tokens, top_k] says where a token goes, and the number of the expert.
+    belongs to an expert, which is given some tokens only, the module of all experts and the number of the expert.
     """
     selecting = experts if weights is not None and experts is not None else {}
-    routes: dict[nn.Module, Tensor] = {}  # the last routing of each module of experts
+    given: dict[Experts, tuple[Tensor, ...]] = {}  # what each module of experts was called with last
 
-    def note(module: nn.Module, _: Tensor, route: Tensor, *others: Tensor) -> None:
-        routes[module] = route
+    def note(module: Experts, *inputs: Tensor) -> None:
+        given[module] = inputs
 
     def add(key: str, inputs: Tensor) -> None:
         token_weights = weights
         if weights is not None and key in selecting:
             module, number = selecting[key]
-            token_weights = _routed(weights, routes[module], number)
+            token_weights = _routed(weights, module.tokens(number, *given[module]))
         sums[key].add(inputs, chunk, token_weights)
 
     noting = [(module, partial(note, module)) for module in {module for module, _ in selecting.values()}]
@@ -150,14 +150,14 @@ def expect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum]) -> 
     return hooked([(linears[key], total.expect) for key, total in sums.items()])
 
 
-def _routed(weights: Tensor, route: Tensor, number: int) -> Tensor:
-    """Return the weights of the tokens that go to an expert, in their order."""
-    if route.shape[0] != weights.numel():
+def _routed(weights: Tensor, tokens: ExpertTokens) -> Tensor:
+    """Return the weights of the tokens that an expert is given, in their order."""
+    if tokens.count != weights.numel():
         raise UnsupportedModelError(
-            f"experts are chosen for {route.shape[0]} rows of a batch of {weights.numel()} tokens: which tokens they "
+            f"experts are chosen for {tokens.count} rows of a batch of {weights.numel()} tokens: which tokens they "
             "are is not known; set calibration.importance to none"
         )
-    return weights.flatten()[torch.where(route == number)[0]]
+    return weights.flatten()[tokens.index]
 
 
 def hooked(actions: Iterable[tuple[nn.Module, Callable[..., None]]]) -> AbstractContextManager[None]:

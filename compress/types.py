@@ -22,6 +22,7 @@ class LinearSpec:
     block: int  # index of the decoder block; -1: outside of the blocks
     input_key: str
     is_expert: bool = False
+    parameters: tuple[str, ...] = ()  # of the model, that an expert's weight, and its bias if any, are parts of
 
     @property
     def numel(self) -> int:

@@ -21,7 +21,8 @@ from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import BlockInputs, attached, run_block, states_of
 from compress.model.meta_pass import NEEDS_DATA, PROBE_TOKENS, SkippedExperts, without_experts
 from compress.model.skeleton import Skeleton
-from compress.runtime.experts import PROJECTIONS, Experts
+from compress.runtime.expert_layouts import Layout
+from compress.runtime.experts import Experts
 
 WATCHED = "compress_watched"  # the name of our attention function while a forward pass is watched
 
@@ -205,8 +206,10 @@ def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> S
     for writer in graph.writers:
         if attention is not None and writer == attention.output:
             continue
-        if writer.endswith(f".{PROJECTIONS[2]}") and isinstance(block.get_submodule(_parent(writer, 2)), Experts):
-            found.append(Site(f"{_parent(writer)}.{PROJECTIONS[1]}", False, (writer,), writer))
+        experts = block.get_submodule(_parent(writer, 2))
+        if isinstance(experts, Experts):
+            if experts.layout.is_bilinear:
+                found.append(Site(f"{_parent(writer)}.{experts.layout.projections[-2]}", False, (writer,), writer))
             continue
         columns = cast(nn.Linear, block.get_submodule(writer)).in_features
         same = [name for name in gated if getattr(block.get_submodule(name), "out_features", 0) == columns]
@@ -296,12 +299,12 @@ def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block
     for entry in entries:
         if not _is_norm(entry, width) or entry.read in inner:
             continue
-        reading = [name for e in readers if e.read == entry.written for name in _names(e, PROJECTIONS[:2])]
+        reading = [name for e in readers if e.read == entry.written for name in _names(e, slice(0, -1))]
         if reading:
             norms[entry.name] = tuple(reading)
         else:
             post.append(entry.name)
-    written = [name for e in writers for name in _names(e, PROJECTIONS[2:])]
+    written = [name for e in writers for name in _names(e, slice(-1, None))]
     return Block(norms, tuple(written), tuple(post), _attention(entries, attentions))
 
 
@@ -316,15 +319,15 @@ def _writes(entry: _Seen, width: int) -> bool:
     return isinstance(entry.module, nn.Linear) and entry.module.out_features == width
 
 
-def _names(entry: _Seen, projections: tuple[str, ...]) -> list[str]:
-    """Return the paths of a module in the loaded block, where experts are linears."""
+def _names(entry: _Seen, projections: slice) -> list[str]:
+    """Return the paths of a module in the loaded block, where experts are linears: of these projections of each."""
     if not isinstance(entry.module, SkippedExperts):
         return [entry.name]
-    if not entry.module.supported:
-        raise UnsupportedModelError(
-            f"{entry.name} holds experts in a layout that is not supported; use a recipe without transforms"
-        )
-    return [f"{entry.name}.{i}.{projection}" for i in range(entry.module.count) for projection in projections]
+    layout = entry.module.layout
+    if isinstance(layout, Layout) and layout.is_open:
+        return [f"{entry.name}.{i}.{name}" for i in range(layout.experts) for name in layout.projections[projections]]
+    reason = layout if isinstance(layout, str) else "experts that are more, or given something else, than linears"
+    raise UnsupportedModelError(f"{entry.name} holds {reason}; use a recipe without transforms")
 
 
 def _attention(entries: list[_Seen], attentions: list[_Values]) -> Attention | None:

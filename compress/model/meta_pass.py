@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.model.load import empty_model
-from compress.runtime.experts import is_fused_experts, is_supported
+from compress.runtime import expert_layouts
+from compress.runtime.expert_layouts import Layout
+from compress.runtime.experts import is_fused_experts
 
 PROBE_TOKENS = 8
 # what a forward pass raises that depends on data which the meta device does not have
@@ -21,11 +23,13 @@ class SkippedExperts(nn.Module):
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
-        self.count = real.get_parameter("down_proj").shape[0]
-        self.supported = is_supported(real)
+        self.layout = expert_layouts.describe(real)
+        self.width: int | None = None  # of the outputs; None: as wide as the inputs
+        if isinstance(self.layout, Layout):
+            self.width, _ = self.layout.shape(real, self.layout.parts[-1])
 
-    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
-        return torch.empty_like(hidden_states)
+    def forward(self, hidden_states: Tensor, *routing: Tensor, **others: Tensor) -> Tensor:
+        return hidden_states.new_empty(*hidden_states.shape[:-1], self.width or hidden_states.shape[-1])
 
 
 def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -22,12 +22,12 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import stored_weights, text_path
+from compress.model import expert_linears, stored_weights, text_path
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config
 from compress.model.meta_pass import shared_inputs
-from compress.runtime import hf
-from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.runtime import expert_layouts, hf
+from compress.runtime.experts import Experts, is_supported
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
@@ -57,6 +57,7 @@ class Skeleton:
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
+        self._unfusing = expert_linears.Unfusing()
         self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
 
     def check_tensors(self) -> None:
@@ -116,9 +117,9 @@ class Skeleton:
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):
                 module.check(prefix + name)
-            if is_fused_experts(module) and is_supported(module):
+            if is_supported(module):
                 self._fused[prefix + name] = module
-                block.set_submodule(name, Experts.from_fused(module))
+                block.set_submodule(name, self._unfusing.experts(module, prefix + name))
         if self.edits is not None:
             self.edits.block(index, block)
         return block
@@ -137,10 +138,10 @@ class Skeleton:
         assert isinstance(linear, nn.Linear)
         return linear
 
-    def expert(self, block: nn.Module, name: str) -> tuple[nn.Module, int]:
+    def expert(self, block: nn.Module, name: str) -> tuple[Experts, int]:
         """Return the module of all experts and the number of the expert that the linear of this full name is in."""
         path, number, _ = self._within(name).rsplit(".", 2)
-        return block.get_submodule(path), int(number)
+        return cast(Experts, block.get_submodule(path)), int(number)
 
     def _within(self, name: str) -> str:
         """Return the path within its block of a full name."""
@@ -227,11 +228,13 @@ class Skeleton:
                     self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
-                elif is_fused_experts(module) and is_supported(module):
-                    for spec in _expert_specs(full, module, self.dtype, index):
+                elif isinstance(layout := expert_layouts.describe(module), str):
+                    kept[full] = layout
+                elif layout is not None:
+                    for spec in expert_linears.specs(full, module, layout, self.dtype, index):
                         self.add(spec, specs, kept)
                 elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
-                    kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
+                    kept[full] = "a parameter of three dimensions that is no experts'"
         if not specs:
             reasons = sorted(set(kept.values()))
             raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
@@ -264,30 +267,13 @@ class Skeleton:
             specs.append(spec)
 
     def weight_sources(self, spec: LinearSpec) -> list[Readable]:
-        """Return the stored tensors of a linear's weight (of an expert: those of all experts of the module).
+        """Return the stored tensors of a linear's weight (of an expert: of weights and biases of all in its module).
 
         None for a weight that is stored in one tensor with others: the tensor could not be left out.
         """
-        if not spec.is_expert:
-            return [stored for stored in self.sources.get(f"{spec.name}.weight", []) if stored.name not in self.split]
-        module, _, projection = spec.name.rpartition(".")
-        fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
-        return self.sources.get(f"{module.rpartition('.')[0]}.{fused}", [])
-
-
-def _expert_specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec]:
-    experts, hidden, inner = _fused_shape(module)
-    for e in range(experts):
-        key = f"{name}.{e}.gate_proj"
-        yield LinearSpec(key, (inner, hidden), dtype, block, key, is_expert=True)
-        yield LinearSpec(f"{name}.{e}.up_proj", (inner, hidden), dtype, block, key, is_expert=True)
-        down = f"{name}.{e}.down_proj"
-        yield LinearSpec(down, (hidden, inner), dtype, block, down, is_expert=True)
-
-
-def _fused_shape(module: nn.Module) -> tuple[int, int, int]:
-    experts, hidden, inner = module.get_parameter("down_proj").shape
-    return experts, hidden, inner
+        names = spec.parameters or (f"{spec.name}.weight",)
+        found = [stored for name in names for stored in self.sources.get(name, [])]
+        return found if spec.is_expert else [stored for stored in found if stored.name not in self.split]
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,6 @@ from compress.calib import expert_routing
 from compress.errors import RecipeError, shown
 from compress.model.blockwise import BlockInputs
 from compress.recipe.schema import Recipe
-from compress.runtime.experts import PROJECTIONS
 from compress.types import ExpertPruning, LayerReport, Plan, Pruning
 
 Records = Mapping[str, Mapping[str, Any]]  # experts module -> what `measure` says of it
@@ -45,7 +44,7 @@ def measure(block: nn.Module, where: str, batches: BlockInputs, config: ExpertPr
 
 def chosen(records: Records, config: ExpertPruning, layers: Sequence[LayerReport]) -> dict[str, Pruning]:
     """Return experts module -> what it is pruned with: the least harmful of those with every linear in `layers`."""
-    packed = _by_expert(layers)
+    packed = _by_expert(layers, records)
     found = {
         name: (record["harm"], Pruning(**record["pruning"]) if record["pruning"] is not None else None)
         for name, record in records.items()
@@ -60,7 +59,7 @@ def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[Layer
     bits: stored bits a weight of each packed expert; threshold and the others of `Pruning` are None where not pruned,
     dropped is the share of the (token, expert) pairs on the calibration text.
     """
-    packed, found = _by_expert(layers), {}
+    packed, found = _by_expert(layers, records), {}
     for name, record in records.items():
         setting = pruned.get(name)
         bits = {number: _bits(linears) for number, linears in sorted(packed.get(name, {}).items())}
@@ -75,17 +74,14 @@ def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[Layer
     return found
 
 
-def _by_expert(layers: Sequence[LayerReport]) -> dict[str, dict[int, list[LayerReport]]]:
-    """Return experts module -> number of an expert -> its linears, all three of them."""
+def _by_expert(layers: Sequence[LayerReport], modules: Collection[str]) -> dict[str, dict[int, list[LayerReport]]]:
+    """Return experts module, of `modules` -> number of an expert -> its linears; of a module all are packed or none."""
     found: dict[str, dict[int, list[LayerReport]]] = defaultdict(lambda: defaultdict(list))
     for layer in layers:
         parts = layer.name.rsplit(".", 2)
-        if len(parts) == 3 and parts[1].isdigit() and parts[2] in PROJECTIONS:
+        if parts[0] in modules:
             found[parts[0]][int(parts[1])].append(layer)
-    return {
-        name: {number: linears for number, linears in experts.items() if len(linears) == len(PROJECTIONS)}
-        for name, experts in found.items()
-    }
+    return found
 
 
 def _bits(linears: Sequence[LayerReport]) -> float:

@@ -63,6 +63,9 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
+    for layer in layers:
+        if len(layer.spec.parameters) > 1:  # the bias of an expert becomes a tensor of its own
+            kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
     return beside_plan.added(Plan(tuple(layers), kept, kept_nbytes, decided), recipe, skeleton, _outside)
 
 

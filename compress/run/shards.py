@@ -47,6 +47,10 @@ def write_block(
     if edited:
         contents.update(_edited(skeleton, contents, block, skeleton.block_prefix(index)))
     tensors = {f"{name}.{key}": tensor for name, w in packed.items() for key, tensor in w.tensors.items()}
+    for name in packed:
+        bias = skeleton.linear(block, name).bias
+        if bias is not None and f"{name}.bias" in prepared.plan.kept_nbytes:  # of an expert there is none to be copied
+            contents.setdefault(f"{name}.bias", bias.detach().cpu())
     file = shard_name(index, len(skeleton.blocks))
     return {"file": file, "sha256": write_shard(output.model / file, {**contents, **tensors})}
 
@@ -73,6 +77,9 @@ def restore_block(
         block = skeleton.load_block(index, device)
     finally:
         skeleton.edits, skeleton.sources = edits, sources
+    for name in packed:
+        if (bias := on_disk.get(f"{name}.bias")) is not None:
+            skeleton.linear(block, name).bias.copy_(bias.read())
     return block, packed, reports
 
 

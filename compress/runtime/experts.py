@@ -1,11 +1,10 @@
 """Run the experts of a mixture-of-experts block as separate linears, so that each can be packed.
 
-transformers holds the experts of a block in two fused parameters, gate_up_proj [experts, 2 * intermediate, hidden] and
-down_proj [experts, hidden, intermediate]. `Experts` takes the place of such a module with children `<i>.gate_proj`,
-`<i>.up_proj`, `<i>.down_proj`, whose packed tensors have these names on disk.
-
-Only the plain layout is taken apart: gate and up concatenated, not transposed, no biases, no norm after an expert, the
-gate function act(gate) * up. Everything else is left as it is (`is_supported`).
+transformers holds the experts of a block in a few fused parameters (compress/runtime/expert_layouts.py). `Experts`
+takes the place of such a module with children `<i>.gate_proj`, `<i>.up_proj`, `<i>.down_proj`, whose packed tensors
+have these names on disk. All of them are matrices [out, in], gate and up apart, however the fused module holds them;
+biases are those of the linears. What lies between up and down is computed by the fused module's own function. Experts
+without a gate have no `gate_proj`, and those that are no more than a linear have `<i>.proj`.
 
 Where `Experts.pruning` is set, a token goes without an expert that matters little to it: online dynamic pruning (ODP),
 Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/expert_routing.py chooses the thresholds.
@@ -16,38 +15,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from compress.errors import UnsupportedModelError
+from compress.runtime import expert_layouts
+from compress.runtime.expert_layouts import POST_NORM, ROUTED, SHARED, SORTED, Layout
 from compress.runtime.linear import PackedLinear
 from compress.types import Pruning
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-# What `use_experts_implementation` of transformers writes on the module; has_post_expert_norm is newer than 5.16.
-_PLAIN_LAYOUT = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
-
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Return whether the module holds the experts of a block in fused three-dimensional parameters, in any layout."""
-    own = dict(module.named_parameters(recurse=False))
-    return "down_proj" in own and own["down_proj"].dim() == 3 and ("gate_up_proj" in own or "up_proj" in own)
+    """Return whether the module holds the experts of a block in fused parameters, in any layout."""
+    return expert_layouts.describe(module) is not None
 
 
 def is_supported(module: nn.Module) -> bool:
-    """Return whether a fused-experts module has the plain layout that `Experts` computes."""
-    if not is_fused_experts(module) or {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
-        return False
-    if any(getattr(module, name, None) is not value for name, value in _PLAIN_LAYOUT.items()):
-        return False
-    if getattr(module, "has_post_expert_norm", False):
-        return False
-    from transformers.integrations import moe  # transformers may be half loaded when this file is imported
+    """Return whether a module holds fused experts in a layout that `Experts` computes."""
+    return isinstance(expert_layouts.describe(module), Layout)
 
-    gate = getattr(type(module), "_apply_gate", None)
-    return gate is moe._default_apply_gate and callable(getattr(module, "act_fn", None))
+
+def layout_of(module: nn.Module) -> Layout:
+    """Return the layout of a module for which `is_supported` is true."""
+    layout = expert_layouts.describe(module)
+    assert isinstance(layout, Layout), "the caller asks is_supported first"
+    return layout
 
 
 def prune(
@@ -114,36 +109,79 @@ def counting(model: nn.Module) -> Iterator[dict[str, Pairs]]:
             module.pairs = None
 
 
-class Experts(nn.ModuleDict):
-    """Children "0", "1", ...: ModuleDict {gate_proj, up_proj, down_proj} of nn.Linear or PackedLinear."""
+@dataclass(frozen=True)
+class ExpertTokens:
+    """Which tokens an expert is given."""
 
-    act_fn: Callable[[Tensor], Tensor]
-    pruning: Pruning | None = None  # None: every token gets all experts that the router chose
+    count: int  # of all tokens
+    index: Tensor  # those of the expert, in its order, int64
+
+
+class Experts(nn.ModuleDict):
+    """Children "0", "1", ...: ModuleDict {gate_proj, up_proj, down_proj} of nn.Linear or PackedLinear.
+
+    Beside them there may be a norm over what each expert gives. `len` counts the experts.
+    """
+
+    layout: Layout
+    pruning: Pruning | None = None  # None: every token got all experts that the router chose
     pairs: Pairs | None = None  # what is dropped is counted here, if anywhere
-    _template: nn.Module
+    _template: nn.Module  # the fused module without data
 
     @classmethod
     def from_fused(cls, fused: nn.Module) -> Experts:
         """Return experts whose linears are views of the parameters of `fused`, which may be on meta."""
-        assert is_supported(fused), "the caller asks is_supported first"
-        gate_up, down = fused.get_parameter("gate_up_proj"), fused.get_parameter("down_proj")
-        width = gate_up.shape[1] // 2
-        experts = cls()
-        for i in range(gate_up.shape[0]):
-            parts = (gate_up[i, :width], gate_up[i, width:], down[i])
-            experts[str(i)] = nn.ModuleDict(dict(zip(PROJECTIONS, map(_linear, parts), strict=True)))
-        # not registered as children, which are the experts and nothing else
-        experts.__dict__["act_fn"] = fused.act_fn
+        layout = layout_of(fused)
+        experts = _KINDS[layout.call]()
+        experts.layout = layout
+        for i in range(layout.experts):
+            linears = {}
+            for part in layout.parts:
+                weight = part.matrix(fused.get_parameter(part.parameter), layout.experts, i)
+                bias = None if part.bias is None else part.vector(fused.get_parameter(part.bias), i)
+                linears[part.projection] = _linear(weight, bias)
+            experts[str(i)] = nn.ModuleDict(linears)
+        if layout.has_post_norm:
+            experts[POST_NORM] = fused.get_submodule(POST_NORM)
+        # not registered as a child
         experts.__dict__["_template"] = _without_data(fused)
         return experts.train(fused.training)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sums over the experts, [tokens, hidden].
+    def __len__(self) -> int:
+        return self.layout.experts
 
-        hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top_k]. The operations
-        of the fused module's own loop, but gate and up are two products: equal to the bit where the matrix library sums
-        a column alike for both widths, within 1e-6 of the largest value otherwise.
+    def compute(
+        self,
+        number: int,
+        x: Tensor,
+        project: Callable[[str, Tensor], Tensor] | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Return what an expert gives for x [tokens, hidden].
+
+        project: computes a projection of this name, in place of the expert's linears. scale [tokens, 1]: what the
+        input of the last projection is multiplied with.
         """
+        if project is None:
+            linears = cast(nn.ModuleDict, self[str(number)])
+
+            def project(name: str, x: Tensor) -> Tensor:
+                return cast(Tensor, linears[name](x))
+
+        *first, last = self.layout.projections
+        if self.layout.gate is not None:
+            x = self.layout.gate(self._template, *(project(name, x) for name in first))
+        x = project(last, x if scale is None else x * scale)
+        return self[POST_NORM](x) if self.layout.has_post_norm else x
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums over the experts, in the shape of hidden_states.
+
+        hidden_states [..., hidden] of as many tokens as top_k_index and top_k_weights [tokens, top_k] have. The
+        operations of the fused module's own loop, but gate and up are two products: equal to the bit where the matrix
+        library sums a column alike for both widths, within 1e-6 of the largest value otherwise.
+        """
+        shape, hidden_states = hidden_states.shape, hidden_states.flatten(0, -2)
         if self.pruning is not None:
             kept = prune(hidden_states, top_k_index, top_k_weights, self.pruning, len(self))
             if self.pairs is not None:
@@ -153,29 +191,95 @@ class Experts(nn.ModuleDict):
             self.pairs.add(top_k_index, top_k_index, len(self))
         out = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
-            if index >= len(self):  # marks a token that another process computes, or a pair that is dropped
+            if index >= len(self) + self.layout.identities:  # a token of another process, or a pair that is dropped
                 continue
-            expert = cast(nn.ModuleDict, self[str(index)])
             token, position = torch.where(top_k_index == index)
             x = hidden_states[token]
-            x = expert["down_proj"](self.act_fn(expert["gate_proj"](x)) * expert["up_proj"](x))
+            x = self.compute(index, x) if index < len(self) else x
             out.index_add_(0, token, (x * top_k_weights[token, position, None]).to(out.dtype))
-        return out
+        return out.view(shape)
+
+    def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:
+        """Return which tokens an expert is given; inputs: those of `forward`."""
+        return ExpertTokens(inputs[1].shape[0], torch.where(inputs[1] == number)[0])
 
     def fuse(self, dtype: torch.dtype) -> nn.Module:
         """Return the module that `from_fused` took, with the present weights in `dtype`; it cannot prune."""
-        experts = [cast(nn.ModuleDict, expert) for expert in self.values()]
-        weights = {name: [_weight(expert[name], dtype) for expert in experts] for name in PROJECTIONS}
-        gate_up = map(torch.cat, zip(weights["gate_proj"], weights["up_proj"], strict=True))
-        fused = _without_data(self._template)
-        fused.gate_up_proj = nn.Parameter(torch.stack(list(gate_up)))
-        fused.down_proj = nn.Parameter(torch.stack(weights["down_proj"]))
+        fused, device = _without_data(self._template), next(self.parameters()).device
+        for name, parameter in list(fused.named_parameters()):
+            owner, _, key = name.rpartition(".")
+            data = torch.zeros(parameter.shape, dtype=dtype, device=device)  # of identities there is nothing
+            fused.get_submodule(owner).register_parameter(key, nn.Parameter(data))
+        if self.layout.has_post_norm:
+            fused.set_submodule(POST_NORM, copy.deepcopy(self[POST_NORM]).to(dtype))
+        with torch.no_grad():
+            for part in self.layout.parts:
+                for i in range(len(self)):
+                    linear = self.get_submodule(f"{i}.{part.projection}")
+                    matrix = part.matrix(fused.get_parameter(part.parameter), len(self), i)
+                    matrix.copy_(_weight(linear, dtype))
+                    if part.bias is not None:
+                        part.vector(fused.get_parameter(part.bias), i).copy_(cast(Tensor, linear.bias))
         return fused.train(self.training)
 
 
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+class SortedExperts(Experts):
+    """Experts that are given rows in the order of the experts, and know neither tokens nor their weights."""
+
+    def forward(self, rows: Tensor, sizes: list[int] | None = None) -> Tensor:  # type: ignore[override]
+        """Return what the experts give for their rows, [rows, out].
+
+        rows [rows, in]: first those of expert 0; sizes: how many rows each expert has. None: all as many, and a row of
+        zeros stands for a token that does not go to this expert, which is not computed.
+        """
+        parts = rows.split(sizes if sizes is not None else rows.shape[0] // len(self))
+        if sizes is not None or self._has_bias():
+            return torch.cat([self.compute(i, part) for i, part in enumerate(parts)])
+        outputs = []
+        for i, part in enumerate(parts):
+            given = part.any(-1).nonzero()[:, 0]
+            outputs.append(torch.zeros_like(part).index_copy_(0, given, self.compute(i, part[given])))
+        return torch.cat(outputs)
+
+    def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:
+        if len(inputs) > 1:
+            raise UnsupportedModelError(
+                "experts are given rows in an order of their own: which tokens they are is not known; set "
+                "calibration.importance to none"
+            )
+        part = inputs[0].chunk(len(self))[number]
+        every = torch.arange(part.shape[0], device=part.device)
+        return ExpertTokens(part.shape[0], every if self._has_bias() else every[part.any(-1)])
+
+    def _has_bias(self) -> bool:
+        return any(part.bias is not None for part in self.layout.parts)
+
+
+class SharedExperts(Experts):
+    """Experts that are given all tokens."""
+
+    def forward(self, hidden_states: Tensor, gammas: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the sum of what all experts give, in the shape of hidden_states.
+
+        hidden_states [..., hidden]; gammas [..., experts]: how much each counts, before its last projection.
+        """
+        x, scales = hidden_states.flatten(0, -2), gammas.reshape(-1, len(self))
+        outputs = [self.compute(i, x, scale=scales[:, i, None]).float() for i in range(len(self))]
+        return torch.stack(outputs).sum(0).to(x.dtype).view(hidden_states.shape)
+
+    def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:
+        count = inputs[0].shape[:-1].numel()
+        return ExpertTokens(count, torch.arange(count, device=inputs[0].device))
+
+
+_KINDS: dict[str, type[Experts]] = {ROUTED: Experts, SORTED: SortedExperts, SHARED: SharedExperts}
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
     return linear
 
 
@@ -188,5 +292,6 @@ def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
 def _without_data(fused: nn.Module) -> nn.Module:
     """Return a copy with its parameters on meta; the model's configuration stays shared."""
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta")) for p in fused.parameters()}
-    memo[id(fused.config)] = fused.config
+    config = getattr(fused, "config", None)
+    memo[id(config)] = config
     return copy.deepcopy(fused, memo)

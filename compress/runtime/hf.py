@@ -38,8 +38,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import renamed
-from compress.runtime.experts import Experts, is_fused_experts, is_supported
+from compress.runtime import expert_layouts, renamed
+from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
@@ -248,8 +248,8 @@ def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
     fused_names = [name for name, module in model.named_modules() if name in names and is_fused_experts(module)]
     for name in fused_names:
         fused = model.get_submodule(name)
-        if not is_supported(fused):
-            raise CheckpointError(f"{name} ({type(fused).__name__}) has a layout of experts that compress cannot load")
+        if isinstance(reason := expert_layouts.describe(fused), str):
+            raise CheckpointError(f"{name} ({type(fused).__name__}) cannot be loaded: {reason}")
         model.set_submodule(name, Experts.from_fused(fused))
     return fused_names
 

@@ -17,7 +17,8 @@ from compress.calib import expert_routing
 from compress.calib.expert_routing import Routing, measure, output_changes, scores, setting, thresholds
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockArgs, BlockInputs
-from compress.runtime.experts import PROJECTIONS, Experts, is_fused_experts
+from compress.runtime.expert_layouts import PROJECTIONS
+from compress.runtime.experts import Experts, is_fused_experts
 from compress.types import ExpertPruning, Pruning
 from pico import VOCAB_SIZE, build
 

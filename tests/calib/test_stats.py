@@ -12,7 +12,8 @@ import problems
 from compress.calib import stats as module
 from compress.calib.stats import HessianSum, collect, expect, shrink
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.runtime.experts import PROJECTIONS, Experts
+from compress.runtime.expert_layouts import PROJECTIONS
+from compress.runtime.experts import Experts
 from compress.types import Stats
 from pico import PICO
 

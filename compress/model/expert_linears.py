@@ -1,0 +1,91 @@
+"""Cut the fused experts of a block into linears: their specifications, and the modules, once their layout is checked.
+
+What a layout says of a module (compress/runtime/expert_layouts.py) is read from names, shapes and attributes. It is
+checked against what the module computes before the first module of a class is taken apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UnsupportedModelError
+from compress.runtime.expert_layouts import SHARED, SORTED, Layout
+from compress.runtime.experts import Experts
+from compress.types import LinearSpec
+
+CHECKED_TOKENS = 3
+TOLERANCE = 0.05  # of the norm; a wrong layout is off by about 1, bfloat16 by 0.01
+
+
+def specs(name: str, module: nn.Module, layout: Layout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
+    """Yield the linears of all experts of the module of this full name; all but the last of an expert share an input.
+
+    dtype: of the weights.
+    """
+    shapes = [layout.shape(module, part) for part in layout.parts]
+    for number in range(layout.experts):
+        names = [f"{name}.{number}.{projection}" for projection in layout.projections]
+        for linear, part, shape in zip(names, layout.parts, shapes, strict=True):
+            fused = tuple(f"{name}.{parameter}" for parameter in (part.parameter, part.bias) if parameter)
+            key = linear if linear == names[-1] else names[0]
+            yield LinearSpec(linear, shape, dtype, block, key, is_expert=True, parameters=fused)
+
+
+class Unfusing:
+    """Take loaded modules of fused experts apart, the first of each class after a check."""
+
+    def __init__(self) -> None:
+        self._checked: set[type[nn.Module]] = set()
+
+    def experts(self, fused: nn.Module, where: str) -> Experts:
+        """Return the experts of a loaded module; where: its full name.
+
+        Raises UnsupportedModelError if they compute something else than the module.
+        """
+        experts = Experts.from_fused(fused)
+        if type(fused) not in self._checked:
+            if not _agree(fused, experts):
+                raise UnsupportedModelError(
+                    f"{where}: {type(fused).__name__} computes something else than its parameters' names and shapes "
+                    f'say; add "{where}.*" to ignore in the recipe'
+                )
+            self._checked.add(type(fused))
+        return experts
+
+
+@torch.no_grad()
+def _agree(fused: nn.Module, experts: Experts) -> bool:
+    """Return whether both modules give the same for a few random tokens."""
+    inputs = _inputs(fused, experts)
+    expected = inspect.unwrap(type(fused).forward)(fused, *inputs)  # without the kernels that transformers chooses
+    found = experts(*inputs)
+    if not torch.isfinite(expected).all():  # named elsewhere
+        return True
+    difference = found.reshape(expected.shape).float() - expected.float()
+    return bool(difference.norm() <= TOLERANCE * expected.float().norm())
+
+
+def _inputs(fused: nn.Module, experts: Experts) -> tuple[object, ...]:
+    """Return what the forward pass of a module of experts takes, for a few random tokens."""
+    layout, count = experts.layout, len(experts)
+    weight = fused.get_parameter(layout.parts[0].parameter)
+    columns = layout.shape(fused, layout.parts[0])[1]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator).to(weight.device, weight.dtype)
+
+    if layout.call == SORTED:
+        sizes = inspect.signature(type(fused).forward).parameters
+        rows = random(count * CHECKED_TOKENS, columns) - 0.5
+        return (rows, [CHECKED_TOKENS] * count) if len(sizes) > 2 else (rows,)
+    x = random(CHECKED_TOKENS, columns) - 0.5
+    if layout.call == SHARED:
+        return x, random(CHECKED_TOKENS, count)
+    first = torch.arange(CHECKED_TOKENS) % count
+    index = torch.stack([first, count + layout.identities - 1 - first], 1)
+    return x, index.to(weight.device), random(CHECKED_TOKENS, 2)
