@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.model.load import empty_model
+from compress.runtime import linears
 from compress.runtime.experts import is_fused_experts, is_supported
 
 PROBE_TOKENS = 8
@@ -33,6 +34,8 @@ def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
             model.set_submodule(name, SkippedExperts(module))
+    for name, module in linears.foreign(model):
+        model.set_submodule(name, linears.as_linear(module))
     return model
 
 

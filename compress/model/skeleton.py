@@ -27,9 +27,9 @@ from compress.model import stored_weights
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, open_config
 from compress.model.meta_pass import shared_inputs
-from compress.runtime import hf
+from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
-from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor
 from compress.types import LinearSpec
 
@@ -54,7 +54,7 @@ class Skeleton:
         self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
-        self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
+        self._fused: dict[str, nn.Module] = {}  # what load() has replaced, experts and linears, to be put back by free()
 
     def check_tensors(self) -> None:
         """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.
@@ -110,6 +110,9 @@ class Skeleton:
             if is_fused_experts(module) and is_supported(module):
                 self._fused[prefix + name] = module
                 block.set_submodule(name, Experts.from_fused(module))
+        for name, module in linears.foreign(block):
+            self._fused[prefix + name] = module
+            block.set_submodule(name, linears.as_linear(module))
         if self.edits is not None:
             self.edits.block(index, block)
         return block
@@ -203,8 +206,8 @@ class Skeleton:
             prefix = self.block_prefix(index)
             for name, module in block.named_modules():
                 full = prefix + name
-                if is_plain_linear(module):
-                    shape = tuple(module.get_parameter("weight").shape)
+                shape = linears.shape_of(module)
+                if shape is not None:
                     self._add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
