@@ -54,7 +54,9 @@ class Skeleton:
         self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
-        self._fused: dict[str, nn.Module] = {}  # what load() has replaced, experts and linears, to be put back by free()
+        self._fused: dict[
+            str, nn.Module
+        ] = {}  # what load() has replaced, to be put back by free()
 
     def check_tensors(self) -> None:
         """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.

@@ -52,8 +52,10 @@ class Probe:
     def advance(self, index: int, block: nn.Module) -> str:
         """Pass through one block; return the sha256 of its output."""
         name = self.skeleton.block_prefix(index).rstrip(".")
-        out = blockwise.run_block(block, self.calls[index][1], self.stream.read(0, 1).to(self.device), name)
+        call, hidden = self.calls.at(index, 0, 1), self.stream.read(0, 1).to(self.device)
+        out, beside = blockwise.run_block_fully(block, call, hidden, name)
         self.stream.write(0, out)
+        self.calls.keep(index, 0, call, beside)
         return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

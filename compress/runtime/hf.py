@@ -28,7 +28,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -139,10 +139,10 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
         linear, shape = _linear(model, name)
         if f"{name}.weight" in tied:
             raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
-        bias, weight = linear.bias, linear.get_parameter("weight")
-        dtype = weight.dtype if bias is None else bias.dtype
+        weight, has_bias = linear.get_parameter("weight"), linear.bias is not None
+        dtype = linear.get_parameter("bias").dtype if has_bias else weight.dtype
         try:
-            packed = PackedLinear(scheme(config, listed_name), shape, bias is not None, dtype, weight.device)
+            packed = PackedLinear(scheme(config, listed_name), shape, has_bias, dtype, weight.device)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {first_line(error)}") from error
         linears.remember(packed, linear)
