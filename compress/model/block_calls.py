@@ -162,7 +162,7 @@ def layout(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Layout:
 
 
 def _batch_dim(one: Tensor, two: Tensor) -> int | None:
-    """Return the dimension that has one entry for each sample, seen with one sample and with two; None: there is none."""
+    """Return the dimension that has one entry for each sample, seen with one sample and with two; None: no such."""
     sizes = list(zip(one.shape, two.shape, strict=False))
     return sizes.index((1, 2)) if (1, 2) in sizes else None
 

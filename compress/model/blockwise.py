@@ -274,7 +274,7 @@ def states_of(output: Any) -> Tensor:
 
 
 def call_block(run: Callable[..., Any], call: BlockArgs, hidden: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    """Call a block, or what stands for it, with hidden states [batch, ...]; return those it gives, and what is beside."""
+    """Call a block, or what stands for it, with hidden states [batch, ...]; return those it gives, and the rest."""
     output = run(hidden.movedim(0, call.batch_dim), *call.args, **call.kwargs)
     return states_of(output).movedim(call.batch_dim, 0), output[1:] if isinstance(output, tuple) else ()
 
