@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
 from compress.model import stored_weights
+from compress.model.positions import max_positions
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, open_checkpoint, read_config
@@ -222,11 +223,6 @@ def write(
         start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw]
     )
     return written.cpu()
-
-
-def max_positions(config: transformers.PretrainedConfig) -> int | None:
-    """Return the longest sequence that the model is made for, if its configuration says so."""
-    return getattr(config, "max_position_embeddings", None)
 
 
 def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +29,27 @@ class SkippedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         return torch.empty_like(hidden_states)
+
+
+class WeightReadError(AttributeError):
+    """Stop a forward pass that reads the weight of a packed linear; asking whether there is one is no error."""
+
+
+class Unread(nn.Module):
+    """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read."""
+
+    def __init__(self, name: str, real: nn.Module) -> None:
+        super().__init__()
+        self.name, self.bias = name, getattr(real, "bias", None)
+        self.in_features, self.out_features = getattr(real, "in_features", None), getattr(real, "out_features", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise WeightReadError(self.name)
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(x) if self.out_features is None else x.new_empty(*x.shape[:-1], self.out_features)
 
 
 def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -58,6 +83,29 @@ def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
     return {} if run_without_data(model) is not None else keys
+
+
+def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[str]) -> set[str]:
+    """Return those of the named linears whose weight the model's own code reads, by a pass on the meta device.
+
+    Such a weight cannot be packed. Linears of other blocks with the same name are taken along. What lies behind
+    something that needs data is not seen.
+    """
+    model, found = without_experts(config, dtype), set[str]()
+    real = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    replaced = {name: real[name] for name in names if name in real}
+    for name, linear in replaced.items():
+        model.set_submodule(name, Unread(name, linear))
+    while isinstance(error := run_without_data(model), WeightReadError):
+        kind = _without_numbers(str(error))
+        for name in [name for name in replaced if _without_numbers(name) == kind]:
+            model.set_submodule(name, replaced.pop(name))
+            found.add(name)
+    return found
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def run_without_data(model: PreTrainedModel) -> Exception | None:

@@ -26,7 +26,7 @@ from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import stored_weights
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, open_config
-from compress.model.meta_pass import shared_inputs
+from compress.model.meta_pass import read_weights, shared_inputs
 from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear
@@ -218,6 +218,9 @@ class Skeleton:
                         self._add(spec, specs, kept)
                 elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
+        read = read_weights(self.config, self.dtype, (spec.name for spec in specs if not spec.is_expert))
+        kept |= dict.fromkeys(sorted(read), "the model's own code reads its weight")
+        specs = [spec for spec in specs if spec.name not in read]
         if not specs:
             reasons = sorted(set(kept.values()))
             raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
