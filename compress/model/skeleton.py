@@ -17,13 +17,13 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import stored_weights
+from compress.model.block_lists import find_blocks
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, open_config
 from compress.model.meta_pass import read_weights, shared_inputs
@@ -54,9 +54,7 @@ class Skeleton:
         self.is_untied = False  # the output head has been given a weight of its own
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
-        self._fused: dict[
-            str, nn.Module
-        ] = {}  # what load() has replaced, to be put back by free()
+        self._fused: dict[str, nn.Module] = {}  # what load() has replaced, to be put back by free()
 
     def check_tensors(self) -> None:
         """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.
@@ -307,15 +305,6 @@ def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> tor
     if not sizes:
         raise CheckpointError(f"{checkpoint.directory} stores no floating-point tensors")
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [(name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)]
-    if not outer:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
-    decoder = set(model.get_decoder().modules())  # of a model with a vision tower, the text part
-    return max([pair for pair in outer if pair[1] in decoder] or outer, key=lambda pair: len(pair[1]))
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
