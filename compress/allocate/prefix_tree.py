@@ -184,7 +184,7 @@ class PathEvaluator:
         self.loaded: set[int] = set()  # blocks that are kept
         self.has_head = False
         self.embedded: blockwise.HiddenStates | None = None
-        self.calls: blockwise.ModelArgs = []
+        self.calls: blockwise.ModelArgs  # set with `embedded`
 
     @torch.no_grad()
     def per_sample(

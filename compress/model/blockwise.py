@@ -1,8 +1,7 @@
 """Run a model one block at a time, with the hidden states between the blocks in memory or on disk.
 
 Every decoder block is replaced once by a stand-in while the model runs on the calibration tokens. The hidden states
-that reach the first block are kept, and each block's other arguments (masks, rotary tables; they differ between blocks)
-for each batch size. These must not depend on the tokens, which is checked.
+that reach the first block are kept, and each block's other arguments (compress/model/block_calls.py).
 
 Target correction carries two sets of hidden states through the blocks in lockstep, the sides of one `HiddenStates`:
 those that the quantized prefix produces, and those of the full-precision model.
@@ -11,6 +10,7 @@ those that the quantized prefix produces, and those of the full-precision model.
 from __future__ import annotations
 
 import os
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,19 +21,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.errors import NumericalError, UnsupportedModelError
+from compress.model import block_calls
+from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replaced
 from compress.model.skeleton import Skeleton
 
-
-class BlockArgs(NamedTuple):
-    """The arguments of a block beside its hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-ModelArgs = list[dict[int, BlockArgs]]  # for each block, by batch size
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
 
+DIFFERING = (
+    "the decoder blocks take arguments that differ between samples or come from other blocks; a part of the recipe "
+    "cannot be done with such a model: use one that only quantizes, such as int4"
+)
 QUANTIZED, FULL = 0, 1  # sides of hidden states: of the quantized prefix, of the full-precision model
 
 
@@ -54,6 +51,7 @@ class HiddenStates:
         self.slice_shape: tuple[int, ...] = ()
         self.dtype = torch.float32
         self.descriptor = -1
+        self.beside: dict[Any, HiddenStates] = {}  # what else goes from block to block with them
 
     def write(self, start: int, states: Tensor, side: int = QUANTIZED) -> None:
         """Put states [batch, tokens, hidden] at sample `start` of a side."""
@@ -90,6 +88,8 @@ class HiddenStates:
 
     def close(self) -> None:
         """Free the memory or the file."""
+        for store in self.beside.values():
+            store.close()
         self.tensor = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -129,85 +129,133 @@ def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module
     skeleton.model.tie_weights()
 
 
+class AloneDict(UserDict[Any, Any]):
+    """A mapping that blocks fill for each other, for a block that is run without the others."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise UnsupportedModelError(DIFFERING)
+
+
+class ModelArgs:
+    """What every block is called with, for the batches of a stream of hidden states.
+
+    `calls[block][size]` is the call with a batch of this size where it is the same for all samples. `at` serves every
+    model: it needs to know the samples, and what earlier blocks gave for them must have been kept by `keep`.
+    """
+
+    def __init__(self, blocks: int, layout: Layout, stream: HiddenStates, device: torch.device) -> None:
+        self.fixed: list[dict[int, BlockArgs]] = [{} for _ in range(blocks)]
+        self.layout, self.stream, self.device = layout, stream, device
+        self.kept: dict[Any, Any] = {}  # mapping -> its tree, with names of stores for leaves
+
+    def __len__(self) -> int:
+        return len(self.fixed)
+
+    def __iter__(self) -> Iterator[dict[int, BlockArgs]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> dict[int, BlockArgs]:
+        """Return the calls of a block by batch size. Raise UnsupportedModelError where they differ between samples."""
+        if self.layout.varying or self.layout.passed:
+            raise UnsupportedModelError(DIFFERING)
+        empty = {path: AloneDict() for block, path in self.layout.shared if block == index}
+        return {size: call.changed(empty) for size, call in self.fixed[index].items()} if empty else self.fixed[index]
+
+    def add(self, start: int, batch: Recorded) -> None:
+        """Keep the calls of a batch that begins at sample `start`."""
+        for index, call in enumerate(batch.calls):
+            values = dict(leaves(call.tree))
+            removed: dict[Place, Any] = {}
+            for (block, path), name in self.layout.varying.items():
+                if block == index:
+                    removed[path] = None
+                    if name == (block, path):
+                        self._store(name).write(start, values[path].movedim(self.layout.dims[name], 0))
+            removed |= {path: None for block, path in self.layout.passed if block == index}
+            call = call._replace(batch_dim=self.layout.batch_dim).changed(removed)
+            size = batch.hidden.shape[self.layout.batch_dim]
+            if not equal_trees(self.fixed[index].setdefault(size, call), call):
+                raise UnsupportedModelError(
+                    "the decoder blocks take arguments that differ between samples; such a model cannot be "
+                    "calibrated block by block"
+                )
+
+    def at(self, index: int, start: int, size: int, side: int = QUANTIZED) -> BlockArgs:
+        """Return the call of a block with `size` samples from `start` on a side of the stream."""
+        layout, values = self.layout, dict[Place, Any]()
+        for (block, path), name in layout.varying.items():
+            if block == index:
+                values[path] = self._read(name, start, size).movedim(0, layout.dims[name])
+        for (block, path), number in layout.passed.items():
+            if block == index and (index - 1, number) in self.kept:
+                values[path] = self._tree((index - 1, number), start, size, side)
+        for block, path in layout.shared:
+            if block == index:
+                held = self.fixed[index][size].tree
+                for key in path:
+                    held = held[key]
+                values[path] = type(held)(self._tree(path, start, size, side) if path in self.kept else {})
+        return self.fixed[index][size].changed(values) if values else self.fixed[index][size]
+
+    def keep(self, index: int, start: int, call: BlockArgs, outputs: tuple[Any, ...], side: int = QUANTIZED) -> None:
+        """Keep what a block gave for later ones: its outputs behind the hidden states, and what it put into mappings.
+
+        `call` is that of `at`, with which the block was run.
+        """
+        for number in {n for (block, _), n in self.layout.passed.items() if block == index + 1}:
+            self._write((index, number), outputs[number - 1], start, side)
+        for block, path in self.layout.shared:
+            if block == index:
+                held = call.tree
+                for key in path:
+                    held = held[key]
+                self._write(path, dict(held), start, side)
+
+    def split(self) -> None:
+        """Give the full-precision side what the quantized one has."""
+        for store in self.stream.beside.values():
+            if store.sides > 1:
+                store.write(0, store.read(0, store.samples), FULL)
+
+    def _store(self, name: Any, sides: int = 1) -> HiddenStates:
+        beside, file = self.stream.beside, self.stream.file
+        if name not in beside:
+            spilled = file and file.with_name(f"{file.name}.{len(beside)}")
+            beside[name] = HiddenStates(self.stream.samples, spilled, sides)
+        return beside[name]
+
+    def _read(self, name: Any, start: int, size: int, side: int = QUANTIZED) -> Tensor:
+        return self._store(name).read(start, size, side).to(self.device)
+
+    def _write(self, name: Any, tree: Any, start: int, side: int) -> None:
+        """Store a tree whose tensors have the samples as their first dimension."""
+        found = dict(leaves(tree))
+        stores = {path: (name, path) for path, value in found.items() if isinstance(value, Tensor)}
+        for path, store in stores.items():
+            self._store(store, self.stream.sides).write(start, found[path], side)
+        self.kept[name] = replaced(tree, stores), tuple(stores)
+
+    def _tree(self, name: Any, start: int, size: int, side: int) -> Any:
+        tree, places = self.kept[name]
+        return replaced(tree, {path: self._read((name, path), start, size, side) for path in places})
+
+
 @torch.no_grad()
 def record_inputs(
     skeleton: Skeleton, tokens: Tensor, batch: int, stream: HiddenStates, device: torch.device
 ) -> ModelArgs:
     """Run all before the first block on tokens [samples, seq_len]; fill `stream`, return all blocks' arguments."""
-    calls: ModelArgs = [{} for _ in skeleton.blocks]
     skeleton.load_rest(device)
+    model, blocks = skeleton.model.base_model, skeleton.blocks
     try:
+        calls = ModelArgs(len(blocks), block_calls.layout(model, blocks, tokens[:2].to(device)), stream, device)
         for start in range(0, tokens.shape[0], batch):
-            samples = tokens[start : start + batch].to(device)
-            hidden, batch_calls = _calls(skeleton, samples)
-            stream.write(start, hidden)
-            for call, known in zip(batch_calls, calls, strict=True):
-                if not _equal(known.setdefault(samples.shape[0], call), call):
-                    raise UnsupportedModelError(
-                        "the decoder blocks take arguments that differ between samples; such a model cannot be "
-                        "calibrated block by block"
-                    )
+            recorded = block_calls.record(model, blocks, tokens[start : start + batch].to(device))
+            stream.write(start, recorded.hidden.movedim(calls.layout.batch_dim, 0))
+            calls.add(start, recorded)
     finally:
         skeleton.free()
     return calls
-
-
-def _calls(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[BlockArgs]]:
-    """Return the hidden states that reach the first block, and what every block is called with."""
-    for as_tuple in (False, True):
-        seen: list[tuple[Tensor, BlockArgs]] = []
-
-        def note(hidden_states: Any, *args: Any, seen: list[tuple[Tensor, BlockArgs]] = seen, **kwargs: Any) -> Tensor:
-            if not isinstance(hidden_states, Tensor) or (seen and hidden_states.shape != seen[0][0].shape):
-                raise _WrongKindError
-            seen.append((hidden_states, BlockArgs(args, kwargs)))
-            if len(seen) == len(skeleton.blocks):
-                raise _AllSeenError
-            return hidden_states
-
-        try:
-            with standing_in(skeleton.blocks, note, as_tuple):
-                skeleton.model.base_model(input_ids=tokens, use_cache=False)
-        except _AllSeenError:
-            return seen[0][0], [call for _, call in seen]
-        except _WrongKindError:
-            continue
-        break
-    raise UnsupportedModelError("some decoder blocks are not called with hidden states in a plain forward pass")
-
-
-@contextmanager
-def standing_in(blocks: nn.ModuleList, gives: Callable[..., Tensor], as_tuple: bool) -> Iterator[None]:
-    """While active, `gives` is called in the place of every block.
-
-    The models of transformers do not say whether they take a tensor from a block, or a tuple: callers try both.
-    """
-    real = list(blocks)
-    for i, block in enumerate(real):
-        blocks[i] = StandIn(block, gives, as_tuple)
-    try:
-        yield
-    finally:
-        for i, block in enumerate(real):
-            blocks[i] = block
-
-
-class StandIn(nn.Module):
-    """A block's place in a forward pass: has the block's attributes and returns what `gives` does."""
-
-    def __init__(self, real: nn.Module, gives: Callable[..., Tensor], as_tuple: bool) -> None:
-        super().__init__()
-        self.__dict__.update(real=real, gives=gives, as_tuple=as_tuple)  # not registered as a child
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        states = self.gives(*args, **kwargs)
-        return (states,) if self.as_tuple else states
 
 
 @contextmanager
@@ -225,15 +273,26 @@ def states_of(output: Any) -> Tensor:
     return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
 
-@torch.no_grad()
+def call_block(run: Callable[..., Any], call: BlockArgs, hidden: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    """Call a block, or what stands for it, with hidden states [batch, ...]; return those it gives, and the rest."""
+    output = run(hidden.movedim(0, call.batch_dim), *call.args, **call.kwargs)
+    return states_of(output).movedim(call.batch_dim, 0), output[1:] if isinstance(output, tuple) else ()
+
+
 def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> Tensor:
     """Run a block on hidden states [batch, tokens, hidden]; raise NumericalError if its output is not finite."""
-    states = states_of(block(hidden, *call.args, **call.kwargs))
+    return run_block_fully(block, call, hidden, name)[0]
+
+
+@torch.no_grad()
+def run_block_fully(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> tuple[Tensor, tuple[Any, ...]]:
+    """Run a block as `run_block` does; return also what it gives beside hidden states."""
+    states, beside = call_block(block, call, hidden)
     if not torch.isfinite(states).all():
         raise NumericalError(
             f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"
         )
-    return states
+    return states, beside
 
 
 def propagate(
@@ -249,7 +308,10 @@ def propagate(
     block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
     for start in range(0, stream.samples, batch):
         hidden = stream.read(start, min(batch, stream.samples - start), sides[0]).to(device)
-        stream.write(start, run_block(block, calls[index][len(hidden)], hidden, name), sides[1])
+        call = calls.at(index, start, len(hidden), sides[0])
+        states, beside = run_block_fully(block, call, hidden, name)
+        stream.write(start, states, sides[1])
+        calls.keep(index, start, call, beside, sides[1])
     skeleton.free()
 
 
@@ -262,26 +324,5 @@ def pull_back(
     None for a weight that has no part in the output.
     """
     hidden = hidden.detach().clone().requires_grad_()
-    states = states_of(block(hidden, *call.args, **call.kwargs))
+    states, _ = call_block(block, call, hidden)
     return torch.autograd.grad(states, (hidden, *weights), gradient, allow_unused=True)
-
-
-class _AllSeenError(Exception):
-    """Every block has been called: the rest of the forward pass is not needed."""
-
-
-class _WrongKindError(Exception):
-    """A block was given no hidden states: the model wants the other of tensor and tuple from the block before."""
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return True if two trees of arguments are the same, tensors by value."""
-    if a is b:
-        return True
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, (tuple, list)):
-        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-    return bool(a == b)

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, cut, first_line
 from compress.model import stored_weights
 from compress.model.load import FAILURES, load_empty, open_config
-from compress.model.meta_pass import run_without_data
+from compress.model.meta_pass import Unread, WeightReadError, run_without_data
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts
@@ -94,36 +93,15 @@ def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **o
     return model
 
 
-class _WeightReadError(AttributeError):
-    """Stop a forward pass that reads the weight of a packed linear; asking whether there is one is no error."""
-
-
-class _Unread(nn.Module):
-    """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read."""
-
-    def __init__(self, name: str, real: nn.Module) -> None:
-        super().__init__()
-        self.name, self.bias = name, getattr(real, "bias", None)
-        self.in_features, self.out_features = getattr(real, "in_features", None), getattr(real, "out_features", None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise _WeightReadError(self.name)
-        return super().__getattr__(name)
-
-    def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
-        return torch.empty_like(x) if self.out_features is None else x.new_empty(*x.shape[:-1], self.out_features)
-
-
 def _check_forward(model: PreTrainedModel) -> None:
     """Raise CheckpointError if the forward pass of a loaded model reads the weight of a packed linear itself."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts) or is_fused_experts(module):
-            model.set_submodule(name, _Unread(name, module))
+            model.set_submodule(name, Unread(name, module))
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
-            model.set_submodule(name, _Unread(name, module))
-    if isinstance(error := run_without_data(model), _WeightReadError):
+            model.set_submodule(name, Unread(name, module))
+    if isinstance(error := run_without_data(model), WeightReadError):
         raise CheckpointError(f"transformers' {type(model).__name__} reads the weight of {error} itself")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import standing_in
+from compress.model.block_calls import UNFIT, WIDTHS, standing_in
 from compress.model.skeleton import Edits, Skeleton
 
 HEAD_ROWS = 4096  # of the output head that are edited at a time
@@ -61,13 +61,11 @@ def logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
     All outside the blocks must be loaded.
     """
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    for as_tuple in (False, True):
+    for width in WIDTHS:
         try:
-            with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, as_tuple):
+            with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, width):
                 found = skeleton.model(input_ids=tokens, use_cache=False).logits
-        except IndexError:  # the first of a batch was taken for the first of a tuple
-            if as_tuple:
-                raise
+        except UNFIT:  # the first of a batch was taken for the first of a tuple
             continue
         if found.shape[:2] == hidden.shape[:2]:
             return cast(Tensor, found.float())

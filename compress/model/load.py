@@ -26,6 +26,7 @@ from compress.errors import CalibrationError, CheckpointError, NumericalError, f
 from compress.importers import open_checkpoint
 from compress.model import stored_weights
 from compress.model.opener import opener
+from compress.model.positions import max_positions
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, Readable, read_config
@@ -272,11 +273,6 @@ def write(
         start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw]
     )
     return written.cpu()
-
-
-def max_positions(config: transformers.PretrainedConfig) -> int | None:
-    """Return the longest sequence that the model is made for, if its configuration says so."""
-    return getattr(config, "max_position_embeddings", None)
 
 
 def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.model.load import empty_model
-from compress.runtime import expert_layouts
+from compress.runtime import expert_layouts, linears
 from compress.runtime.expert_layouts import Layout
 from compress.runtime.experts import is_fused_experts
 
@@ -32,6 +34,27 @@ class SkippedExperts(nn.Module):
         return hidden_states.new_empty(*hidden_states.shape[:-1], self.width or hidden_states.shape[-1])
 
 
+class WeightReadError(AttributeError):
+    """Stop a forward pass that reads the weight of a packed linear; asking whether there is one is no error."""
+
+
+class Unread(nn.Module):
+    """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read."""
+
+    def __init__(self, name: str, real: nn.Module) -> None:
+        super().__init__()
+        self.name, self.bias = name, getattr(real, "bias", None)
+        self.in_features, self.out_features = getattr(real, "in_features", None), getattr(real, "out_features", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise WeightReadError(self.name)
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
+        return torch.empty_like(x) if self.out_features is None else x.new_empty(*x.shape[:-1], self.out_features)
+
+
 def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model on the meta device whose forward pass needs no data."""
     with torch.device("meta"):
@@ -39,6 +62,8 @@ def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
             model.set_submodule(name, SkippedExperts(module))
+    for name, module in linears.foreign(model):
+        model.set_submodule(name, linears.as_linear(module))
     return model
 
 
@@ -61,6 +86,29 @@ def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
     return {} if run_without_data(model) is not None else keys
+
+
+def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[str]) -> set[str]:
+    """Return those of the named linears whose weight the model's own code reads, by a pass on the meta device.
+
+    Such a weight cannot be packed. Linears of other blocks with the same name are taken along. What lies behind
+    something that needs data is not seen.
+    """
+    model, found = without_experts(config, dtype), set[str]()
+    real = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    replaced = {name: real[name] for name in names if name in real}
+    for name, linear in replaced.items():
+        model.set_submodule(name, Unread(name, linear))
+    while isinstance(error := run_without_data(model), WeightReadError):
+        kind = _without_numbers(str(error))
+        for name in [name for name in replaced if _without_numbers(name) == kind]:
+            model.set_submodule(name, replaced.pop(name))
+            found.add(name)
+    return found
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def run_without_data(model: PreTrainedModel) -> Exception | None:

@@ -17,18 +17,18 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import expert_linears, stored_weights, text_path
+from compress.model.block_lists import find_blocks
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config
-from compress.model.meta_pass import shared_inputs
-from compress.runtime import expert_layouts, hf
+from compress.model.meta_pass import read_weights, shared_inputs
+from compress.runtime import expert_layouts, hf, linears
 from compress.runtime.experts import Experts, is_supported
-from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
@@ -58,7 +58,7 @@ class Skeleton:
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
         self._unfusing = expert_linears.Unfusing()
-        self._fused: dict[str, nn.Module] = {}  # experts modules that load() has unfused, to be put back by free()
+        self._fused: dict[str, nn.Module] = {}  # what load() has replaced, to be put back by free()
 
     def check_tensors(self) -> None:
         """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.
@@ -120,6 +120,9 @@ class Skeleton:
             if is_supported(module):
                 self._fused[prefix + name] = module
                 block.set_submodule(name, self._unfusing.experts(module, prefix + name))
+        for name, module in linears.foreign(block):
+            self._fused[prefix + name] = module
+            block.set_submodule(name, linears.as_linear(module))
         if self.edits is not None:
             self.edits.block(index, block)
         return block
@@ -223,8 +226,8 @@ class Skeleton:
             prefix = self.block_prefix(index)
             for name, module in block.named_modules():
                 full = prefix + name
-                if is_plain_linear(module):
-                    shape = tuple(module.get_parameter("weight").shape)
+                shape = linears.shape_of(module)
+                if shape is not None:
                     self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
@@ -235,6 +238,9 @@ class Skeleton:
                         self.add(spec, specs, kept)
                 elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     kept[full] = "a parameter of three dimensions that is no experts'"
+        read = read_weights(self.config, self.dtype, (spec.name for spec in specs if not spec.is_expert))
+        kept |= dict.fromkeys(sorted(read), "the model's own code reads its weight")
+        specs = [spec for spec in specs if spec.name not in read]
         if not specs:
             reasons = sorted(set(kept.values()))
             raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
@@ -306,15 +312,6 @@ def _dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> tor
     if not sizes:
         raise CheckpointError(f"{checkpoint.directory} stores no floating-point tensors")
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [(name, module) for name, module in lists if not any(name.startswith(other + ".") for other, _ in lists)]
-    if not outer:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
-    decoder = set(model.get_decoder().modules())  # of a model with a vision tower, the text part
-    return max([pair for pair in outer if pair[1] in decoder] or outer, key=lambda pair: len(pair[1]))
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:

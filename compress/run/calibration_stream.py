@@ -52,7 +52,7 @@ class CalibrationStream:
         size, samples = prepared.arrangement.batch, prepared.samples if tokens is not None else 0
         self.slices = [slice(start, min(start + size, samples)) for start in range(0, samples, size)]  # batches
         self.parted = False  # the full-precision side is filled; before, it equals the quantized one
-        self.calls: blockwise.ModelArgs = []
+        self.calls: blockwise.ModelArgs  # set by embed, if there is a text
         self.seconds = 0.0  # spent in forward passes
         steps = job.recipe.transform
         self.transforms = [step for step in steps if plugins.load("transform", step.method).SCOPE == "block"]
@@ -71,13 +71,14 @@ class CalibrationStream:
         """Fill the full-precision side with a copy of the quantized one."""
         if self.paired:
             self.states.write(0, self.states.read(0, self.states.samples), FULL)
+            self.calls.split()
             self.parted = True
 
     def batches(self, index: int) -> Iterator[tuple[Tensor, blockwise.BlockArgs]]:
         """Yield what reaches a block behind the quantized prefix."""
         for samples in self.slices:
             hidden = self.states.read(samples.start, samples.stop - samples.start).to(self.device)
-            yield hidden, self.calls[index][hidden.shape[0]]
+            yield hidden, self.calls.at(index, samples.start, hidden.shape[0])
 
     def forward(self, index: int, block: nn.Module, what: str, *legs: BlockPass) -> None:
         """Run the block over the whole stream, batch by batch, each batch along all `legs`; nothing without a text."""
@@ -89,10 +90,12 @@ class CalibrationStream:
         for samples in self.slices:
             for leg in legs:
                 hidden = self.states.read(samples.start, samples.stop - samples.start, leg.source).to(self.device)
+                call = self.calls.at(index, samples.start, hidden.shape[0], leg.source)
                 with leg.watch(samples):
-                    out = blockwise.run_block(block, self.calls[index][hidden.shape[0]], hidden, name)
+                    out, beside = blockwise.run_block_fully(block, call, hidden, name)
                 if leg.target is not None:
                     self.states.write(samples.start, out, leg.target)
+                    self.calls.keep(index, samples.start, call, beside, leg.target)
             process_memory.check(self.job.max_memory)
             self.meter.step()
         self.seconds += time.monotonic() - started

@@ -13,7 +13,7 @@ from compress import plugins
 from compress.calib import data as calib_data
 from compress.errors import CheckpointError, OutputError
 from compress.importers import open_checkpoint
-from compress.model import dry_load
+from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.recipe import Recipe
@@ -63,7 +63,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
     needs_text = needs_text or any(map(memory_plan.needs_text, layers))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried:
-        longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+        longest = positions.most_tokens(skeleton.model)
         seq_len = min(settings.seq_len, longest or settings.seq_len)
         samples = (settings.num_samples if needs_text else min(tried, settings.num_samples)) * settings.rolled
     extras = memory_plan.Extras(

@@ -14,6 +14,7 @@ from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
 from compress.run import report
 from compress.run.job import Prepared
+from compress.runtime import linears
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import EditedTensor, Readable, read_header, write_shard
 from compress.storage.workdir import Output
@@ -86,7 +87,9 @@ def restore_block(
 def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Return those of the `kept` stored tensors that the loaded module has changed, in their types on disk."""
     changed = {}
-    for name, parameter in module.named_parameters():
+    for name, held in module.named_parameters():
+        owner, _, last = name.rpartition(".")
+        parameter = linears.as_stored(module.get_submodule(owner), last, held)
         for source in skeleton.sources.get(prefix + name, []):
             if not parameter.is_meta and source.name in kept and source.shape == tuple(parameter.shape):
                 tensor = parameter.detach().to("cpu", torch.promote_types(source.dtype, parameter.dtype))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError
 from compress.kv.cache import layer_types
-from compress.model import blockwise, dry_load
+from compress.model import blockwise, dry_load, positions
 from compress.model.load import open_config
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress, silent
@@ -43,8 +43,7 @@ class Probe:
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         self.skeleton, self.device = skeleton, device
         config = skeleton.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None) or PROBE_TOKENS
-        length = min(PROBE_TOKENS, positions) if positions > 0 else PROBE_TOKENS
+        length = min(PROBE_TOKENS, positions.most_tokens(skeleton.model) or PROBE_TOKENS)
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
         self.stream = blockwise.HiddenStates(1, None)
         self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)
@@ -52,8 +51,10 @@ class Probe:
     def advance(self, index: int, block: nn.Module) -> str:
         """Pass through one block; return the sha256 of its output."""
         name = self.skeleton.block_prefix(index).rstrip(".")
-        out = blockwise.run_block(block, self.calls[index][1], self.stream.read(0, 1).to(self.device), name)
+        call, hidden = self.calls.at(index, 0, 1), self.stream.read(0, 1).to(self.device)
+        out, beside = blockwise.run_block_fully(block, call, hidden, name)
         self.stream.write(0, out)
+        self.calls.keep(index, 0, call, beside)
         return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

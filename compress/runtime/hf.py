@@ -28,7 +28,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,9 +38,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import expert_layouts, renamed
+from compress.runtime import expert_layouts, linears, renamed
 from compress.runtime.experts import Experts, is_fused_experts
-from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.runtime.linear import PackedLinear
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
@@ -136,16 +136,16 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
     opened = _open_experts(model, {name.rsplit(".", 2)[0] for name in listed})
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, listed_name in listed.items():
-        linear = _linear(model, name)
+        linear, shape = _linear(model, name)
         if f"{name}.weight" in tied:
             raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
-        bias, weight = linear.bias, linear.weight
-        dtype = weight.dtype if bias is None else bias.dtype
-        shape = (linear.out_features, linear.in_features)
+        weight, has_bias = linear.get_parameter("weight"), linear.bias is not None
+        dtype = linear.get_parameter("bias").dtype if has_bias else weight.dtype
         try:
-            packed = PackedLinear(scheme(config, listed_name), shape, bias is not None, dtype, weight.device)
+            packed = PackedLinear(scheme(config, listed_name), shape, has_bias, dtype, weight.device)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {first_line(error)}") from error
+        linears.remember(packed, linear)
         model.set_submodule(name, packed)
     for name in opened:
         for part, module in model.get_submodule(name).named_modules(prefix=name):
@@ -189,7 +189,7 @@ class CompressQuantizer(HfQuantizer):
                 model.set_submodule(name, module.fuse(dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                model.set_submodule(name, module.to_linear(dtype))
+                model.set_submodule(name, linears.dequantized(module, dtype))
         return model
 
     def is_serializable(self) -> bool:
@@ -268,14 +268,16 @@ def _initialized(shape: tuple[int, int]) -> torch.Tensor:
     return weight
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def _linear(model: nn.Module, name: str) -> tuple[nn.Module, tuple[int, int]]:
+    """Return a listed linear, of any class, and its shape (out_features, in_features)."""
     try:
         module = model.get_submodule(name)
     except AttributeError as error:
         raise CheckpointError(f"{name} is listed as packed, but {type(model).__name__} has no such module") from error
-    if not is_plain_linear(module):
+    shape = linears.shape_of(module)
+    if shape is None:
         raise CheckpointError(f"{name} is listed as packed, but is a {type(module).__name__}, not a linear")
-    return cast(nn.Linear, module)
+    return module, shape
 
 
 def _check_loaded(name: str, module: PackedLinear) -> None:

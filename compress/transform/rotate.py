@@ -93,7 +93,7 @@ class Rotation:
             self.offset, self.keep_mean = norm_kind(skeleton.model.get_submodule(norm), self.width)
         self.basis: Orthogonal | None = None  # of the residual stream
         self.values: Mapping[int, Orthogonal] = {}  # block -> of each head's values
-        self.calls: blockwise.ModelArgs = []
+        self.calls: blockwise.ModelArgs  # set by begin
         self.online = dict(self._online()) if config.online else {}
         self.samples = config.learn + (config.search_samples if config.seeds > 1 or config.learn else 0)
         self.draw(0)

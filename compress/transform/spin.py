@@ -30,7 +30,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -194,10 +194,9 @@ class _Model:
 
     def _block(self, block: nn.Module, call: BlockArgs, hidden: Tensor) -> Tensor:
         try:
-            out = block(hidden, *call.args, **call.kwargs)
+            return blockwise.call_block(block, call, hidden)[0]
         finally:
             self.shared.clear()
-        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def descend(self, sample: int, share: float) -> float:
         """Add `share` of the gradient of one sample's loss to the parameters'; returns the loss."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from compress.model.blockwise import BlockArgs, BlockInputs, states_of
+from compress.model.blockwise import BlockArgs, BlockInputs, call_block
 from compress.tune.descend import match, relative_error
 
 
@@ -36,14 +36,17 @@ def train(
     device = next(block.parameters()).device
     factors = nn.Parameter(torch.ones(sum(len(group.rows) for group in groups), device=device))
 
+    def run(parameters: dict[str, Tensor], hidden: Tensor, call: BlockArgs) -> Tensor:
+        return call_block(lambda *args, **kwargs: functional_call(block, parameters, args, kwargs), call, hidden)[0]
+
     def original(hidden: Tensor, call: BlockArgs) -> Tensor:
-        return states_of(functional_call(block, dict(before), (hidden, *call.args), call.kwargs))
+        return run(dict(before), hidden, call)
 
     def scaled(hidden: Tensor, call: BlockArgs) -> Tensor:
-        return states_of(functional_call(block, _scaled(block, groups, factors), (hidden, *call.args), call.kwargs))
+        return run(_scaled(block, groups, factors), hidden, call)
 
     def present(hidden: Tensor, call: BlockArgs) -> Tensor:
-        return states_of(block(hidden, *call.args, **call.kwargs))
+        return call_block(block, call, hidden)[0]
 
     first = relative_error(original, present, batches)
     match([factors], steps, rate, original, scaled, batches)

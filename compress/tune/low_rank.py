@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import lowrank
-from compress.model.blockwise import BlockArgs, BlockInputs, states_of
+from compress.model.blockwise import BlockArgs, BlockInputs, call_block
 from compress.model.load import load_model
 from compress.numerics import kl
 from compress.runtime.linear import PackedLinear
@@ -164,10 +164,10 @@ def train_block(
     masters = _open(copied, layers.values())
 
     def original(hidden: Tensor, call: BlockArgs) -> Tensor:
-        return states_of(block(hidden, *call.args, **call.kwargs))
+        return call_block(block, call, hidden)[0]
 
     def corrected(hidden: Tensor, call: BlockArgs) -> Tensor:
-        return states_of(copied(hidden, *call.args, **call.kwargs))
+        return call_block(copied, call, hidden)[0]
 
     before = relative_error(original, corrected, batches)
     match(masters, most.train_blocks, most.train_rate, original, corrected, batches)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import api
-from compress.model import blockwise, edits, lm_head
+from compress.model import block_calls, blockwise, edits, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.quant import gptq
@@ -115,9 +115,9 @@ def test_logits_of_every_family(
             states = blockwise.run_block(block, calls[index][3], states, "block")
         skeleton.free()
         if as_tuple:
-            real = blockwise.StandIn.forward  # a model that wants a tuple takes the first of what it is given
+            real = block_calls.StandIn.forward  # a model that wants a tuple takes the first of what it is given
             monkeypatch.setattr(
-                blockwise.StandIn, "forward", lambda self, *args, **kwargs: real(self, *args, **kwargs)[0]
+                block_calls.StandIn, "forward", lambda self, *args, **kwargs: real(self, *args, **kwargs)[0]
             )
         parts = kl.slices(24, skeleton.vocab_size)
         assert [part.stop - part.start for part in parts] == [7, 7, 7, 3]

@@ -1,0 +1,203 @@
+"""Record what every decoder block of a model is called with, beside its hidden states.
+
+Most arguments (masks, rotary tables) are the same for all samples, and are kept once for each batch size. Others differ
+from sample to sample (the tokens themselves, inputs of each layer that the embeddings give): they are kept like hidden
+states. Others again come from an earlier block: a second output that the model hands to the next block, or a mapping
+that blocks fill and later blocks read. They are kept for each side of the hidden states, as the blocks are run.
+
+What is what is found before anything is recorded, by running all that lies before the blocks on one sample, on another,
+and on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, empty, equal, nn
+
+from compress.errors import UnsupportedModelError, first_line
+
+Place = tuple[Any, ...]  # of keys from the root of a tree of tuples, lists and mappings to a leaf
+WIDTHS = (0, 1, 2, 3)  # outputs that a model may want from a block; 0: a tensor, not a tuple
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of other numbers of them
+NO_BLOCK_INPUT = "some decoder blocks are not called with hidden states in a plain forward pass"
+
+
+class BlockArgs(NamedTuple):
+    """The arguments of a block beside its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch_dim: int = 0  # of the hidden states as the block takes and gives them
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """All arguments as one tree."""
+        return {"args": self.args, "kwargs": self.kwargs}
+
+    def changed(self, values: Mapping[Place, Any]) -> BlockArgs:
+        """Return the call with other values at these places of the tree."""
+        tree = replaced(self.tree, values)
+        return BlockArgs(tree["args"], tree["kwargs"], self.batch_dim)
+
+
+class Recorded(NamedTuple):
+    """One batch in front of the first block, and all calls."""
+
+    hidden: Tensor  # as the first block takes it
+    calls: list[BlockArgs]
+    extra: list[list[Tensor]]  # stands for what a block gives beside hidden states
+
+
+class Layout(NamedTuple):
+    """Where in the calls of the blocks there are values that are not the same for all samples."""
+
+    batch_dim: int  # of the hidden states
+    varying: dict[tuple[int, Place], tuple[int, Place]]  # block and place -> the first place that has the same tensor
+    dims: dict[tuple[int, Place], int]  # first place -> dimension of the samples
+    passed: dict[tuple[int, Place], int]  # block and place -> which output of the block before it is
+    shared: dict[tuple[int, Place], Place]  # block and place of a mapping that the blocks fill -> its name
+
+
+class _AllSeenError(Exception):
+    """Every block has been called: the rest of the forward pass is not needed."""
+
+
+class _WrongKindError(Exception):
+    """A block was given no hidden states: the model wants the other of tensor and tuple from the block before."""
+
+
+class StandIn(nn.Module):
+    """A block's place in a forward pass: has the block's attributes and returns what `gives` does.
+
+    width: 0 where the model takes a tensor from a block, otherwise the number of outputs of a tuple.
+    """
+
+    def __init__(self, real: nn.Module, gives: Callable[..., Tensor], width: int, extra: list[Tensor]) -> None:
+        super().__init__()
+        self.__dict__.update(real=real, gives=gives, width=width, extra=extra)  # not registered as a child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)  # attention_type, layer_idx ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        states = self.gives(*args, **kwargs)
+        return (states, *self.extra) if self.width else states
+
+
+@contextmanager
+def standing_in(blocks: nn.ModuleList, gives: Callable[..., Tensor], width: int) -> Iterator[list[list[Tensor]]]:
+    """While active, `gives` is called in the place of every block; yield what each gives beside hidden states.
+
+    The models of transformers do not say whether they take a tensor from a block, or a tuple: callers try all WIDTHS.
+    """
+    real = list(blocks)
+    extra = [[empty(0) for _ in range(width - 1)] for _ in real]
+    for i, block in enumerate(real):
+        blocks[i] = StandIn(block, gives, width, extra[i])
+    try:
+        yield extra
+    finally:
+        for i, block in enumerate(real):
+            blocks[i] = block
+
+
+def record(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
+    """Run a model up to its last block on tokens [samples, seq_len], each block giving what it is given.
+
+    Raise UnsupportedModelError if the blocks are not called with hidden states.
+    """
+    reason = ""
+    for width in WIDTHS:
+        seen: list[tuple[Tensor, BlockArgs]] = []
+
+        def note(*args: Any, seen: list[tuple[Tensor, BlockArgs]] = seen, **kwargs: Any) -> Tensor:
+            hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
+            if not isinstance(hidden, Tensor) or (seen and hidden.shape != seen[0][0].shape):
+                raise _WrongKindError
+            seen.append((hidden, BlockArgs(rest, kwargs)))
+            if len(seen) == len(blocks):
+                raise _AllSeenError
+            return hidden
+
+        try:
+            with standing_in(blocks, note, width) as extra:
+                model(input_ids=tokens, use_cache=False)
+        except _AllSeenError:
+            return Recorded(seen[0][0], [call for _, call in seen], extra)
+        except _WrongKindError:
+            continue
+        except UNFIT as error:
+            reason = reason or f" ({type(error).__name__}: {first_line(error)})"
+    raise UnsupportedModelError(NO_BLOCK_INPUT + reason)
+
+
+def layout(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Layout:
+    """Find what differs between samples, by running all before the blocks on samples of tokens [samples, seq_len]."""
+    first, other = tokens[:1], tokens[1:2] if tokens.shape[0] > 1 else tokens[:1].flip(1)
+    one, two, both = (record(model, blocks, t) for t in (first, other, first.repeat(2, 1)))
+    names: dict[int, tuple[int, Place]] = {}
+    batch_dim = _batch_dim(one.hidden, both.hidden)
+    if batch_dim is None:
+        raise UnsupportedModelError(NO_BLOCK_INPUT)
+    found = Layout(batch_dim, {}, {}, {}, {})
+    for index, call in enumerate(one.calls):
+        sentinels = {id(t): k + 1 for k, t in enumerate(one.extra[index - 1])} if index else {}
+        others, wide = (dict(leaves(r.calls[index].tree)) for r in (two, both))
+        for path, value in leaves(call.tree):
+            if id(value) in sentinels:
+                found.passed[index, path] = sentinels[id(value)]
+            elif isinstance(value, MutableMapping):  # an empty one: others are taken apart
+                found.shared[index, path] = path
+            elif isinstance(value, Tensor) and not equal_trees(value, others.get(path)):
+                name = names.setdefault(id(value), (index, path))
+                if (dim := _batch_dim(value, wide[path])) is not None:
+                    found.varying[index, path], found.dims[name] = name, dim
+    return found
+
+
+def _batch_dim(one: Tensor, two: Tensor) -> int | None:
+    """Return the dimension that has one entry for each sample, seen with one sample and with two; None: no such."""
+    sizes = list(zip(one.shape, two.shape, strict=False))
+    return sizes.index((1, 2)) if (1, 2) in sizes else None
+
+
+def leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield every leaf of a tree of tuples, lists and mappings with its place; an empty one is a leaf itself."""
+    if isinstance(tree, (tuple, list, Mapping)) and len(tree):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, tree
+
+
+def replaced(tree: Any, values: Mapping[Place, Any], path: Place = ()) -> Any:
+    """Return the tree with other values at these places; what has none is shared."""
+    if path in values:
+        return values[path]
+    if not any(place[: len(path)] == path for place in values):
+        return tree
+    if isinstance(tree, Mapping):
+        made: Any = {key: replaced(value, values, (*path, key)) for key, value in tree.items()}
+        return made if type(tree) is dict else type(tree)(made)  # type: ignore[call-arg]  # a UserDict
+    items = [replaced(value, values, (*path, key)) for key, value in enumerate(tree)]
+    return items if isinstance(tree, list) else type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+
+
+def equal_trees(a: Any, b: Any) -> bool:
+    """Return True if two trees of arguments are the same, tensors by value."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(equal_trees, a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal_trees(a[k], b[k]) for k in a)
+    return bool(a == b)

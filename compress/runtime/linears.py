@@ -1,0 +1,121 @@
+"""Find the modules that compute x W^T + b, whatever their class, and give them as `nn.Linear`.
+
+Some models have linear layers of their own: with W stored as [in, out], or with a forward pass that does what that of
+`nn.Linear` does. They are found by running a small copy of the module, not by name. Where a model is worked on, an
+`nn.Linear` takes their place, with the weight as [out, in]; stored names stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.runtime.linear import PackedLinear, is_plain_linear
+
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of a call with floats
+
+
+class TurnedLinear(nn.Linear):
+    """An `nn.Linear` in the place of a module that holds, and a checkpoint that stores, the weight as [in, out]."""
+
+
+def shape_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (out_features, in_features) of a module whose place a PackedLinear can take; None for any other."""
+    if is_plain_linear(module):
+        return cast(tuple[int, int], tuple(module.get_parameter("weight").shape))
+    is_turned = _is_turned(module)
+    if is_turned is None:
+        return None
+    first, second = module.get_parameter("weight").shape
+    return (second, first) if is_turned else (first, second)
+
+
+def foreign(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of the linears below `module` that are not of the class `nn.Linear`."""
+    for name, found in list(module.named_modules()):
+        if not is_plain_linear(found) and shape_of(found) is not None:
+            yield name, found
+
+
+def as_linear(module: nn.Module) -> nn.Linear:
+    """Return an `nn.Linear` that computes what a module does for which `shape_of` is not None.
+
+    A weight that is turned is a copy, and that of the module goes to the meta device; any other is shared.
+    """
+    shape = shape_of(module)
+    assert shape is not None, "the caller asks shape_of first"
+    weight, bias = module.get_parameter("weight"), cast("nn.Parameter | None", module.bias)
+    turned = bool(_is_turned(module))
+    linear = (TurnedLinear if turned else nn.Linear)(shape[1], shape[0], bias is not None, device="meta")
+    linear.weight = weight
+    if turned:
+        linear.weight = nn.Parameter(weight.detach().T.contiguous(), weight.requires_grad)
+        module.register_parameter("weight", nn.Parameter(weight.detach().to("meta"), weight.requires_grad))
+    if bias is not None:
+        linear.bias = bias
+    return linear.train(module.training)
+
+
+def as_stored(linear: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    """Return a parameter of a linear in the layout of the checkpoint; `name` is its last part."""
+    return parameter.T if isinstance(linear, TurnedLinear) and name == "weight" else parameter
+
+
+def dequantized(packed: PackedLinear, dtype: torch.dtype) -> nn.Module:
+    """Return a module with the dequantized weight, of the class that was replaced when the model was loaded."""
+    linear = packed.to_linear(dtype)
+    template = vars(packed).get("replaced")
+    if template is None:
+        return linear
+    module = copy.deepcopy(template)
+    module.weight = nn.Parameter(linear.weight.detach().T.contiguous()) if _is_turned(template) else linear.weight
+    module.bias = linear.bias
+    return cast(nn.Module, module.train(packed.training))
+
+
+def remember(packed: PackedLinear, replaced: nn.Module) -> None:
+    """Let `dequantized` know the module, on the meta device, whose place a PackedLinear takes."""
+    if not is_plain_linear(replaced):
+        vars(packed)["replaced"] = copy.deepcopy(replaced).to("meta")  # not a child: it holds no part of the model
+
+
+@torch.no_grad()
+def _is_turned(module: nn.Module) -> bool | None:
+    """Return whether the module computes x W + b (True), x W^T + b (False), or anything else (None).
+
+    A copy with a small weight is run. Its sizes take the place of the module's wherever an attribute has them.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if not {"weight"} <= own.keys() <= {"weight", "bias"} or own["weight"].dim() != 2 or not hasattr(module, "bias"):
+        return None
+    if any(True for _ in module.children()) or list(module.buffers()) or isinstance(module, PackedLinear):
+        return None
+    first, second = own["weight"].shape
+    sizes = {first: 4} if first == second else {first: 5, second: 3}
+    weight = torch.arange(sizes[first] * sizes[second], dtype=torch.float32, device="cpu").reshape(sizes[first], -1)
+    for turned in (False, True):
+        matrix = weight.T if turned else weight
+        bias = torch.arange(matrix.shape[0], dtype=torch.float32, device="cpu") if "bias" in own else None
+        x = torch.arange(2 * matrix.shape[1], dtype=torch.float32, device="cpu").reshape(2, -1) - 3
+        try:
+            y = _small(module, sizes, weight, bias)(x)
+        except UNFIT:
+            continue
+        if isinstance(y, Tensor) and torch.equal(y, nn.functional.linear(x, matrix, bias)):
+            return turned
+    return None
+
+
+def _small(module: nn.Module, sizes: dict[int, int], weight: Tensor, bias: Tensor | None) -> Any:
+    """Return a copy of the module of other sizes (old -> new) with these parameters."""
+    small = copy.copy(module)
+    for key, value in list(vars(small).items()):
+        if type(value) is int and value in sizes:
+            vars(small)[key] = sizes[value]
+    parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+    vars(small)["_parameters"] = parameters
+    return small
