@@ -46,6 +46,7 @@ KINDS = {
     "kv": ("Config", "build", "NEEDS"),
     "importers": ("describe", "tensors"),
 }
+SETTABLE = tuple(kind for kind in KINDS if kind != "importers")  # with settings; a checkpoint chooses its importer
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
 PACKAGES = {kind: {"allocate": "allocate.methods", "kv": "kv.codecs"}.get(kind, kind) for kind in KINDS}

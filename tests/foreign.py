@@ -4,28 +4,36 @@
     foreign.check(both)         # every tensor of both, whole models and results of a run are the same
 
 `pack` is given the name of a linear and its weight [out, in], float32. It returns the tensors that the tool stores, by
-their endings, and the weight as the tool's own reader decodes them.
+their endings, and the weight as the tool's own reader decodes them; None for a weight that stays as it is.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress import api
+from compress.errors import CheckpointError
 from compress.importers import open_checkpoint
 from compress.model.load import load_model
 from runs import RTN, job, report_of, stored_tensors
 
 Packed = tuple[dict[str, Tensor], Tensor]  # {".qweight": ...}, weight [out, in]
-Pack = Callable[[str, Tensor], Packed]
+Pack = Callable[[str, Tensor], Packed | None]
+Pico = Callable[..., Path]  # the fixture of checkpoints
+
+LINEAR = re.compile(r"(.*_proj)(\.weight)?")
 
 
 class Both(NamedTuple):
@@ -35,23 +43,47 @@ class Both(NamedTuple):
     plain: Path
 
 
+def tool(name: str) -> Any:
+    """A module of another tool; the test is skipped where it is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+def stream(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, n] one after another in words, int32 [rows, ceil(n * bits / 32)], by numpy and not by our reader."""
+    single = np.unpackbits(codes.to(torch.uint8).numpy()[..., None], axis=-1, bitorder="little")[..., :bits]
+    flat = single.reshape(len(codes), -1)
+    padded = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view("<i4").copy())
+
+
 def written(
-    model: Path, folder: Path, settings: Mapping[str, Any], pack: Pack, dtype: torch.dtype = torch.bfloat16
+    model: Path,
+    folder: Path,
+    settings: Mapping[str, Any],
+    pack: Pack,
+    dtype: torch.dtype = torch.bfloat16,
+    metadata: Mapping[str, str] | None = None,
 ) -> Both:
-    """Write a model's linears as `pack` stores them, all else in `dtype`; settings: its quantization_config."""
+    """Write a model's linears as `pack` stores them, all else in `dtype`.
+
+    settings: its quantization_config; metadata: of its file, which `pack` may add to.
+    """
     both = Both(folder / "quantized", folder / "plain")
     quantized, plain = {}, {}
     for name, tensor in load_file(model / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            module = name.removesuffix(".weight")
-            stored, decoded = pack(module, tensor.float())
+        linear = LINEAR.fullmatch(name)
+        packed = pack(linear[1], tensor.float()) if linear else None
+        if linear and packed:
+            module, (stored, decoded) = linear[1], packed
             quantized.update({module + ending: value.contiguous() for ending, value in stored.items()})
             plain[name] = decoded.contiguous()
         else:
             quantized[name] = plain[name] = tensor.to(dtype)
     for directory, tensors in zip(both, (quantized, plain), strict=True):
         shutil.copytree(model, directory)
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt", **(metadata or {})})
         configure(directory, dtype=str(dtype).removeprefix("torch."))
     configure(both.quantized, quantization_config=dict(settings))
     return both
@@ -109,6 +141,14 @@ def check_run(both: Both, out: Path) -> dict[str, Any]:
     assert report["source_nbytes"] == plain["source_nbytes"] and report["nbytes"] == plain["nbytes"]
     assert plain["base"] is None
     return report
+
+
+def refused(directory: Path, pattern: str) -> None:
+    """It is refused with one line, before anything is read or when the tensor in question is."""
+    with pytest.raises(CheckpointError, match=pattern) as caught:
+        for tensor in open_checkpoint(directory).tensors.values():
+            tensor.read()
+    assert str(directory) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def check(both: Both, out: Path, base: str) -> None:

@@ -110,7 +110,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         return
     job, prepared, predicted = planned
     layers, sizes = prepared.plan, prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
-    source = prepared.skeleton.checkpoint.nbytes
+    source, base = prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base
     result: dict[str, Any] = {
         "plan": [dataclasses.asdict(group) for group in groups(layers)],
         "nbytes": {"quantized linears": layers.quantized_nbytes, **sizes, "total": layers.nbytes},
@@ -118,6 +118,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
         "kept": layers.kept,
+        "base": base or None,
     }
     cache = (job.allocation or {}).get("cache")
     if cache is not None:
@@ -128,6 +129,8 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     peak = tables.size(prepared.arrangement.peak_nbytes)
     print(f"predicted peak memory {peak}, time {tables.seconds(predicted)}")
+    if base:
+        print(f"base: {base}")
     if cache is not None:
         print(tables.cache_line(cache))
     for name, reason in list(layers.kept.items())[:10]:

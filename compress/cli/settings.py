@@ -55,7 +55,7 @@ class _Class(NamedTuple):
 
 def all_names() -> list[str]:
     """KIND/NAME of every plugin and of every section of a recipe."""
-    listed = [f"{kind}/{name}" for kind in plugins.KINDS for name in plugins.names(kind)]
+    listed = [f"{kind}/{name}" for kind in plugins.SETTABLE for name in plugins.names(kind)]
     return listed + [f"{RECIPE}/{section}" for section in SECTIONS]
 
 

@@ -141,13 +141,19 @@ def plan_line(prepared: Prepared) -> str:
     what = f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight" if plan.layers else "no linear is packed"
     line = (
         f"{what}, {size(plan.nbytes)} of "
-        f"{size(prepared.skeleton.checkpoint.nbytes)}; predicted peak memory {size(arrangement.peak_nbytes)}"
+        f"{_source(prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base)}; predicted peak memory "
+        f"{size(arrangement.peak_nbytes)}"
     )
     if prepared.samples:
         where = "on disk" if arrangement.spill else "in memory"
         line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "
         return line + f"hidden states {where}"
     return line + "; the recipe needs no calibration text"
+
+
+def _source(nbytes: int, base: str | None) -> str:
+    """Say how large the original is, and how another tool has stored it."""
+    return f"{size(nbytes)} (base: {base})" if base else size(nbytes)
 
 
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:
@@ -158,7 +164,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     peak = "unknown" if used["measured_peak"] is None else size(used["measured_peak"])
     lines = [
         f"{directory}: {what}, {size(report['nbytes']['total'])} of "
-        f"{size(report['source_nbytes'])}, self-check {report['self_check']}",
+        f"{_source(report['source_nbytes'], report['base'])}, self-check {report['self_check']}",
         f"peak memory {peak} (predicted {size(used['predicted_peak'])}"
         + (f", limit {size(used['limit'])})" if used["limit"] else ")"),
     ]

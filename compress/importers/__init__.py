@@ -55,6 +55,11 @@ def _decoded(directory: Path) -> Checkpoint:
     source = Source(directory, checkpoint.config, settings, stored)
     base = importer.describe(source)
     decoded: dict[str, Readable] = importer.tensors(source)
+    if not decoded:
+        raise source.error(
+            f"{CONFIG} says that it is quantized ({base}), but no weight is stored so; remove that section if "
+            "the weights are as they were, or download it again"
+        )
     if twice := sorted(decoded.keys() & source.stored):
         raise source.error(f"{twice[0]} is stored twice, quantized and as it is")
     return Checkpoint(directory, _plain(checkpoint.config), {**source.stored, **decoded}, base, settings)

@@ -8,12 +8,11 @@ exponents in a byte. Weights of experts may have 4 bits: two numbers of e2m1 in 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import scaled
 from compress.importers.e2m1 import unpacked
-from compress.importers.source import Decoded, Source, step
+from compress.importers.source import Source
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 GROUP = 32  # numbers of 4 bits that share a scale
@@ -38,9 +37,10 @@ def tensors(source: Source) -> dict[str, Readable]:
     for name in names:
         stored, scale = source.take(name), _scale(source, name)
         if stored.dtype == torch.int8:
-            found[name] = _halves(source, stored, scale)
+            codes, scales = _halves(stored), scaled.Scales(scale, (1, GROUP))
         else:
-            found[name] = scaled.weight(source, name, stored, scale, block, source.dtype)
+            codes, scales = scaled.plain(stored), scaled.Scales(scale, block)
+        found[name] = scaled.weight(source, name, codes, scales, source.dtype)
     source.drop(*scaled.AUXILIARY)
     return found
 
@@ -62,16 +62,7 @@ def _scale(source: Source, name: str) -> StoredTensor:
     return source.take(next((other for other in names if other in source.stored), names[0]))
 
 
-def _halves(source: Source, stored: StoredTensor, scale: StoredTensor) -> Decoded:
-    """Return a weight [out, in] of two numbers of 4 bits in each byte of [out, in / 2]."""
-    rows, columns = stored.shape[0], 2 * stored.shape[-1]
-    if len(stored.shape) != 2 or scale.shape != (rows, -(-columns // GROUP)):
-        raise source.error(f"{scale.name} {list(scale.shape)} are no scales of {stored.name} {list(stored.shape)}")
-    dtype = source.dtype
-
-    def decode(start: int, stop: int) -> Tensor:
-        values = unpacked(stored.rows(start, stop).view(torch.uint8))
-        scales = scaled.numbers(scale.rows(start, stop)).repeat_interleave(GROUP, 1)
-        return values.mul_(scales[:, :columns]).to(dtype)
-
-    return Decoded(stored.name, dtype, (rows, columns), (stored, scale), decode, step((rows, columns)))
+def _halves(stored: StoredTensor) -> scaled.Codes:
+    """Return the numbers [out, in] that lie in the bytes [out, in / 2]."""
+    shape = (*stored.shape[:-1], 2 * stored.shape[-1])
+    return scaled.Codes(stored, shape, lambda start, stop: unpacked(stored.rows(start, stop).view(torch.uint8)))

@@ -1,8 +1,14 @@
-"""Decode numbers of 8 bits that are multiplied by scales: of the tensor, of rows, or of blocks of both dimensions."""
+"""Decode numbers that are multiplied by scales: of the whole weight, of rows, of groups of columns, or of blocks.
+
+A product is made in float32 and rounded once. Readers that multiply in the 16-bit type of their scales give the same,
+because codes, zero points and their differences are exact in these types.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +17,38 @@ from compress.importers.source import Decoded, Source, step
 from compress.storage.checkpoint import StoredTensor
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-AUXILIARY = (
-    ".input_scale",
-    ".activation_scale",
-    ".k_scale",
-    ".v_scale",
-)  # of inputs, of caches
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+AUXILIARY = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")  # of inputs, of caches
 
 Block = tuple[int, int]  # rows, columns
+Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows, float32
+
+
+class Codes(NamedTuple):
+    """The numbers of a weight [..., out, in] before they are scaled."""
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    rows: Rows
+
+
+class Scales(NamedTuple):
+    """What the numbers are multiplied with, and what is subtracted before.
+
+    block: the rows and columns that share a scale; without one all of a row do, or all of the weight.
+    """
+
+    stored: StoredTensor
+    block: Block | None = None
+    zeros: Rows | None = None  # [rows, groups of columns]
+    groups: StoredTensor | None = None  # [in], the group of each column; one that is negative: they are in order
+    divisor: StoredTensor | None = None  # one number that all scales are divided by
+    others: tuple[StoredTensor, ...] = ()  # that zeros are read from
+
+
+def plain(stored: StoredTensor) -> Codes:
+    """Return the numbers of a stored tensor."""
+    return Codes(stored, stored.shape, lambda start, stop: stored.rows(start, stop).float())
 
 
 def numbers(scale: Tensor) -> Tensor:
@@ -28,37 +58,67 @@ def numbers(scale: Tensor) -> Tensor:
     return scale.float()
 
 
-def weight(
-    source: Source, name: str, stored: StoredTensor, scale: StoredTensor, block: Block | None, dtype: torch.dtype
-) -> Decoded:
-    """Return a weight [..., out, in] stored as numbers of its own shape, times scales, rounded once to `dtype`.
+def weight(source: Source, name: str, codes: Codes, scales: Scales, dtype: torch.dtype) -> Decoded:
+    """Return the weight [..., out, in] in `dtype`; CheckpointError for scales of another shape than it needs.
 
-    block: rows and columns that share a scale, scales [..., ceil(out / rows), ceil(in / columns)]; the last block may
-    be smaller. Without one there is a scale for each row, or one for all. Raises CheckpointError for another shape.
+    The scales are [..., ceil(out / rows), ceil(in / columns)] for a block of rows x columns: the last block may be
+    smaller.
     """
-    shape = stored.shape
+    shape = codes.shape
     if len(shape) < 2:
-        raise source.error(f"{stored.name} has the shape {list(shape)}, a quantized weight has two dimensions")
+        raise source.error(f"{codes.stored.name} has the shape {list(shape)}, a quantized weight has two dimensions")
     *outer, rows, columns = shape
-    count = math.prod(scale.shape)
-    down, across = block or (1 if count == math.prod(outer) * rows else rows, columns)
+    down, across = _block(shape, scales)
     grid = (*outer, -(-rows // down), -(-columns // across))
-    if scale.shape not in (grid, grid[:-1] if grid[-1] == 1 else grid) and not count == math.prod(grid) == 1:
-        blocks = f"in blocks of {down} x {across}" if block else "with a scale for each row or one for all"
+    given = scales.stored.shape
+    if given not in (grid, grid[:-1] if grid[-1] == 1 else grid) and not math.prod(given) == math.prod(grid) == 1:
         raise source.error(
-            f"{scale.name} has the shape {list(scale.shape)}, but {stored.name} {list(shape)} {blocks} needs "
-            f"{list(grid)}"
+            f"{scales.stored.name} has the shape {list(given)}, but {codes.stored.name} {list(shape)} in blocks of "
+            f"{down} x {across} needs {list(grid)}"
         )
-    scale = scale._replace(shape=grid)
+    table = scales.stored._replace(shape=grid)
 
     def decode(start: int, stop: int) -> Tensor:
-        values = stored.rows(start, stop).float()
-        if outer:
-            scales = numbers(scale.rows(start, stop)).repeat_interleave(down, -2)[..., :rows, :]
-        else:
-            first = start // down
-            scales = numbers(scale.rows(first, -(-stop // down))).repeat_interleave(down, 0)
-            scales = scales[start - first * down : stop - first * down]
-        return values.mul_(scales.repeat_interleave(across, -1)[..., :columns]).to(dtype)
+        first, last = (start, stop) if outer else (start // down, -(-stop // down))
+        factors = numbers(table.rows(first, last))
+        if scales.divisor is not None:
+            factors = factors / scales.divisor.read().float().reshape(())
+        factors = factors.repeat_interleave(down, -2)
+        factors = factors[..., :rows, :] if outer else factors[start - first * down : stop - first * down]
+        group = _groups(source, scales, columns, grid[-1], across)
+        values = codes.rows(start, stop)
+        if scales.zeros is not None:
+            values.sub_(scales.zeros(start, stop).index_select(-1, group))
+        return values.mul_(factors.index_select(-1, group)).to(dtype)
 
-    return Decoded(name, dtype, shape, (stored, scale), decode, step(shape))
+    extra = tuple(stored for stored in (scales.groups, scales.divisor) if stored is not None)
+    return Decoded(name, dtype, shape, (codes.stored, scales.stored, *extra, *scales.others), decode, step(shape))
+
+
+def _block(shape: tuple[int, ...], scales: Scales) -> Block:
+    """Return the rows and columns that share a scale."""
+    *outer, rows, columns = shape
+    if scales.block is not None:
+        return scales.block
+    return (1 if math.prod(scales.stored.shape) == math.prod(outer) * rows else rows), columns
+
+
+def _groups(source: Source, scales: Scales, columns: int, groups: int, across: int) -> Tensor:
+    """Return the group of each column, int64 [columns]."""
+    if scales.groups is not None:
+        group = scales.groups.read().long()
+        if group.numel() and group.min() >= 0:
+            return checked(source, scales.groups.name, group, groups)
+    return torch.arange(columns) // across
+
+
+def checked(source: Source, name: str, group: Tensor, groups: int) -> Tensor:
+    """Return indices of groups; CheckpointError for one that is none."""
+    if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < groups:
+        raise source.error(f"{name} speaks of group {int(group.max())}, there are {groups}; download it again")
+    return group
+
+
+def rounded(source: Source, scale: StoredTensor) -> torch.dtype:
+    """Return the type of a decoded weight: that of its scales where they have 16 bits, else that of the model."""
+    return scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else source.dtype

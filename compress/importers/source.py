@@ -37,13 +37,7 @@ class Decoded:
 
     def read(self) -> Tensor:
         """Return the tensor in memory of its own."""
-        if self.step >= self.shape[0]:
-            return self.decode(0, self.shape[0])
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        for start in range(0, self.shape[0], self.step):
-            stop = min(start + self.step, self.shape[0])
-            tensor[start:stop] = self.decode(start, stop)
-        return tensor
+        return filled(self.shape, self.dtype, self.decode, self.step)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the entries start .. stop - 1 of the first dimension."""
@@ -71,6 +65,17 @@ def step(shape: tuple[int, ...], multiple: int = 1) -> int:
     """Return how many rows of a tensor to decode at a time: CHUNK bytes in float32, and a multiple of `multiple`."""
     row = 4 * multiple * max(1, torch.Size(shape[1:]).numel())
     return multiple * max(1, CHUNK // row)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[int, int], Tensor], step: int) -> Tensor:
+    """Return a tensor that `rows(start, stop)` gives, `step` rows at a time."""
+    if step >= shape[0]:
+        return rows(0, shape[0]).contiguous()
+    tensor = torch.empty(shape, dtype=dtype)
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        tensor[start:stop] = rows(start, stop)
+    return tensor
 
 
 @dataclass

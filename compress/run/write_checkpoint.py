@@ -20,6 +20,7 @@ from compress.storage.workdir import Output
 
 TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
+OF_OTHER_TOOLS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}  # how the original is stored
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".pkl", ".md"}
 
 README = """# {model}, quantized with compress (recipe `{recipe}`)
@@ -116,7 +117,12 @@ def copy_files(source: Path, directory: Path) -> None:
     """Copy tokenizer, generation settings and other small files that hold no weights and no code, nor name any."""
     for path in sorted(source.iterdir()):
         name = path.name
-        if not path.is_file() or name.startswith(".") or name in (CONFIG, INDEX) or name.endswith(".index.json"):
+        if (
+            not path.is_file()
+            or name.startswith(".")
+            or name in (CONFIG, INDEX, *OF_OTHER_TOOLS)
+            or name.endswith(".index.json")
+        ):
             continue
         if path.suffix in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
             continue

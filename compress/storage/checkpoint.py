@@ -268,6 +268,30 @@ def _single_file(directory: Path) -> list[str]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; the header is checked against the file's size."""
+    header, base = _header(path)
+    header.pop("__metadata__", None)
+    try:
+        tensors = {name: _stored(name, path, entry, base) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _malformed(path, error) from error
+    size, need = path.stat().st_size, max((t.offset + t.nbytes for t in tensors.values()), default=base)
+    if size < need:
+        raise CheckpointError(f"{path} is truncated: {size} bytes of {need}; download it again")
+    return tensors
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata in the header of a safetensors file."""
+    metadata = _header(path)[0].get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _malformed(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} has a malformed safetensors header ({first_line(error)}); download it again")
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and the place of its first tensor."""
     if not os.path.isfile(path):  # False for a name that no file can have, too
         raise CheckpointError(f"shard {path} is missing; download the checkpoint again")
     size = path.stat().st_size
@@ -280,16 +304,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raw = stream.read(length)
     try:
         header = json_text.loads(raw)
-        header.pop("__metadata__", None)
-        tensors = {name: _stored(name, path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} has a malformed safetensors header ({first_line(error)}); download it again"
-        ) from error
-    need = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
-    if size < need:
-        raise CheckpointError(f"{path} is truncated: {size} bytes of {need}; download it again")
-    return tensors
+        if not isinstance(header, dict):
+            raise TypeError("it is no JSON object")
+    except (ValueError, TypeError) as error:
+        raise _malformed(path, error) from error
+    return header, 8 + length
 
 
 def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTensor:

@@ -218,7 +218,7 @@ def test_a_quantized_checkpoint(model: Path, tmp_path: Path) -> None:
     assert "packed is already quantized (compress); give the original checkpoint" in quantize(tmp_path / "packed")
     config = json.loads((model / CONFIG).read_text())
     (model / CONFIG).write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    assert "is already quantized (gptq)" in quantize(model)
+    assert "says that it is quantized (gptq of 4 bits with a scale for each row), but no weight is" in quantize(model)
     (model / CONFIG).write_text(json.dumps({**config, "quantization_config": None}))
     assert cli(*command(model, RTN, tmp_path / "out")).code == 0
 

@@ -1,0 +1,174 @@
+"""Read compressed-tensors: integers packed into words, int8, float8, and numbers of 4 bits with scales of groups.
+
+A linear has weight_packed (int32: codes of 1 to 8 bits along its rows; uint8: e2m1) or weight (int8, float8), and
+weight_scale. W = (code - zero) * scale. Zero points of packed integers are packed along the rows. weight_g_idx, where
+it is not negative, is the group of each input. The group of the configuration that a linear belongs to says how many
+bits it has and what shares a scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import shown
+from compress.importers import e2m1, scaled
+from compress.importers.bits import unpacked
+from compress.importers.source import Decoded, Source
+from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
+
+FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
+)
+SCALES = (*scaled.FLOATS, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+UNUSED = (*scaled.AUXILIARY, ".q_scale", ".input_zero_point", ".input_global_scale", ".output_scale")
+
+
+def describe(source: Source) -> str:
+    """Return how the weights are stored; CheckpointError for a format or an option that cannot be read."""
+    groups = _groups(source)
+    formats = {group.get("format") or source.settings.get("format") for group in groups}
+    for name in sorted(map(str, formats | {source.settings.get("format")} - {None})):
+        if name not in FORMATS:
+            raise source.error(f"{CONFIG}: format {shown(name)} cannot be read; what can be: {', '.join(FORMATS)}")
+    sparsity = source.settings.get("sparsity_config") or {}
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise source.error(f"{CONFIG}: sparse weights ({shown(sparsity['format'])}) cannot be read, only dense ones")
+    transforms = source.settings.get("transform_config") or {}
+    if not isinstance(transforms, dict) or transforms.get("config_groups"):
+        raise source.error(f"{CONFIG}: transform_config: weights in a rotated basis cannot be read")
+    words = sorted({_words(group["weights"]) for group in groups if group.get("weights")})
+    return f"compressed-tensors {' and '.join(words)}"
+
+
+def tensors(source: Source) -> dict[str, Readable]:
+    """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
+    found: dict[str, Readable] = {}
+    for module in source.ending(".weight_packed"):
+        found[f"{module}.weight"] = _weight(source, module, _packed(source, module))
+    for module in source.ending(".weight_scale"):
+        stored = source.take(f"{module}.weight", (torch.int8, *scaled.FLOAT8))
+        found[f"{module}.weight"] = _weight(source, module, scaled.plain(stored))
+    source.drop(*UNUSED)
+    return found
+
+
+def _groups(source: Source) -> list[dict[str, Any]]:
+    """Return the groups of the configuration."""
+    groups = source.settings.get("config_groups")
+    listed = list(groups.values()) if isinstance(groups, dict) else []
+    good = [g for g in listed if isinstance(g, dict) and isinstance(g.get("weights") or {}, dict)]
+    if not listed or len(good) != len(listed):
+        raise source.error(f"{CONFIG}: quantization_config has no config_groups that can be read")
+    return good
+
+
+def _words(weights: Mapping[str, Any]) -> str:
+    """Return in words how a group stores weights."""
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    shared = {"group": f"in groups of {size}", "tensor_group": f"in groups of {size}", "channel": "by rows"}
+    shared["block"] = "in blocks of " + " x ".join(map(str, weights.get("block_structure") or ()))
+    kind = "fp" if weights.get("type") == "float" else "int"
+    order = ", act-order" if weights.get("actorder") else ""
+    return f"{kind}{weights.get('num_bits')} {shared.get(str(strategy), 'with one scale')}{order}"
+
+
+def _arguments(source: Source, module: str) -> Mapping[str, Any]:
+    """Return the settings of a linear's weights: of the group that names it, else of one that names a class."""
+    groups = [group for group in _groups(source) if group.get("weights")]
+    if len(groups) == 1:
+        return dict(groups[0]["weights"])
+    for group in groups:
+        for target in map(str, group.get("targets") or ()):
+            pattern = target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
+            if re.match(pattern, module):
+                return dict(group["weights"])
+    classes = [group for group in groups if any(str(t)[:1].isupper() for t in group.get("targets") or ())]
+    if not classes:
+        raise source.error(f"{CONFIG}: no group of quantization_config is that of {module}")
+    return dict(classes[0]["weights"])
+
+
+def _packed(source: Source, module: str) -> scaled.Codes:
+    """Take the codes of a linear that are packed."""
+    stored, arguments = source.take(f"{module}.weight_packed", (torch.int32, torch.uint8)), _arguments(source, module)
+    if len(stored.shape) != 2:
+        raise source.error(f"{stored.name} has the shape {list(stored.shape)}, a quantized weight has two dimensions")
+    rows, words = stored.shape
+    if stored.dtype == torch.uint8:
+        return scaled.Codes(stored, (rows, 2 * words), lambda start, stop: e2m1.unpacked(stored.rows(start, stop)))
+    bits = _bits(source, module, arguments)
+    sizes = source.take(f"{module}.weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
+    if sizes[0] != rows or -(-sizes[1] * bits // 32) != words:
+        raise source.error(
+            f"{module}.weight_shape says {sizes}, but {stored.name} has the shape {list(stored.shape)} for {bits} bits"
+        )
+
+    def codes(start: int, stop: int) -> Tensor:
+        return unpacked(stored.rows(start, stop), bits, sizes[1]).float().sub_(1 << (bits - 1))
+
+    return scaled.Codes(stored, (rows, sizes[1]), codes)
+
+
+def _bits(source: Source, module: str, arguments: Mapping[str, Any]) -> int:
+    bits = arguments.get("num_bits")
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise source.error(f"{CONFIG}: num_bits {shown(bits)} of {module} is no number from 1 to 8")
+    return bits
+
+
+def _block(source: Source, module: str, arguments: Mapping[str, Any]) -> scaled.Block | None:
+    """Return the rows and columns that share a scale, None where rows or the whole weight do."""
+    strategy = arguments.get("strategy")
+    if strategy in ("channel", "tensor", None):
+        return None
+    block = arguments.get("block_structure") if strategy == "block" else [1, arguments.get("group_size")]
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise source.error(f"{CONFIG}: strategy {shown(strategy)} of {module}, with {shown(block)}, cannot be read")
+    return sizes[0], sizes[1]
+
+
+def _weight(source: Source, module: str, codes: scaled.Codes) -> Decoded:
+    arguments = _arguments(source, module)
+    scale = source.take(f"{module}.weight_scale", SCALES)
+    block = _block(source, module, arguments)
+    divisor = index = zeros = None
+    others: tuple[StoredTensor, ...] = ()
+    if f"{module}.weight_global_scale" in source.stored:
+        divisor = source.take(f"{module}.weight_global_scale", scaled.FLOATS, (1,))
+    if f"{module}.weight_g_idx" in source.stored:
+        index = source.take(f"{module}.weight_g_idx", shape=codes.shape[-1:])
+    if f"{module}.weight_zero_point" in source.stored:
+        point = source.take(f"{module}.weight_zero_point")
+        if not arguments.get("symmetric", True):
+            zeros, others = _zeros(source, module, codes, point, scale), (point,)
+    is_coded = scale.dtype.itemsize == 1 or divisor is not None
+    dtype = torch.bfloat16 if is_coded else scaled.rounded(source, scale)
+    return scaled.weight(
+        source, f"{module}.weight", codes, scaled.Scales(scale, block, zeros, index, divisor, others), dtype
+    )
+
+
+def _zeros(source: Source, module: str, codes: scaled.Codes, point: StoredTensor, scale: StoredTensor) -> scaled.Rows:
+    """Return a reader of the rows of zero points [out, groups]."""
+    out = codes.shape[0]
+    if point.dtype != torch.int32 or codes.stored.dtype != torch.int32:
+        if point.shape != scale.shape or len(point.shape) != 2 or point.shape[0] != out:
+            raise source.error(f"{point.name} has the shape {list(point.shape)}, its scales {list(scale.shape)}")
+        return lambda start, stop: point.rows(start, stop).float()
+    bits = _bits(source, module, _arguments(source, module))
+    if len(point.shape) != 2 or point.shape[0] != -(-out * bits // 32):
+        raise source.error(
+            f"{point.name} has the shape {list(point.shape)}, not that of {out} zero points of {bits} bits"
+        )
+
+    def rows(start: int, stop: int) -> Tensor:
+        return unpacked(point.read().t(), bits, out)[:, start:stop].t().float().sub_(1 << (bits - 1))
+
+    return rows
