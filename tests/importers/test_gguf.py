@@ -16,7 +16,7 @@ from compress.errors import CheckpointError, CompressError, UnsupportedModelErro
 from compress.importers import open_checkpoint
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
-from compress.run import source
+from compress.run import identity, source
 from pico import build
 
 pytest.importorskip("gguf")
@@ -112,6 +112,20 @@ def test_a_split_model_is_read_from_its_parts(tmp_path: Path) -> None:
     sorted(tmp_path.glob("*-of-*.gguf"))[1].unlink()
     with pytest.raises(CheckpointError, match="is missing, one of"):
         source.resolve(str(first.rename(tmp_path / first.name.replace("llama", "other"))))
+
+
+def test_a_model_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Else no interrupted run could be resumed: each process makes a directory of its own."""
+    file = saved("llama", tmp_path, ("Q8_0",))
+    directories, prints = [], []
+    for _ in range(2):
+        source._directory.cache_clear()
+        directories.append(source.resolve(str(file)))
+        prints.append(identity.fingerprint(open_checkpoint(directories[-1])))
+    assert directories[0] != directories[1] and prints[0] == prints[1]
+    assert source.resolve(str(file)) == directories[1]
+    text = "".join(path.read_text() for path in directories[1].iterdir() if path.suffix in (".json", ".jinja"))
+    assert str(directories[1]) not in text
 
 
 def test_a_directory_is_read_by_the_only_model_in_it(tmp_path: Path) -> None:
