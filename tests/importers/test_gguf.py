@@ -17,7 +17,7 @@ from compress.importers import open_checkpoint
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
 from compress.run import identity, source
-from pico import build
+from pico import build, of_type
 
 pytest.importorskip("gguf")
 
@@ -157,6 +157,18 @@ def test_stretched_positions_are_carried_over(tmp_path: Path) -> None:
         "linear",
         4.0,
     )
+
+
+def test_positions_are_stretched_in_layers_that_see_everything(tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 160, "tie_word_embeddings": True}
+    model = of_type("gemma3_text", {**sizes, "sliding_window": 32})
+    extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 32}
+    file = gguf_files.write(model, tmp_path / "m.gguf", "gemma3", extra=extra)
+    found = load_model(source.resolve(str(file)))
+    rope = found.config.rope_parameters
+    assert rope["full_attention"]["factor"] == 8.0 and rope["sliding_attention"]["rope_type"] == "default"
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_positions_stretched_in_an_unknown_way_are_refused(tmp_path: Path) -> None:
