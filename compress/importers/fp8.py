@@ -59,7 +59,8 @@ def _scale(source: Source, name: str) -> StoredTensor:
     """Take the scales of a weight, which several tools name in ways of their own."""
     module = name.removesuffix("weight")
     names = [f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight"]
-    return source.take(next((other for other in names if other in source.stored), names[0]))
+    stored = next((other for other in names if other in source.stored), names[0])
+    return source.take(stored, (*scaled.FLOATS, *scaled.EXPONENTS))
 
 
 def _halves(stored: StoredTensor) -> scaled.Codes:

@@ -18,6 +18,7 @@ from compress.storage.checkpoint import StoredTensor
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 AUXILIARY = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")  # of inputs, of caches
 
 Block = tuple[int, int]  # rows, columns
@@ -99,7 +100,7 @@ def _block(shape: tuple[int, ...], scales: Scales) -> Block:
     """Return the rows and columns that share a scale."""
     *outer, rows, columns = shape
     if scales.block is not None:
-        return scales.block
+        return min(scales.block[0], max(1, rows)), scales.block[1]
     return (1 if math.prod(scales.stored.shape) == math.prod(outer) * rows else rows), columns
 
 

@@ -29,8 +29,10 @@ LEFT_OUT = {  # keys of files -> settings that transformers would leave at their
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+PATHS = ("_name_or_path", "_model_name_or_path")  # of a directory that another process has under another name
 HEAD = "output.weight"  # the output head; a file without one has tied embeddings
 FREQUENCIES = "rope_freqs.weight"  # by how much each rotary frequency is divided, float32 [head size / 2]
+STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # of the one way to stretch positions that is written as such a tensor
 
 
@@ -55,8 +57,11 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
         config.architectures = [type(model).__name__]
         weights = _weights(model, header)
         gguf_tokenizer(directory, file.name).save_pretrained(directory)
-    settings = json.loads(config.to_json_string(use_diff=False))
-    write_text(directory / CONFIG, config.to_json_string(use_diff=True))
+    facts, settings = (json.loads(config.to_json_string(use_diff=short)) for short in (True, False))
+    for key in PATHS:
+        facts.pop(key, None)
+        settings.pop(key, None)
+    write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
     return {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
 
 
@@ -94,32 +99,32 @@ def _stretch(file: Path, header: Header, config: transformers.PretrainedConfig) 
     """
     text = config.get_text_config()
     known = getattr(text, "rope_parameters", None) or {}
+    is_nested = any(isinstance(each, dict) for each in known.values())  # by kind of layer; only one is stretched
+    own = known.get(STRETCHED, {}) if is_nested else known
+    if FREQUENCIES in header.tensors:
+        added, unused = _stretched_by_tensor(file, header, own), [FREQUENCIES]
+    else:
+        added, unused = _stretched_by_factor(file, header, own), []
+    if added:
+        text.rope_parameters = {**known, STRETCHED: {**own, **added}} if is_nested else {**known, **added}
+    return unused
+
+
+def _stretched_by_factor(file: Path, header: Header, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a file's metadata gives, {} if positions are as they are or transformers has read it."""
     prefix = f"{header.architecture}.rope.scaling."
     kind, factor = header.metadata.get(f"{prefix}type", "none"), header.metadata.get(f"{prefix}factor")
-    is_known = known.get("rope_type", "default") != "default"
-    if FREQUENCIES in header.tensors:
-        text.rope_parameters = {**known, **_stretched_by_tensor(file, header, config, known)}
-        return [FREQUENCIES]
-    if kind == "none" or is_known:
-        return []
+    if kind == "none" or known.get("rope_type", "default") != "default":
+        return {}
     original = header.metadata.get(f"{prefix}original_context_length")
     if kind == "linear" and factor:
-        text.rope_parameters = {**known, "rope_type": kind, "factor": factor}
-    elif kind == "yarn" and factor and original:
-        text.rope_parameters = {
-            **known,
-            "rope_type": kind,
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
-    else:
-        raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({shown(kind)}); not read")
-    return []
+        return {"rope_type": kind, "factor": factor}
+    if kind == "yarn" and factor and original:
+        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({shown(kind)}); not read")
 
 
-def _stretched_by_tensor(
-    file: Path, header: Header, config: transformers.PretrainedConfig, known: dict[str, Any]
-) -> dict[str, Any]:
+def _stretched_by_tensor(file: Path, header: Header, known: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that give the divisors of the rotary frequencies in a file, computed anew and compared."""
     divisors = values(header.tensors[FREQUENCIES]).tolist()
     factor = max(divisors)
@@ -150,6 +155,6 @@ def _one_line(file: Path, header: Header) -> Iterator[None]:
         yield
     except FAILURES as error:
         raise UnsupportedModelError(
-            f"{file}: transformers cannot read this GGUF file of architecture {shown(header.architecture)} "
+            f"{file}: GGUF files of architecture {shown(header.architecture)} with these settings are not read "
             f"({first_line(error)}); give the checkpoint that it was made of"
         ) from error

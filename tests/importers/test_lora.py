@@ -17,7 +17,7 @@ from compress.importers import open_checkpoint
 from compress.model.load import load_model
 from compress.run import source
 from pico import build, of_type, save, save_pico
-from runs import GPTQ, RTN, job
+from runs import GPTQ, RTN, Setup, job
 
 MODULES = ("q_proj", "down_proj")
 RANK, ALPHA = 4, 6.0
@@ -212,6 +212,14 @@ def test_a_quantized_adapter_is_that_of_the_merged_model(model: Path, tmp_path: 
     assert reports["one"]["base"] == "adapter lora merged" and reports["two"]["base"] is None
     shards = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+def test_an_adapter_on_what_compress_wrote_in_full_precision(model: Path, tmp_path: Path) -> None:
+    """Its manifest lists the files of the checkpoint, and the adapter is loaded beside them."""
+    task = job(model, Setup("quarot4bit", ("calibration.num_samples=2", "calibration.seq_len=16")), tmp_path / "out")
+    api.quantize(type(task)(**{**vars(task), "pack": False}))
+    folder = adapter(tmp_path / "lora", tmp_path / "out")
+    assert load_model(source.resolve(str(tmp_path / "out"), folder)) is not None
 
 
 def test_a_run_is_not_resumed_with_another_adapter(
