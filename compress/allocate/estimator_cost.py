@@ -18,7 +18,7 @@ import torch
 from compress.allocate import prepare_options, table
 from compress.allocate.block_scores import T2
 from compress.allocate.prepare_options import Options
-from compress.allocate.problem import AUTO, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
+from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.reference_logprobs import TOP_K, predictions
 from compress.errors import BudgetError, NotMeasuredError
 from compress.model import blockwise, lm_head
@@ -32,7 +32,6 @@ from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 DEFAULT_SECONDS = 30 * 60.0
 FILE = "estimator.json"  # what was chosen, so that a resumed run does not time anew
-BEST_FIRST = (KL_ONE_AT_A_TIME, KL_SHARES, "gradient", "hessian")
 LEAST_SAMPLES = 8  # below, a cheaper estimator on more text is the better one
 BACKWARD = 3  # times a forward pass: forward again, gradients by states and by weights
 HEAD_BACKWARD = 2  # times the head's forward pass
