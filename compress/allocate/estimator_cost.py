@@ -200,7 +200,8 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
         if not asked.measures:
             raise NotMeasuredError(f"{folder} has no damages")
         chosen, said = best(opened, speed(opened), samples, left)
-        note(said)
+        if asked.budget is not None or "does not fit" in said:
+            note(said)
         write_text(path, json.dumps({**wanted, **chosen._asdict()}, indent=1) + "\n")
     config = dataclasses.replace(allocation.config, estimator=chosen.estimator)
     return dataclasses.replace(allocation, config=config, samples=chosen.samples)

@@ -266,6 +266,10 @@ def pull_back(
     return torch.autograd.grad(states, (hidden, *weights), gradient, allow_unused=True)
 
 
+class InputsSeenError(Exception):
+    """The inputs that a pass through a block was for have been seen: the rest of the pass is not needed."""
+
+
 class _AllSeenError(Exception):
     """Every block has been called: the rest of the forward pass is not needed."""
 
