@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import attached
+from compress.model.blockwise import InputsSeenError, attached
 from compress.runtime.experts import Experts, ExpertTokens
 from compress.types import Stats
 
@@ -116,17 +116,41 @@ def shrink(stats: Stats) -> tuple[Stats, str | None]:
     )
 
 
+class PassEnd:
+    """End the pass of a batch through a block once all inputs are collected, so that what follows is not computed.
+
+    The first batch runs to its end. Where it did not show each input once (experts without tokens, a module that is
+    called twice), the others do, too.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.keys, self.seen, self.ends = sorted(keys), list[str](), False
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self.ends = self.ends or sorted(self.seen) == self.keys
+        self.seen = []
+
+    def see(self, key: str) -> None:
+        """Note an input that has been collected. Raises InputsSeenError when it was the last one."""
+        self.seen.append(key)
+        if self.ends and len(set(self.seen)) == len(self.keys):
+            raise InputsSeenError
+
+
 def collect(
     linears: Mapping[str, nn.Module],
     sums: Mapping[str, HessianSum],
     chunk: int,
     weights: Tensor | None = None,
     experts: Mapping[str, tuple[Experts, int]] | None = None,
+    pass_end: PassEnd | None = None,
 ) -> AbstractContextManager[None]:
     """While active, add the input of each forward pass of `linears[key]` to `sums[key]`.
 
     weights: float32 [batch, tokens], what the tokens of the one batch that passes count. experts: for each key that
     belongs to an expert, which is given some tokens only, the module of all experts and the number of the expert.
+    pass_end: where the output of the pass is not needed; it may end by InputsSeenError.
     """
     selecting = experts if weights is not None and experts is not None else {}
     given: dict[Experts, tuple[Tensor, ...]] = {}  # what each module of experts was called with last
@@ -140,7 +164,11 @@ def collect(
             module, number = selecting[key]
             token_weights = _routed(weights, module.tokens(number, *given[module]))
         sums[key].add(inputs, chunk, token_weights)
+        if pass_end is not None:
+            pass_end.see(key)
 
+    if pass_end is not None:
+        pass_end.begin()
     noting = [(module, partial(note, module)) for module in {module for module, _ in selecting.values()}]
     return hooked([*noting, *((linears[key], partial(add, key)) for key in sums)])
 

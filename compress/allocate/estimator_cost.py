@@ -18,7 +18,7 @@ import torch
 from compress.allocate import prepare_options, table
 from compress.allocate.block_scores import T2
 from compress.allocate.prepare_options import Options
-from compress.allocate.problem import AUTO, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
+from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.reference_logprobs import TOP_K, predictions
 from compress.errors import BudgetError, NotMeasuredError
 from compress.model import blockwise, lm_head
@@ -32,7 +32,6 @@ from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 DEFAULT_SECONDS = 30 * 60.0
 FILE = "estimator.json"  # what was chosen, so that a resumed run does not time anew
-BEST_FIRST = (KL_ONE_AT_A_TIME, KL_SHARES, "gradient", "hessian")
 LEAST_SAMPLES = 8  # below, a cheaper estimator on more text is the better one
 BACKWARD = 3  # times a forward pass: forward again, gradients by states and by weights
 HEAD_BACKWARD = 2  # times the head's forward pass
@@ -201,7 +200,8 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
         if not asked.measures:
             raise NotMeasuredError(f"{folder} has no damages")
         chosen, said = best(opened, speed(opened), samples, left)
-        note(said)
+        if asked.budget is not None or "does not fit" in said:
+            note(said)
         write_text(path, json.dumps({**wanted, **chosen._asdict()}, indent=1) + "\n")
     config = dataclasses.replace(allocation.config, estimator=chosen.estimator)
     return dataclasses.replace(allocation, config=config, samples=chosen.samples)

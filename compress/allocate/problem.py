@@ -23,6 +23,7 @@ KL_SHARES: Final = "kl_shares"
 AUTO: Final = (
     "auto"  # the best that fits into the time (estimator_cost.py), which takes its place before anything is chosen
 )
+BEST_FIRST: Final = (KL_ONE_AT_A_TIME, KL_SHARES, "gradient", "hessian")  # what takes the place of auto
 WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "kl_shares", "noise"]
 Estimator = Literal["auto", "hessian", "output", "weight", WholeModel]
 BlockScale = Literal["none", WholeModel]

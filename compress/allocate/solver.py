@@ -18,7 +18,7 @@ import numpy as np
 from compress.allocate import exact, hull
 from compress.allocate.exact import Limits, LinearSide
 from compress.allocate.hull import EntryTable, Ints
-from compress.allocate.problem import Allocated, Choice, Problem
+from compress.allocate.problem import AUTO, BEST_FIRST, Allocated, Choice, Problem
 from compress.errors import BudgetError, NumericalError
 
 __all__ = ["Damages", "Limits", "LinearSide", "Solution", "Solver", "damages_of", "solve"]
@@ -47,7 +47,10 @@ class Solution:
 
 
 def damages_of(problem: Problem, estimator: str) -> list[list[float]]:
-    """Return the damages of all units and entries by one estimator."""
+    """Return the damages of all units and entries by one estimator; auto: by the best one that the table has."""
+    if estimator == AUTO:
+        known = problem.units[0].entries[0].damage if problem.units else {}
+        estimator = next((name for name in BEST_FIRST if name in known), AUTO)
     return [[entry.damage[estimator] for entry in unit.entries] for unit in problem.units]
 
 

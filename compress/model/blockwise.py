@@ -326,3 +326,7 @@ def pull_back(
     hidden = hidden.detach().clone().requires_grad_()
     states, _ = call_block(block, call, hidden)
     return torch.autograd.grad(states, (hidden, *weights), gradient, allow_unused=True)
+
+
+class InputsSeenError(Exception):
+    """The inputs that a pass through a block was for have been seen: the rest of the pass is not needed."""

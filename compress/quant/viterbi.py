@@ -24,6 +24,7 @@ STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB o
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch
 WINDOW = 32  # steps before and after the seam that the first search covers
 RENORMALIZE = 8  # steps between subtractions of the least cost
+SHORT = 2**15 - 1  # what values and slopes must be below to be multiplied as 16-bit numbers
 NARROW = 4  # bits of a step up to which int32 resolves costs finely enough
 HEADROOM = 3.0  # values further than this outside the table's range are clamped for the search
 
@@ -56,7 +57,10 @@ class Search:
         self._tables(device)
         self.compiled = None
         if device.type == "cpu" and self.dtype == torch.int32:
-            self.compiled = viterbi_compiled.compiled_search(state_bits, symbol_bits, self.dim, self.far, RENORMALIZE)
+            is_short = max(self.limit * self.unit, self.slope.abs().max().item()) < SHORT
+            self.compiled = viterbi_compiled.compiled_search(
+                state_bits, symbol_bits, self.dim, self.far, RENORMALIZE, is_short
+            )
 
     def _tables(self, device: torch.device) -> None:
         """Make tables for the way back. A node's position in the decisions is new symbol * rest + remaining bits."""

@@ -19,17 +19,23 @@ from compress.kernels import llvm
 LANES = 16  # of a vector of int32 costs
 VECTORS = 16  # of costs held in registers: sequences searched together times symbols
 CELLS = 1 << 16  # most nodes of the sequences searched together: bounds a thread's memory
+SHORT_PRODUCT = "llvm.x86.avx512.pmaddw.d.512"  # vpmaddwd
 COMPILER = 64 << 20  # bytes that the compiler takes, and a process keeps
 
 
 class CompiledSearch:
     """The search through one shape of trellis as machine code."""
 
-    def __init__(self, state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> None:
-        """Compile; far: the cost of a forbidden node; period: steps between subtractions of the least cost."""
+    def __init__(self, state_bits: int, symbol_bits: int, dim: int, far: int, period: int, is_short: bool) -> None:
+        """Compile; far: the cost of a forbidden node; period: steps between subtractions of the least cost.
+
+        is_short: values and slopes have at most 16 bits.
+        """
         self.symbols, self.nodes, self.dim = 1 << symbol_bits, 1 << (state_bits - symbol_bits), dim
         self.together = max(1, min(VECTORS // self.symbols, CELLS // self.nodes))
-        self._function = llvm.compiled(_SearchEmitter(state_bits, symbol_bits, dim, self.together, far, period))
+        emitter = _SearchEmitter(state_bits, symbol_bits, dim, self.together, is_short)
+        emitter.write(far, period)
+        self._function = llvm.compiled(emitter)
 
     def search(self, values: Tensor, seam: Tensor | None, fixed: Tensor, slope: Tensor) -> Tensor:
         """Return states [sequences, steps]; values [sequences, steps, dim] int32, seam [sequences] int64 or None."""
@@ -52,25 +58,32 @@ class CompiledSearch:
 
 
 @cache
-def compiled_search(state_bits: int, symbol_bits: int, dim: int, far: int, period: int) -> CompiledSearch | None:
+def compiled_search(
+    state_bits: int, symbol_bits: int, dim: int, far: int, period: int, is_short: bool
+) -> CompiledSearch | None:
     """Return the compiled search, None where nothing can be compiled."""
-    return CompiledSearch(state_bits, symbol_bits, dim, far, period) if llvm.available() else None
+    return CompiledSearch(state_bits, symbol_bits, dim, far, period, is_short) if llvm.available() else None
 
 
 class _SearchEmitter(llvm.Emitter):
     """Write void paths(values, seam, states, fixed, slope, space, first group, last group, steps, has seam)."""
 
-    def __init__(self, state_bits: int, symbol_bits: int, dim: int, together: int, far: int, period: int) -> None:
+    def __init__(self, state_bits: int, symbol_bits: int, dim: int, together: int, is_short: bool) -> None:
         super().__init__("paths", 6, 4)
-        self.dim, self.together, self.far, self.period = dim, together, far, period
+        self.dim, self.together = dim, together
         self.kv, self.n, self.nodes = symbol_bits, 1 << symbol_bits, 1 << (state_bits - symbol_bits)
         self.rest = self.nodes // self.n
         self.lanes = min(LANES, self.rest)
+        self.has_short_product = is_short and self.lanes == LANES and "avx512bw" in llvm.features()
         self.values, self.seam, self.states, self.fixed, self.slope, self.space = self.pointers
+
+    def write(self, far: int, period: int) -> None:
+        """Write the function."""
+        self.far, self.period = far, period
         first, last, self.steps, self.has_seam = self.integers
         self.held, self.where = self.variable(self.word), self.variable(self.index)
         with self.loop(last, first) as group:
-            self.base = self.b.mul(group, self.i64(together))
+            self.base = self.b.mul(group, self.i64(self.together))
             self._group()
         self.b.ret_void()
 
@@ -110,7 +123,21 @@ class _SearchEmitter(llvm.Emitter):
         b = self.b
         step = b.add(b.mul(b.add(self.base, self.i64(u)), self.steps), t)
         value = self.load(self.values, b.add(b.mul(step, self.i64(self.dim)), self.i64(v)), self.word)
+        if self.has_short_product:
+            value = b.and_(value, self.word(0xFFFF))
         return self.splat(value, self.lanes)
+
+    def _product(self, slopes: Any, value: Any) -> Any:
+        """Return the products; of 16-bit factors by an instruction that takes half the time of a 32-bit product.
+
+        It multiplies 16-bit halves of both and adds the two products: the upper half of every value is 0.
+        """
+        if not self.has_short_product:
+            return self.b.mul(slopes, value)
+        halves, words = self.vector(self.short, 2 * self.lanes), self.vector(self.word, self.lanes)
+        kind = self.ir.FunctionType(words, [halves, halves])
+        function = self.module.globals.get(SHORT_PRODUCT) or self.ir.Function(self.module, kind, SHORT_PRODUCT)
+        return self.b.call(function, [self.b.bitcast(slopes, halves), self.b.bitcast(value, halves)])
 
     def _costs(self, table: Any, place: Any) -> Any:
         return self.load(table, place, self.word, self.lanes)
@@ -134,7 +161,7 @@ class _SearchEmitter(llvm.Emitter):
                 for u in range(self.together):
                     total = b.add(before[u][o], fixed)
                     for v in range(self.dim):
-                        total = b.add(total, b.mul(slopes[v], inputs[u][v]))
+                        total = b.add(total, self._product(slopes[v], inputs[u][v]))
                     least[u] = total if least[u] is None else self.smaller(total, least[u])
             for u in range(self.together):
                 self._decide(decisions, b.add(low, self.i64(u * self.nodes + s * self.rest)), least[u])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -91,11 +91,11 @@ class CalibrationStream:
             for leg in legs:
                 hidden = self.states.read(samples.start, samples.stop - samples.start, leg.source).to(self.device)
                 call = self.calls.at(index, samples.start, hidden.shape[0], leg.source)
-                with leg.watch(samples):
+                with suppress(blockwise.InputsSeenError), leg.watch(samples):
                     out, beside = blockwise.run_block_fully(block, call, hidden, name)
-                if leg.target is not None:
-                    self.states.write(samples.start, out, leg.target)
-                    self.calls.keep(index, samples.start, call, beside, leg.target)
+                    if leg.target is not None:
+                        self.states.write(samples.start, out, leg.target)
+                        self.calls.keep(index, samples.start, call, beside, leg.target)
             process_memory.check(self.job.max_memory)
             self.meter.step()
         self.seconds += time.monotonic() - started
@@ -150,10 +150,12 @@ class CalibrationStream:
 
         def watch(samples: slice) -> AbstractContextManager[None]:
             of_batch = None if weights is None else weights[samples].to(self.device)
-            return calib_stats.collect(linears, sums, self.prepared.seq_len, of_batch, experts)
+            return calib_stats.collect(linears, sums, self.prepared.seq_len, of_batch, experts, pass_end)
 
         target = FULL if self.paired and last and index + 1 < len(self.skeleton.blocks) else None
-        legs = [BlockPass(QUANTIZED, None if self.parted else target, watch)]
+        collected = None if self.parted else target  # where the output of the collecting pass goes
+        pass_end = calib_stats.PassEnd(sums) if collected is None else None
+        legs = [BlockPass(QUANTIZED, collected, watch)]
         if self.parted and (target is not None or any(total.drift is not None for total in sums.values())):
             legs.insert(0, BlockPass(FULL, target, lambda _: calib_stats.expect(linears, sums)))
         self.forward(index, block, "calibrating", *legs)

@@ -98,7 +98,7 @@ def test_every_allocator_is_found() -> None:
     assert {"uniform", "knapsack", "layerwise", "lq_lora", "adaquant", "experts"} <= set(plugins.names("allocate"))
     for name in ("uniform", "knapsack", "layerwise", "lq_lora", "adaquant", "experts"):
         module = plugins.load("allocate", name)
-        assert module.needs(module.Config()) <= {*ESTIMATORS, "expert_squares", "lim", "zd", "share", "routing"}
+        assert module.needs(module.Config()) <= {*ESTIMATORS, "auto", "expert_squares", "lim", "zd", "share", "routing"}
         assert plugins.describe("allocate", name)
 
 

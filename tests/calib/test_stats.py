@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 import problems
 from compress.calib import stats as module
-from compress.calib.stats import HessianSum, collect, expect, shrink
+from compress.calib.stats import HessianSum, PassEnd, collect, expect, shrink
 from compress.errors import NumericalError, UnsupportedModelError
+from compress.model.blockwise import InputsSeenError
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts
 from compress.types import Stats
@@ -304,6 +306,36 @@ def test_collect_weights_the_tokens_of_the_batch() -> None:
     inner = (layer.q(rows) + layer.k(rows)).double()
     assert relative(sums["qkv"].finish("qkv").hessian, (rows.double() * r.view(-1, 1)).T @ rows.double()) < 1e-6
     assert relative(sums["o"].finish("o").hessian, (inner * r.view(-1, 1)).T @ inner) < 1e-6
+
+
+class Tail(Layer):
+    """A layer with something behind its last input, which is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.passed += 1
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keys", [("qkv", "o"), ("qkv", "none")])
+def test_a_pass_ends_when_all_inputs_are_collected(keys: tuple[str, str]) -> None:
+    """The sums are the same to the bit; an input that no batch reaches lets all batches run to their end."""
+    layer, x, unused = Tail(), problems.random(4, 3, 6), nn.Linear(5, 5)
+    linears = {"qkv": layer.q, "o": layer.o, "none": unused}
+    found = []
+    for pass_end in (None, PassEnd(keys)):
+        sums = {key: HessianSum(linears[key].in_features, torch.device("cpu")) for key in keys}
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 4)):
+            with suppress(InputsSeenError), collect(linears, sums, 3, pass_end=pass_end):
+                layer(x[rows])
+        found.append({key: total.finish(key).hessian for key, total in sums.items()})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in keys)
+    assert layer.passed == 3 + (1 if "o" in keys else 3)
 
 
 @torch.no_grad()

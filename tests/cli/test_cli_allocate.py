@@ -133,7 +133,9 @@ def test_a_plan_measures_nothing(words: list[str], tmp_path: Path) -> None:
     for command in (["plan"], ["quantize", "--dry-run", "--out", str(tmp_path / "out")]):
         result = cli(*command, *unmeasured, cwd=tmp_path)
         assert (result.code, result.err) == (0, "")
-        said, again, *sizes = result.out.splitlines()
+        said, again, quantizing, measuring, *sizes = result.out.splitlines()
+        assert quantizing.startswith("time of quantizing all options: about ")
+        assert measuring.startswith("damages are measured by kl_one_at_a_time on ")
         assert said == "not measured: 3 options x 14 linears on 96 calibration tokens; target 6bpw; measure with:"
         assert [line.split()[0] for line in sizes] == ["bits=2", "bits=4", "bits=6"]
         assert not list(tmp_path.iterdir())
