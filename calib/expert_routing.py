@@ -22,8 +22,9 @@ released code, in a batch of one, sums attention over keys, which is 1 for each 
 position decide.) The largest 2% are found by a threshold on ||h||_1, from calibration, not within the sequence at hand.
 In the same model 2% protected by ||h||_1, by attention times ||h||_1 or by chance gave the same KL to 1%.
 
-Everything is a sum or a set over tokens: the batch size changes rounding only. What it does not do: it sees the layout
-of experts in compress/runtime/experts.py only, and thresholds are those of the calibration text.
+Everything is a sum or a set over tokens: the batch size changes rounding only. What it does not do: it needs experts
+that are told the routing (`Experts` of compress/runtime/experts.py itself), and thresholds are those of the calibration
+text.
 """
 
 from __future__ import annotations

@@ -54,7 +54,25 @@ class Unfusing:
                     f'say; add "{where}.*" to ignore in the recipe'
                 )
             self._checked.add(type(fused))
+        _own_rows(fused, experts)
         return experts
+
+
+def _own_rows(fused: nn.Module, experts: Experts) -> None:
+    """Give linears that are no rows of a fused parameter, but turned or every other row of it, weights of their own.
+
+    A matrix product depends to the last bit on how the weight lies in memory, and packed weights have rows. What is
+    not needed any more of the fused module is freed.
+    """
+    if all(parameter.is_contiguous() for parameter in experts.parameters()):
+        return
+    for part in {part.parameter for part in experts.layout.parts}:
+        owner, _, key = part.rpartition(".")
+        empty = torch.empty_like(fused.get_parameter(part), device="meta")
+        fused.get_submodule(owner).register_parameter(key, nn.Parameter(empty, requires_grad=False))
+    for linear in experts.modules():
+        for key, parameter in list(linear.named_parameters(recurse=False)):
+            linear.register_parameter(key, nn.Parameter(parameter.detach().contiguous(), requires_grad=False))
 
 
 @torch.no_grad()

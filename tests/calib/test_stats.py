@@ -257,7 +257,7 @@ def test_experts_get_the_weights_of_their_tokens() -> None:
     for i in range(4):
         weight = r.flatten().double() * (route == i).sum(1)
         seen = experts.get_submodule(str(i))
-        inner = (experts.act_fn(seen["gate_proj"](x)) * seen["up_proj"](x)).double()
+        inner = (nn.functional.silu(seen["gate_proj"](x)) * seen["up_proj"](x)).double()
         for projection, inputs in zip(PROJECTIONS, (x.double(), x.double(), inner), strict=True):
             found = sums[f"{i}.{projection}"].finish(projection)
             expected = (inputs * weight[:, None]).T @ inputs

@@ -21,6 +21,7 @@ from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import load
 from compress.model.blockwise import HiddenStates, record_inputs, run_block
 from compress.model.skeleton import MIN_FEATURES, Skeleton
+from compress.runtime import expert_layouts
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import CONFIG, open_checkpoint
 from pico import PICO, save_pico
@@ -241,12 +242,37 @@ def test_narrow_linears_are_kept(tmp_path: Path) -> None:
     assert len(specs) == 5
 
 
-def test_experts_of_another_layout_are_kept_with_the_reason(tmp_path: Path) -> None:
-    save(tmp_path, "gpt_oss", {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4})
+GPT_OSS = {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "intermediate_size": 96}
+
+
+def test_experts_in_transposed_parameters_with_biases_are_linears(tmp_path: Path) -> None:
+    save(tmp_path, "gpt_oss", GPT_OSS)
+    model = skeleton(tmp_path)
+    specs, kept = model.linears()
+    experts = {spec.name.removeprefix("model.layers.1.mlp.experts."): spec for spec in specs if spec.block == 1}
+    assert len(specs) == 2 * (4 + 3 * 4) and kept == {}
+    assert (experts["3.up_proj"].shape, experts["3.down_proj"].shape) == ((96, 64), (64, 96))
+    assert experts["3.up_proj"].input_key == experts["3.gate_proj"].name
+    stored = [tensor.name.rpartition(".")[2] for tensor in model.weight_sources(experts["3.up_proj"])]
+    assert stored == ["gate_up_proj", "gate_up_proj_bias"]
+
+
+def test_experts_in_a_layout_that_is_not_known_are_kept_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "gpt_oss", GPT_OSS)
+    monkeypatch.setattr(expert_layouts, "CALLS", {})
     specs, kept = skeleton(tmp_path).linears()
     assert len(specs) == 2 * 4 and not any(spec.is_expert for spec in specs)
-    assert kept.keys() >= {f"model.layers.{i}.mlp.experts" for i in range(2)}
-    assert "layout that is not supported" in kept["model.layers.0.mlp.experts"]
+    reason = "experts that are called with (hidden_states, router_indices, routing_weights), which is not known"
+    assert kept == {f"model.layers.{i}.mlp.experts": reason for i in range(2)}
+
+
+def test_experts_that_compute_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "gpt_oss", GPT_OSS)
+    monkeypatch.setattr(expert_layouts, "own_interleaved", expert_layouts.own_concatenated)
+    with pytest.raises(UnsupportedModelError, match="GptOssExperts computes something else than its parameters' names"):
+        skeleton(tmp_path).load_block(0, torch.device("cpu"))
 
 
 @pytest.fixture
