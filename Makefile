@@ -1,5 +1,6 @@
 # make demo: quantize the bundled model, reload it, score it, let it write.   make test: lint, types, tests.   make slow: the tests that are left out.
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
+# make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-.PHONY: demo test slow fuzz kills install
+.PHONY: demo test slow fuzz kills sweep install
 
 install: $(VENV)/.installed
 
@@ -44,3 +45,6 @@ fuzz: install
 
 kills: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz.kills --kills $(KILLS) --seed $(SEED) --jobs $(JOBS)
+
+sweep: install
+	PYTHONPATH=tests $(BIN)/python -m sweep --out models_out/sweep --page docs/models.md

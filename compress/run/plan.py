@@ -57,12 +57,13 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
-            kept[spec.name] = "kept by the recipe"
+            kept[spec.name] = Plan.CHOSEN
     if all(layer.stored.format == "dense" for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
-    return Plan(tuple(layers), kept, kept_nbytes, decided)
+    chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
+    return Plan(tuple(layers), kept, kept_nbytes, decided, chosen)
 
 
 def groups(plan: Plan) -> list[LinearGroup]:
