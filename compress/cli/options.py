@@ -112,6 +112,9 @@ class RunOptions:
         bool, Option("--overwrite", help="Replace an existing output once the new one is complete.")
     ] = False
     restart: Annotated[bool, Option("--restart", help="Forget an unfinished run and start over.")] = False
+    allow_partial: Annotated[
+        bool, Option("--allow-partial", help="Go on where less than half of the linear weights can be packed.")
+    ] = False
 
     @property
     def recipe_overrides(self) -> list[str]:
@@ -202,6 +205,7 @@ class RunOptions:
             seed=self.seed,
             overwrite=self.overwrite,
             restart=self.restart,
+            allow_partial=self.allow_partial,
             pack=pack and recipe.packs,
             measurements=self.measurements,
             budget=self._seconds(),

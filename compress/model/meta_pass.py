@@ -107,6 +107,14 @@ def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[s
     return found
 
 
+def called_modules(config: PretrainedConfig, dtype: torch.dtype) -> set[str]:
+    """Return the names of the modules that a forward pass on text goes through; none if it needs data."""
+    model, called = without_experts(config, dtype), set[str]()
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    return called if run_without_data(model) is None else set()
+
+
 def _without_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 

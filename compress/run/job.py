@@ -31,6 +31,7 @@ class Job:
     seed: int = 0
     overwrite: bool = False
     restart: bool = False
+    allow_partial: bool = False  # whether less than half of the model's linear weights may be packed
     pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
     measurements: Path | None = None  # folder of what an allocation is made from; None: beside the output
     measures: bool = True  # False: what an allocation needs and is not in that folder is an error (NotMeasuredError)

@@ -58,7 +58,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
-            kept[spec.name] = "kept by the recipe"
+            kept[spec.name] = Plan.CHOSEN
     if all(layer.stored.format == "dense" for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
@@ -66,7 +66,9 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     for layer in layers:
         if len(layer.spec.parameters) > 1:  # the bias of an expert becomes a tensor of its own
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
-    return beside_plan.added(Plan(tuple(layers), kept, kept_nbytes, decided), recipe, skeleton, _outside)
+    chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
+    of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen)
+    return beside_plan.added(of_blocks, recipe, skeleton, _outside)
 
 
 def groups(plan: Plan) -> list[LinearGroup]:

@@ -17,7 +17,7 @@ from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.recipe import Recipe
-from compress.run import expert_pruning, kv_cache, memory_plan, plan, remote_code, source
+from compress.run import coverage, expert_pruning, kv_cache, memory_plan, plan, remote_code, source
 from compress.run.job import Job, Prepared
 from compress.types import Plan
 
@@ -53,6 +53,9 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     if job.pack:
+        plans = [coverage.completed(each, skeleton) for each in plans]
+        for each in plans if not job.allow_partial else ():
+            coverage.check(each, skeleton, job.recipe.ignore)
         expert_pruning.check(job.recipe, plans[0])
         dry_load.check_planned(skeleton, plans[0])
     settings, samples, seq_len = job.recipe.calibration, 0, 0

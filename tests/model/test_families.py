@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress import api
-from compress.errors import CompressError, UnsupportedModelError
+from compress.errors import CompressError
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 from runs import GPTQ, RTN, Setup, job
 
@@ -20,6 +20,8 @@ COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": EOS_ID
 OTHERS = {
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 128},  # blocks return tuples
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},  # linears with their own forward
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},  # weights stored as [in, out]
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},  # reads the weight of a linear itself
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},  # no maximum position
 }
 ROTATED = Setup("trellis4bit", ("state_bits=8", "calibration.num_samples=8", "calibration.seq_len=32"))
@@ -51,10 +53,6 @@ def test_bfloat16_passes_its_own_check(name: str, setup: Setup, pico_dir: Callab
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_other_structures(model_type: str, tmp_path: Path) -> None:
     source = build(model_type, tmp_path / "model")
-    if model_type == "falcon":
-        with pytest.raises(UnsupportedModelError, match="a forward pass of its own"):
-            api.quantize(job(source, GPTQ, tmp_path / "out"))
-        return
     report = api.quantize(job(source, GPTQ, tmp_path / "out"))
     assert report["layers"] and report["self_check"] == "passed"
     tokens = torch.arange(40)[None]

@@ -270,14 +270,14 @@ def test_experts_keep_the_plain_target(
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the blocks in the order in which the calibration stream is run through them, for one batch."""
     names: list[str] = []
-    real = blockwise.run_block
+    real = blockwise.run_block_fully
 
-    def run_block(block: nn.Module, call: Any, hidden: Tensor, name: str) -> Tensor:
+    def run_block_fully(block: nn.Module, call: Any, hidden: Tensor, name: str) -> Any:
         if hidden.shape[0] > 1:  # the probe is one sample
             names.append(name.removeprefix("model.layers."))
         return real(block, call, hidden, name)
 
-    monkeypatch.setattr(blockwise, "run_block", run_block)
+    monkeypatch.setattr(blockwise, "run_block_fully", run_block_fully)
     return names
 
 

@@ -1,0 +1,97 @@
+"""Compare what a plan packs with all that could be packed, so that nothing large is left out without a word.
+
+What counts is every matrix that the text model makes products with: linears of any class and experts, wherever they
+are. Embeddings, the output head, and what is narrower than the narrowest linear that is packed do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from compress.errors import UnsupportedModelError
+from compress.model.meta_pass import called_modules
+from compress.model.skeleton import MIN_FEATURES, Skeleton
+from compress.runtime import linears
+from compress.types import Plan
+
+LEAST = 0.5  # share of the weights below which a run has to be asked for
+NAMED = 3  # parts that the message names
+OUTSIDE = "outside of the decoder blocks"
+NO_LINEAR = "not a linear layer"
+
+
+def completed(plan: Plan, skeleton: Skeleton) -> Plan:
+    """Return the plan with a reason for everything that counts and is not packed."""
+    names = {layer.spec.name for layer in plan.layers}
+    experts = {layer.spec.name.rsplit(".", 2)[0] for layer in plan.layers if layer.spec.is_expert}
+    kept = dict(plan.kept)
+    for name in _matrices(skeleton):
+        if name not in names | experts | kept.keys():
+            is_inside = name.startswith(f"{skeleton.blocks_name}.")
+            kept[name] = NO_LINEAR if is_inside else OUTSIDE
+    return dataclasses.replace(plan, kept=kept)
+
+
+def check(plan: Plan, skeleton: Skeleton, ignored: tuple[str, ...] = ()) -> None:
+    """Raise UnsupportedModelError if a plan that is `completed` packs less than half of what counts.
+
+    What the recipe leaves out on purpose counts as packed: by its rules, or by one of the `ignored` patterns.
+    """
+    matrices = _matrices(skeleton)
+    packed = sum(layer.spec.numel for layer in plan.layers if layer.stored.format != "dense")
+    left: dict[str, tuple[int, str]] = {}
+    covered = packed + plan.chosen_numel
+    for name, numel in matrices.items():
+        if name not in plan.kept or plan.kept[name] == plan.CHOSEN:
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in ignored):
+            covered += numel
+            continue
+        part = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        left[part] = left.get(part, (0, ""))[0] + numel, plan.kept[name]
+    total = sum(matrices.values())
+    if covered >= LEAST * total:
+        return
+    largest = sorted(left.items(), key=lambda item: -item[1][0])[:NAMED]
+    parts = "; ".join(f"{part}, {numel / total:.0%}: {reason}" for part, (numel, reason) in largest)
+    raise UnsupportedModelError(
+        f"{skeleton.checkpoint.directory}: only {packed / total:.0%} of the linear weights would be packed; left out "
+        f"are {parts}; to pack the others all the same, add --allow-partial"
+    )
+
+
+def _matrices(skeleton: Skeleton) -> dict[str, int]:
+    """Return the modules of the text model that hold matrices which count: name -> numbers in them."""
+    model = skeleton.model
+    skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _own(m)}
+    text = called_modules(skeleton.config, skeleton.dtype)
+    decoder = {f"{name}." for name, module in model.named_modules() if module is model.get_decoder()}
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        prefixes = (f"{skeleton.blocks_name}.",) if text else tuple(decoder)
+        if name not in text and not name.startswith(prefixes):
+            continue
+        numel = sum(p for key, p in _sizes(module) if id(module.get_parameter(key)) not in skipped)
+        if numel:
+            found[name] = numel
+    return found
+
+
+def _own(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())
+
+
+def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield name and size of a module's own parameters that are matrices, or stacks of them, and wide enough."""
+    if isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return
+    is_linear = linears.shape_of(module) is not None
+    for key, parameter in module.named_parameters(recurse=False):
+        is_matrix = parameter.dim() == 3 or (parameter.dim() == 2 and (is_linear or key == "weight"))
+        if is_matrix and min(parameter.shape[-2:]) >= MIN_FEATURES:
+            yield key, parameter.numel()
