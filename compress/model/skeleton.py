@@ -152,7 +152,8 @@ class Skeleton:
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
-        wanted = [name for name in wanted if not self.is_beside(name)]
+        first = next(iter(named))  # transformers takes its device for that of the model
+        wanted = [name for name in wanted if name == first or not self.is_beside(name)]
         self._load((name for name in wanted if name in self.sources), device)
         _place_buffers(self.model, device)
         for names in self.aliases:  # a tied weight may be stored under any of its names
