@@ -143,16 +143,15 @@ def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
 
 
 def load_empty(
-    kind: type[transformers.PreTrainedModel] | None, directory: Path | None = None, **options: Any
+    kind: Any, directory: Path | None = None, **options: Any
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Run `from_pretrained` of a class (None: of the one that the configuration names) with weights on the meta device.
+    """Run `from_pretrained` of a class of transformers with weights on the meta device.
 
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
     """
     with _quiet():
-        chosen: Any = kind or opener(open_config(cast(Path, directory)))
-        loaded = chosen.from_pretrained(
+        loaded = kind.from_pretrained(
             directory, device_map="meta", output_loading_info=True, use_safetensors=True, **options, **_LOCAL
         )
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)

@@ -37,7 +37,10 @@ MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs 
 
 
 class Skeleton:
-    """A causal language model without weights, to be filled block by block; `edits` change what is loaded."""
+    """A language model without weights, to be filled block by block; `edits` change what is loaded.
+
+    `blocks` are those that text runs through; `text_path` says what else there is, such as a vision tower.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -309,7 +312,7 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
     except FAILURES as error:
         reason = first_line(error)
         raise UnsupportedModelError(
-            f"{checkpoint.directory / CONFIG} does not give a causal language model ({type(error).__name__}: {reason})"
+            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason})"
         ) from error
 
 
