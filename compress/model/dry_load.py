@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -21,6 +21,7 @@ from compress.errors import CheckpointError, CompressError, UnsupportedModelErro
 from compress.model import stored_weights
 from compress.model.load import FAILURES, load_empty, open_config
 from compress.model.meta_pass import Unread, WeightReadError, run_without_data
+from compress.model.opener import opener
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts
@@ -30,7 +31,7 @@ from compress.types import Plan
 
 
 def check_written(directory: Path) -> None:
-    """Load a checkpoint from its files, by AutoModelForCausalLM and by the class that its configuration names.
+    """Load a checkpoint from its files, as `load_model` does and by every class that its configuration names.
 
     Raises CheckpointError if one of them raises, or does not find a weight in its shape.
     """
@@ -78,12 +79,14 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
 
 def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **options: Any) -> PreTrainedModel:
     """Return the model on the meta device; CheckpointError says in one line what goes wrong."""
+    chosen: Any = kind
     try:
-        model, info = load_empty(kind, directory, **options)
+        chosen = kind or opener(open_config(cast(Path, directory)))
+        model, info = load_empty(chosen, directory, **options)
     except (CompressError, *FAILURES) as error:
         reason = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {first_line(error)}"
-        opener = "AutoModelForCausalLM" if kind is None else kind.__name__
-        raise CheckpointError(f"transformers' {opener} fails ({cut(reason, 300)})") from error
+        called = "AutoConfig" if chosen is None else chosen.__name__
+        raise CheckpointError(f"transformers' {called} fails ({cut(reason, 300)})") from error
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if absent:
         raise CheckpointError(

@@ -125,7 +125,10 @@ def load_model(
     try:
         with _quiet():
             options: dict[str, Any] = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True}
-            loaded = _load_decoded(checkpoint, options) if checkpoint.base else _load(None, directory, options)
+            if checkpoint.base:
+                loaded = _load_decoded(checkpoint, options)
+            else:
+                loaded = _load(opener(open_config(directory)), directory, options)
     except FAILURES as error:
         raise CheckpointError(f"{directory}: transformers cannot load it ({first_line(error)})") from error
     model, info = loaded
@@ -188,9 +191,9 @@ def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
 
 
 def load_empty(
-    kind: type[transformers.PreTrainedModel] | None, directory: Path | None = None, **options: Any
+    kind: Any, directory: Path | None = None, **options: Any
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Run `from_pretrained` of a class (None: of the one that the configuration names) with weights on the meta device.
+    """Run `from_pretrained` of a class of transformers with weights on the meta device.
 
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
@@ -200,11 +203,10 @@ def load_empty(
 
 
 def _load(
-    kind: type[transformers.PreTrainedModel] | None, directory: Path | None, options: Mapping[str, Any]
+    kind: Any, directory: Path | None, options: Mapping[str, Any]
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """Run `from_pretrained` of a class (None: of the one that the configuration names); return what was loaded how."""
-    chosen: Any = kind or opener(open_config(cast(Path, directory)))
-    loaded = chosen.from_pretrained(directory, output_loading_info=True, use_safetensors=True, **options, **_LOCAL)
+    """Run `from_pretrained` of a class of transformers; return what was loaded how."""
+    loaded = kind.from_pretrained(directory, output_loading_info=True, use_safetensors=True, **options, **_LOCAL)
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
 
 

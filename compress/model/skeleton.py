@@ -37,7 +37,10 @@ MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs 
 
 
 class Skeleton:
-    """A causal language model without weights, to be filled block by block; `edits` change what is loaded."""
+    """A language model without weights, to be filled block by block; `edits` change what is loaded.
+
+    `blocks` are those that text runs through; `text_path` says what else there is, such as a vision tower.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -156,7 +159,8 @@ class Skeleton:
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
-        wanted = [name for name in wanted if not self.is_beside(name)]
+        first = next(iter(named))  # transformers takes its device for that of the model
+        wanted = [name for name in wanted if name == first or not self.is_beside(name)]
         self._load((name for name in wanted if name in self.sources), device)
         _place_buffers(self.model, device)
         for names in self.aliases:  # a tied weight may be stored under any of its names
@@ -297,7 +301,7 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
     except FAILURES as error:
         reason = first_line(error)
         raise UnsupportedModelError(
-            f"{checkpoint.directory / CONFIG} does not give a causal language model ({type(error).__name__}: {reason})"
+            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason})"
         ) from error
 
 

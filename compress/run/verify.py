@@ -183,4 +183,9 @@ def replay(
                 module.pruning = None
         hashes.append(probe.advance(index, block))
         skeleton.free()
+    for name, module in list(skeleton.model.named_modules()):
+        if isinstance(module, PackedLinear) and skeleton.is_beside(name):
+            skeleton.load_beside(name, device)
+            module.check(name)
+            skeleton.free()
     return hashes
