@@ -127,6 +127,8 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     peak = tables.size(prepared.arrangement.peak_nbytes)
     print(f"predicted peak memory {peak}, time {tables.seconds(predicted)}")
+    for line in prepared.skeleton.edits.says if prepared.skeleton.edits is not None else ():
+        print(line)
     if cache is not None:
         print(tables.cache_line(cache))
     for name, reason in list(layers.kept.items())[:10]:

@@ -143,6 +143,7 @@ def plan_line(prepared: Prepared) -> str:
         f"{what}, {size(plan.nbytes)} of "
         f"{size(prepared.skeleton.checkpoint.nbytes)}; predicted peak memory {size(arrangement.peak_nbytes)}"
     )
+    line = "; ".join((line, *(prepared.skeleton.edits.says if prepared.skeleton.edits is not None else ())))
     if prepared.samples:
         where = "on disk" if arrangement.spill else "in memory"
         line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "
@@ -167,6 +168,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"time {seconds(took['total'])}; quantizing {seconds(took['quantize'])} (predicted from the first block "
             f"{seconds(took['predicted_quantize'])})"
         )
+    lines += [note for part in ("transform", "kv_cache") for note in report["notes"].get(part, [])]
     if report["resumed_blocks"]:
         lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")
     if experts := report.get("experts"):

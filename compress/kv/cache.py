@@ -16,7 +16,7 @@ padding and rotary embeddings; without, pads are coded as tokens are, and codecs
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -297,6 +297,13 @@ def no_queries(where: str, coding: Coding) -> str:
     )
 
 
+def no_layer(types: Collection[str] = ()) -> str:
+    """Return what to say of a model that has layers of these types and none that is coded."""
+    others = ", ".join(sorted(set(types) - {CODED, "dummy"}))
+    found = f" (they are {others})" if others else ""
+    return f"kv_cache: no layer of this model has the full attention that is coded{found}; remove kv_cache"
+
+
 def layer_types(config: Any) -> list[str]:
     """Return the types of the decoder's layers, as caches count them."""
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
@@ -355,6 +362,8 @@ def make_cache(
     settings = cache_settings(settings)
     codings = settings.by_layer(len(kinds))
     cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
+    if CODED not in kinds:
+        raise RecipeError(no_layer(kinds))
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
             cache.layers.append(CodedLayer(index, cache))

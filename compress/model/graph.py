@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -94,7 +94,17 @@ class _Values(NamedTuple):
 
 def trace(skeleton: Skeleton) -> Graph:
     """Return the graph of a model; UnsupportedModelError if its forward pass cannot be followed without data."""
-    seen, attentions, watch = _watch(skeleton)
+    try:
+        seen, attentions, watch = _watch(skeleton, watched)
+    except NEEDS_DATA:  # of a model that makes no mask where its attention is not its own
+        try:
+            seen, attentions, watch = _watch(skeleton, lambda *_: nullcontext())
+        except NEEDS_DATA as error:
+            reason = " ".join(str(error).split())[:150]
+            raise UnsupportedModelError(
+                f"{type(skeleton.model).__name__} cannot be followed without data ({reason}); use a recipe without "
+                "transforms"
+            ) from error
     parts = []
     for index in range(len(skeleton.blocks)):
         prefix = skeleton.block_prefix(index)
@@ -105,8 +115,13 @@ def trace(skeleton: Skeleton) -> Graph:
     return Graph(tuple(parts), _block("", outside, watch, watch.before))
 
 
-def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values], Watch]:
-    """Run the model on the meta device; return what its weighted modules read and wrote, and every attention."""
+def _watch(
+    skeleton: Skeleton, watching: Callable[..., AbstractContextManager[None]]
+) -> tuple[list[_Seen], list[_Values], Watch]:
+    """Run the model on the meta device; return what its weighted modules read and wrote, and every attention.
+
+    watching: what puts a function in the place of attention, if that is to be.
+    """
     model = without_experts(skeleton.config, skeleton.dtype)
     seen: list[_Seen] = []
     attentions: list[_Values] = []
@@ -133,14 +148,8 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values], Watch]:
             or any(p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False))
         ):
             module.register_forward_hook(lambda found, inputs, output, name=name: record(name, found, inputs, output))
-    try:
-        with watched(model.config, attend), watch.flow:
-            model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
-    except NEEDS_DATA as error:
-        reason = " ".join(str(error).split())[:150]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be followed without data ({reason}); use a recipe without transforms"
-        ) from error
+    with watching(model.config, attend), watch.flow:
+        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
     return seen, attentions, watch
 
 

@@ -194,8 +194,11 @@ class Skeleton:
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
 
-    def linears(self) -> tuple[list[LinearSpec], dict[str, str]]:
-        """Return the linears of all blocks in model order, and those that cannot be quantized with the reason."""
+    def linears(self, is_needed: bool = True) -> tuple[list[LinearSpec], dict[str, str]]:
+        """Return the linears of all blocks in model order, and those that cannot be quantized with the reason.
+
+        Raises UnsupportedModelError if there is none and `is_needed`.
+        """
         keys = shared_inputs(self.config, self.dtype)
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
@@ -213,7 +216,7 @@ class Skeleton:
                         self._add(spec, specs, kept)
                 elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     kept[full] = "experts in a layout that is not supported (transposed, interleaved or with biases)"
-        if not specs:
+        if is_needed and not specs:
             reasons = sorted(set(kept.values()))
             raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
         return specs, kept

@@ -102,7 +102,7 @@ def _is_last(name: str, args: tuple[Any, ...], out: Tensor) -> bool:
 
 def is_plain_norm(module: nn.Module, width: int) -> bool:
     """Return whether a module without parameters normalizes vectors of this width."""
-    if module.state_dict(keep_vars=True) or next(module.children(), None) or next(module.buffers(), None) is not None:
+    if any(part is not None for own in (module._parameters, module._buffers, module._modules) for part in own.values()):
         return False
     x = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
     try:
