@@ -362,8 +362,6 @@ def make_cache(
     settings = cache_settings(settings)
     codings = settings.by_layer(len(kinds))
     cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
-    if CODED not in kinds:
-        raise RecipeError(no_layer(kinds))
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
             cache.layers.append(CodedLayer(index, cache))

@@ -146,7 +146,7 @@ def test_layers_of_another_type(tmp_path: Path) -> None:
     line = one_line(
         cli("quantize", str(only), *words[:-1], str(tmp_path / "no"), "--set", "kv_cache.other_layers=exact")
     )
-    assert "no layer of this model has the full attention" in line
+    assert "no layer of this model has the full attention that is coded (they are sliding_attention)" in line
 
 
 @pytest.mark.parametrize("path", ["decode", "fused"])
