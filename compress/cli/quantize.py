@@ -133,6 +133,8 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     print(f"predicted peak memory {peak}, time {duration(predicted)}")
     if base:
         print(f"base: {base}")
+    for line in prepared.skeleton.edits.says if prepared.skeleton.edits is not None else ():
+        print(line)
     if cache is not None:
         print(tables.cache_line(cache))
     for name, reason in list(layers.kept.items())[:10]:

@@ -139,6 +139,7 @@ def plan_line(prepared: Prepared) -> str:
         f"{_source(prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base)}; predicted peak memory "
         f"{size(arrangement.peak_nbytes)}"
     )
+    line = "; ".join((line, *(prepared.skeleton.edits.says if prepared.skeleton.edits is not None else ())))
     if prepared.samples:
         where = "on disk" if arrangement.spill else "in memory"
         line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "
@@ -168,6 +169,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"time {duration(took['total'])}; quantizing {duration(took['quantize'])} (predicted from the first block "
             f"{duration(took['predicted_quantize'])})"
         )
+    lines += [note for part in ("transform", "kv_cache") for note in report["notes"].get(part, [])]
     if report["resumed_blocks"]:
         lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")
     if experts := report.get("experts"):

@@ -16,7 +16,7 @@ padding and rotary embeddings; without, pads are coded as tokens are, and codecs
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -295,6 +295,13 @@ def no_queries(where: str, coding: Coding) -> str:
         f"{where}: {coding.method} with these settings needs the queries of attention, which cannot be replaced in "
         "this model; choose other settings, or another method such as kivi"
     )
+
+
+def no_layer(types: Collection[str] = ()) -> str:
+    """Return what to say of a model that has layers of these types and none that is coded."""
+    others = ", ".join(sorted(set(types) - {CODED, "dummy"}))
+    found = f" (they are {others})" if others else ""
+    return f"kv_cache: no layer of this model has the full attention that is coded{found}; remove kv_cache"
 
 
 def layer_types(config: Any) -> list[str]:

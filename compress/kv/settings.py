@@ -12,7 +12,7 @@
       - {match: -1, keys: {bits: 8}}         # the last layer
     skip_layers: [0, -1]       # stay exact
     exact_prefill: true        # tokens attend to others of the same forward pass exactly; false: as later steps do
-    other_layers: error        # sliding, linear ... layers: error, or exact: they stay as transformers has them
+    other_layers: exact        # sliding, linear ... layers stay as transformers has them; error: they are refused
 
 `cache_settings` checks this, as plain data, and makes the `CacheSettings` that every part of the program uses. `layers`
 may be a mapping, too: {"2-5": {...}}. A model's number of layers is known later: `CacheSettings.by_layer` takes it.
@@ -135,8 +135,8 @@ class CacheSettings:
     skip_layers: tuple[int, ...] = ()  # [layers] whose keys and values stay exact, by number: 0, -1
     exact_prefill: bool = True  # tokens of one forward pass attend to each other exactly; false: as later steps read
     # them
-    other_layers: OtherLayers = "error"  # sliding, linear and such layers: an error, or exact: they stay as
-    # transformers has them
+    other_layers: OtherLayers = "exact"  # sliding, linear and such layers: exact: they stay as transformers has them,
+    # where others are coded; or error
 
     def of(self, kind: str) -> Coding:
         """Return the coding of "keys" or "values" where no rule says otherwise."""
@@ -208,7 +208,7 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         rules,
         whole.value("skip_layers", tuple[int, ...], ()),
         whole.value("exact_prefill", bool, True),
-        whole.value("other_layers", OtherLayers, "error"),
+        whole.value("other_layers", OtherLayers, "exact"),
     )
 
 

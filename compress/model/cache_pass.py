@@ -7,7 +7,7 @@ some models cache latents from which attention makes keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class CachedLayers:
     queries: int  # query heads of the model
     is_fused: bool = True  # attention may read stored codes in the place of keys and values
     is_half_split: bool = True  # the rotary embedding turns channel j with channel j + rotary / 2
+    own_cache: str = ""  # the class of cache without which the model does not generate; "": it takes others
 
     @property
     def widest(self) -> int:
@@ -89,7 +90,7 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         model = meta_pass.without_experts(config, torch.float32)
         seen, is_watched = _pass(model)
     except meta_pass.NEEDS_DATA:
-        return stated(config)
+        return replace(stated(config), own_cache=_own_cache(model))
     attended = {shapes[:2] for shapes in seen.attended}
     has_sinks = any(sinks for *_, sinks in seen.attended)
     by_layer = {}
@@ -99,6 +100,15 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         shapes = (keys[1], keys[3]), (values[1], values[3])
         by_layer[layer] = CachedHeads(*shapes, seen.rotary.get(layer, 0), "" if is_read else reason)
     return CachedLayers(by_layer, _query_heads(config), _is_fused(model, seen), _is_half_split(model))
+
+
+def _own_cache(model: PreTrainedModel) -> str:
+    """Return the class of cache that the model makes where it refuses a plain one, "" where it makes a plain one."""
+    try:
+        made = model(input_ids=_probe(), use_cache=True).past_key_values
+    except meta_pass.NEEDS_DATA:
+        return ""
+    return "" if made is None or type(made) is DynamicCache else type(made).__name__
 
 
 def stated(config: PretrainedConfig) -> CachedLayers:
@@ -162,8 +172,11 @@ def _run(model: PreTrainedModel, cache: DynamicCache, seen: _Seen) -> None:
 
     modules = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
     with blockwise.attached([module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]):
-        tokens = torch.zeros(1, meta_pass.PROBE_TOKENS, dtype=torch.long, device="meta")
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        model(input_ids=_probe(), past_key_values=cache, use_cache=True)
+
+
+def _probe() -> Tensor:
+    return torch.zeros(1, meta_pass.PROBE_TOKENS, dtype=torch.long, device="meta")
 
 
 def _is_half_split(model: PreTrainedModel) -> bool:

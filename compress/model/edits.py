@@ -17,6 +17,7 @@ class Edits(Protocol):
 
     online: dict[str, WeightTransforms]  # linear -> transforms of what it reads, if it is packed
     samples: int  # of the calibration text that `choose` looks at; 0: none
+    says: tuple[str, ...]  # what is to be known of them before anything is done; the notes begin with it
 
     def choose(self, bench: EditContext) -> list[str]:
         """Decide between possible edits, once and before `begin`; return notes for the report."""

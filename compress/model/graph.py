@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +21,7 @@ from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import BlockInputs, attached, run_block, states_of
 from compress.model.meta_pass import NEEDS_DATA, PROBE_TOKENS, SkippedExperts, without_experts
 from compress.model.skeleton import Skeleton
+from compress.model.stream import NORM, OTHER, STREAM, WRITER, Part, Parts, Watch, has_matrix, memory_of
 from compress.runtime.expert_layouts import Layout
 from compress.runtime.experts import Experts
 
@@ -66,8 +67,9 @@ class Block:
 
     norms: dict[str, tuple[str, ...]]  # norm over the hidden size -> what reads it
     writers: tuple[str, ...]  # linears that write to the residual stream
-    post_norms: tuple[str, ...]  # norms over the hidden size whose output goes to the residual stream itself
+    post_norms: tuple[str, ...]  # norms with weights whose output goes to the residual stream itself
     attention: Attention | None
+    unknown: str = ""  # what else goes to the residual stream that no rotation passes; "": nothing
 
 
 @dataclass(frozen=True)
@@ -93,30 +95,41 @@ class _Values(NamedTuple):
 
 def trace(skeleton: Skeleton) -> Graph:
     """Return the graph of a model; UnsupportedModelError if its forward pass cannot be followed without data."""
-    seen, attentions = _watch(skeleton)
-    width = skeleton.config.get_text_config().hidden_size
+    try:
+        seen, attentions, watch = _watch(skeleton, watched)
+    except NEEDS_DATA:  # of a model that makes no mask where its attention is not its own
+        try:
+            seen, attentions, watch = _watch(skeleton, lambda *_: nullcontext())
+        except NEEDS_DATA as error:
+            reason = " ".join(str(error).split())[:150]
+            raise UnsupportedModelError(
+                f"{type(skeleton.model).__name__} cannot be followed without data ({reason}); use a recipe without "
+                "transforms"
+            ) from error
     parts = []
     for index in range(len(skeleton.blocks)):
         prefix = skeleton.block_prefix(index)
         own = [entry._replace(name=entry.name.removeprefix(prefix)) for entry in seen if entry.name.startswith(prefix)]
-        parts.append(_block(own, attentions, width))
+        block = _block(prefix, own, watch, watch.after.get(prefix.rstrip("."), frozenset()))
+        parts.append(replace(block, attention=_attention(own, attentions)))
     outside = [entry for entry in seen if not entry.name.startswith(f"{skeleton.blocks_name}.")]
-    embeddings = tuple(
-        e.name for e in outside if isinstance(e.module, nn.Embedding) and e.module.embedding_dim == width
-    )
-    head = {id(p) for p in _own(skeleton.model.get_output_embeddings())}
-    around = _block([e for e in outside if not isinstance(e.module, nn.Embedding)], [], width)
-    named = {name: module for name, module in skeleton.model.named_modules()}
-    writers = [name for name in around.writers if not head & {id(p) for p in _own(named.get(name))}]
-    return Graph(tuple(parts), Block(around.norms, (*embeddings, *writers), around.post_norms, None))
+    return Graph(tuple(parts), _block("", outside, watch, watch.before))
 
 
-def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
-    """Run the model on the meta device; return what its weighted modules read and wrote, and every attention."""
+def _watch(
+    skeleton: Skeleton, watching: Callable[..., AbstractContextManager[None]]
+) -> tuple[list[_Seen], list[_Values], Watch]:
+    """Run the model on the meta device; return what its weighted modules read and wrote, and every attention.
+
+    watching: what puts a function in the place of attention, if that is to be.
+    """
     model = without_experts(skeleton.config, skeleton.dtype)
     seen: list[_Seen] = []
     attentions: list[_Values] = []
     alive: list[Any] = []  # memory that is freed would be used again
+    width = skeleton.config.get_text_config().hidden_size
+    blocks = [skeleton.block_prefix(index).rstrip(".") for index in range(len(skeleton.blocks))]
+    watch = Watch(model, blocks, width, lambda module: _is_norm(module, width))
 
     def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         result = states_of(output)
@@ -130,19 +143,15 @@ def _watch(skeleton: Skeleton) -> tuple[list[_Seen], list[_Values]]:
         return output, None
 
     for name, module in model.named_modules():
-        if isinstance(module, SkippedExperts) or any(
-            p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False)
+        if (
+            name in watch.plain
+            or isinstance(module, SkippedExperts)
+            or any(p.dim() in (1, 2) for _, p in module.named_parameters(recurse=False))
         ):
             module.register_forward_hook(lambda found, inputs, output, name=name: record(name, found, inputs, output))
-    try:
-        with watched(model.config, attend):
-            model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
-    except NEEDS_DATA as error:
-        reason = " ".join(str(error).split())[:150]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be followed without data ({reason}); use a recipe without transforms"
-        ) from error
-    return seen, attentions
+    with watching(model.config, attend), watch.flow:
+        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
+    return seen, attentions, watch
 
 
 @contextmanager
@@ -158,11 +167,6 @@ def watched(config: Any, function: Callable[..., Any], name: str = WATCHED) -> I
     finally:
         for part, former in zip(parts, before, strict=True):
             part._attn_implementation = former
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Return a number of the tensor's memory, the same for views of one tensor."""
-    return tensor.untyped_storage()._cdata
 
 
 def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
@@ -271,52 +275,39 @@ def _reach_all(block: nn.Module, norm: str, readers: tuple[str, ...], run: Calla
     return bool((after.float() - before.float()).norm() <= 1e-3 * before.float().norm())
 
 
-def _own(module: nn.Module | None) -> list[nn.Parameter]:
-    return [] if module is None else list(module.parameters())
+def _is_norm(module: nn.Module, width: int) -> bool:
+    """Return whether a module has a vector for a weight, over this width, and nothing else than vectors."""
+    weights = dict(module.named_parameters(recurse=False))
+    return "weight" in weights and all(p.dim() == 1 for p in weights.values()) and len(weights["weight"]) == width
 
 
-def _is_norm(entry: _Seen, width: int | None = None) -> bool:
-    weights = dict(entry.module.named_parameters(recurse=False))
-    vector = "weight" in weights and all(p.dim() == 1 for p in weights.values())
-    return vector and (width is None or weights["weight"].shape[0] == width)
-
-
-def _is_reader(entry: _Seen) -> bool:
-    weight = getattr(entry.module, "weight", None)
-    return isinstance(entry.module, SkippedExperts) or (isinstance(weight, Tensor) and weight.dim() == 2)
-
-
-def _block(entries: list[_Seen], attentions: list[_Values], width: int) -> Block:
-    """Return the structure of the modules of one block."""
-    all_norms = {e.written: e for e in entries if _is_norm(e)}
-    readers = [e for e in entries if _is_reader(e)]
-    # of readers of a norm: queries, gates, latents
-    inner = {e.written for e in readers if e.read in all_norms and not isinstance(e.module, SkippedExperts)}
-    consumed = {e.read for e in readers}
-    writers = [e for e in readers if _writes(e, width) and e.written not in inner | (consumed & _plain(entries))]
+def _block(prefix: str, entries: list[_Seen], watch: Watch, written: Parts) -> Block:
+    """Return the structure of the modules of one block, without its attention. written: what the stream is then."""
+    called = {entry.name: entry for entry in entries}
+    reads = {name: watch.reads.get(prefix + name, frozenset()) for name in called}
     norms: dict[str, tuple[str, ...]] = {}
-    post: list[str] = []
-    for entry in entries:
-        if not _is_norm(entry, width) or entry.read in inner:
+    for name, parts in reads.items():
+        if not any(part.kind == STREAM for part in parts):
             continue
-        reading = [name for e in readers if e.read == entry.written for name in _names(e, slice(0, -1))]
+        reading = [
+            r for r, given in reads.items() if given == {Part(NORM, prefix + name)} and has_matrix(called[r].module)
+        ]
         if reading:
-            norms[entry.name] = tuple(reading)
-        else:
-            post.append(entry.name)
-    written = [name for e in writers for name in _names(e, slice(-1, None))]
-    return Block(norms, tuple(written), tuple(post), _attention(entries, attentions))
+            norms[name] = tuple(each for r in reading for each in _names(called[r], slice(0, -1)))
+    made = {part.name.removeprefix(prefix) for part in written if part.kind == NORM}
+    behind = {part.name for norm in made for part in reads.get(norm, ()) if part.kind == WRITER}
+    writing = {part.name for part in written if part.kind == WRITER} | behind
+    writers = [each for n, e in called.items() if prefix + n in writing for each in _names(e, slice(-1, None))]
+    post = [name for name in called if name in made and prefix + name not in watch.plain]
+    others = sorted(part for part in written if part.change or part.kind == OTHER)
+    return Block(norms, tuple(writers), tuple(post), None, _said(others[0]) if others else "")
 
 
-def _plain(entries: list[_Seen]) -> set[int]:
-    """Return the memory that linears have written."""
-    return {e.written for e in entries if isinstance(e.module, nn.Linear)}
-
-
-def _writes(entry: _Seen, width: int) -> bool:
-    if isinstance(entry.module, SkippedExperts):
-        return True
-    return isinstance(entry.module, nn.Linear) and entry.module.out_features == width
+def _said(part: Part) -> str:
+    """Return what a part of the stream is that no rotation passes, for messages."""
+    if part.kind == OTHER:
+        return f"{part.name or 'something'} ({part.change})"
+    return f"{part.name or 'the residual stream itself'}, changed channel by channel ({part.change})"
 
 
 def _names(entry: _Seen, projections: slice) -> list[str]:

@@ -221,8 +221,11 @@ class Skeleton:
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
 
-    def linears(self) -> tuple[list[LinearSpec], dict[str, str]]:
-        """Return the linears of all blocks in model order, and those that cannot be quantized with the reason."""
+    def linears(self, is_needed: bool = True) -> tuple[list[LinearSpec], dict[str, str]]:
+        """Return the linears of all blocks in model order, and those that cannot be quantized with the reason.
+
+        Raises UnsupportedModelError if there is none and `is_needed`.
+        """
         keys = shared_inputs(self.config, self.dtype)
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
@@ -245,7 +248,7 @@ class Skeleton:
         read = read_weights(self.config, self.dtype, (spec.name for spec in specs if not spec.is_expert))
         kept |= dict.fromkeys(sorted(read), "the model's own code reads its weight")
         specs = [spec for spec in specs if spec.name not in read]
-        if not specs:
+        if is_needed and not specs:
             reasons = sorted(set(kept.values()))
             raise UnsupportedModelError(f"{self.blocks_name} has no linears that can be quantized; found: {reasons}")
         return specs, kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,16 @@ def check(config: Any, settings: CacheSettings) -> Codings:
 
     No weight is read: it is known before any work whether generation can use the cache.
     """
-    cached = cached_layers(config) if caches.CODED in caches.layer_types(config) else None
-    if cached is None or not cached.by_layer:
-        raise RecipeError("kv_cache: no layer of this model has the full attention that is coded; remove kv_cache")
+    types = caches.layer_types(config)
+    if caches.CODED not in types:
+        raise RecipeError(caches.no_layer(types))
+    cached = cached_layers(config)
+    if cached.own_cache:
+        raise RecipeError(
+            f"kv_cache: this model takes no cache but one of its own class, {cached.own_cache}; remove kv_cache"
+        )
+    if not cached.by_layer:
+        raise RecipeError(caches.no_layer())
     caches.make_cache(config, settings)
     codings = caches.coded_layers(config, settings)
     for index, layer in enumerate(codings):
@@ -49,6 +57,16 @@ def check(config: Any, settings: CacheSettings) -> Codings:
                 queries = max(1, cached.queries // shape[0])
                 _check_coding(coding, Spec(kind, index, len(codings), *shape, queries), heads, cached)  # type: ignore[arg-type]
     return codings
+
+
+def left_exact(config: Any) -> str:
+    """Return what to say of the layers whose type is not coded, "" where there is none."""
+    types = caches.layer_types(config)
+    counts = Counter(kind for kind in types if kind not in (caches.CODED, "dummy"))
+    if not counts:
+        return ""
+    said = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
+    return f"the cache of {sum(counts.values())} of {len(types)} layers ({said}) stays as it is; the others' is coded"
 
 
 def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: CachedLayers) -> None:
@@ -111,6 +129,8 @@ def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str
         record = {"section": section, "calibration": found}
         output.finish_stage(STAGE, record)
     section = record["section"]
+    if said := left_exact(facts.prepared.skeleton.config):
+        facts.notes["kv_cache"] = [said]
     return section, {"calibration": record["calibration"], **section}
 
 

@@ -208,6 +208,8 @@ class _MemoryModel:
         self.expert_weights = [
             sum(layer.spec.numel for layer in layers if layer.spec.is_expert) * item for layers in self.by_block
         ]
+        is_copied = skeleton.edits is not None and item < 4  # but for experts, to be compared in float32
+        self.widened = [4 * (w - e) // item * is_copied for w, e in zip(self.weights, self.expert_weights, strict=True)]
         blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
         named = skeleton.model.named_parameters()
         rest = {id(p): p.numel() * item for n, p in named if id(p) not in blocks and not skeleton.is_beside(n)}
@@ -266,7 +268,7 @@ class _MemoryModel:
         if self.extras.weighted:  # before statistics are collected; then inputs are weighted
             weighing = forward + SCORING + 16 * self.seq_len * self.hidden // self.item
             forward += 4 * self.seq_len * self.widest[index]
-        loading = self.expert_weights[index] + self.converted + self.editing
+        loading = self.expert_weights[index] + self.converted + self.editing + self.widened[index]
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
         if trained := self.trained[index]:

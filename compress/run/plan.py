@@ -40,7 +40,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
 
     Raises RecipeError if no linear is left to quantize or a pattern matches nothing.
     """
-    specs, kept = skeleton.linears()
+    specs, kept = skeleton.linears(is_needed=pack)
     schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}

@@ -9,7 +9,8 @@ have.
 
 Differences from the released code, and why:
 - What reads a norm and what writes to the stream is traced (compress/model/graph.py), and every block is checked while
-  it is rotated: on probe states its output must be the rotated output of before. No family is listed by name.
+  it is rotated, in float32: on probe states its output must be the rotated output of before. No family is listed by
+  name.
 - For models with LayerNorm Q leaves the vector of ones in its place (a reflection after the transform): taking the mean
   away then commutes with it, the norm stays the module it is, and nothing has to be centred. The released code centres
   embeddings and swaps norms; on models with RMSNorm its centring changes the function.
@@ -17,8 +18,9 @@ Differences from the released code, and why:
 - Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
 - Sizes that are no power of two have Hadamard matrices of their own (compress/numerics/hadamard.py), never padding.
 
-Refused: norms between a block's output and the stream (their weight cannot be moved past Q). Not done: R3 in front of
-the key cache, which is that cache's own.
+Refused: norms with weights between a block's output and the stream (their weight cannot be moved past Q), and all else
+that changes the stream channel by channel. With `residual: auto` such a model keeps its stream as it is, which is said,
+and what lies inside its blocks is rotated. Not done: R3 in front of the key cache, which is that cache's own.
 
 Which random rotation is drawn matters. `seeds` draws several and keeps the one whose roughly quantized model is closest
 to the original (rotation_search.py); `learn` goes on from there by gradient descent (spin.py). What was found is kept
@@ -29,32 +31,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from compress.errors import CalibrationError, UnsupportedModelError
 from compress.model import blockwise, edits
+from compress.model.blockwise import BlockArgs
 from compress.model.graph import Attention, Block, Graph, norm_kind, trace
 from compress.model.lm_head import edited_by
 from compress.model.skeleton import Skeleton
 from compress.quant.incoherence import derived_seed
 from compress.storage.checkpoint import read_header, write_shard
-from compress.transform import rotation_search, spin
+from compress.transform import rotation_search, spin, widened
 from compress.transform.bases import Basis, Orthogonal, value_rows
 from compress.types import WeightTransforms
 
 SCOPE = "model"
 PROBE_TOKENS = 16
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # of the change that a block makes
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.03}  # of weights that are rounded to a type
+LEAST = 1e-3  # of the states: a change that a block makes is taken to be so large at least
 CHUNK = 1 << 20  # numbers of a matrix that are widened at a time
 
 
 @dataclass(frozen=True)
 class Config:
-    residual: bool = True  # R1: rotate the residual stream; merged into weights; unties embeddings
+    residual: bool | Literal["auto"] = True  # R1: rotate the residual stream; merged into weights; unties embeddings;
+    # auto: where the model allows it
     values: bool = True  # R2: rotate the values of each head; merged into weights
     online: bool = True  # R4 and head mixing: Hadamard transforms at run time of the inputs of quantized down and
     # output projections
@@ -74,18 +81,32 @@ class Config:
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
     """Return the rotation of this model; no weight is read. Raises UnsupportedModelError where there is none."""
-    graph = trace(skeleton)
+    graph, says = trace(skeleton), []
+    obstacle = _obstacle(graph, skeleton) if config.residual else ""
+    if obstacle and config.residual != "auto":
+        raise UnsupportedModelError(
+            f"{obstacle}, so that the stream cannot be rotated; set `residual: auto` for rotate, which then rotates "
+            "what lies inside the blocks, or remove it"
+        )
+    if obstacle:
+        says.append(f"the residual stream is not rotated, because {obstacle}")
+    config = replace(config, residual=bool(config.residual and not obstacle))
     if config.residual:
-        _check(graph, skeleton)
         skeleton.untie()
-    return Rotation(skeleton, config, graph, seed)
+        if skeleton.is_untied:
+            nbytes = skeleton.model.get_output_embeddings().weight.numel() * skeleton.dtype.itemsize
+            says.append(
+                "the rotation unties the output head from the embeddings, which are then stored both: "
+                f"+ {nbytes / (1 << 20):.1f} MiB before either is packed"
+            )
+    return Rotation(skeleton, config, graph, seed, tuple(says))
 
 
 class Rotation:
     """Edits the parameters of a model as they are loaded. `online`: linear -> the operations left to run time."""
 
-    def __init__(self, skeleton: Skeleton, config: Config, graph: Graph, seed: int) -> None:
-        self.skeleton, self.config, self.graph, self.seed = skeleton, config, graph, seed
+    def __init__(self, skeleton: Skeleton, config: Config, graph: Graph, seed: int, says: tuple[str, ...] = ()) -> None:
+        self.skeleton, self.config, self.graph, self.seed, self.says = skeleton, config, graph, seed, says
         self.width = skeleton.config.get_text_config().hidden_size
         self.offset = self.keep_mean = False
         if config.residual:
@@ -125,9 +146,9 @@ class Rotation:
         """
         config, kept = self.config, bench.folder / "rotation"
         if config.seeds == 1 and not config.learn:
-            return []
+            return list(self.says)
         if kept.is_file():
-            return self._restore(kept)
+            return [*self.says, *self._restore(kept)]
         if config.learn and bench.tokens is None:
             raise CalibrationError("rotate: nothing can be learned without a calibration text; set `learn: 0`")
         self.begin(bench.device)
@@ -139,7 +160,7 @@ class Rotation:
             notes.append(note)
         text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
         write_shard(kept, {"number": torch.tensor([best]), "notes": text, **matrices})
-        return self._restore(kept)
+        return [*self.says, *self._restore(kept)]
 
     def _restore(self, path: Path) -> list[str]:
         stored = {name: tensor.read() for name, tensor in read_header(path).items()}
@@ -169,8 +190,14 @@ class Rotation:
         before, after = blockwise.HiddenStates(1, None), blockwise.HiddenStates(1, None)
         with edited_by(self.skeleton, None):
             self.calls = blockwise.record_inputs(self.skeleton, tokens, 1, before, device)
-        blockwise.record_inputs(self.skeleton, tokens, 1, after, device)
-        self._compare(before.read(0, 1), after.read(0, 1), 0, "what reaches the first block")
+        calls = blockwise.record_inputs(self.skeleton, tokens, 1, after, device)
+        self._compare(before.read(0, 1), after.read(0, 1), self.skeleton.dtype, "what reaches the first block")
+        for index, (one, other) in enumerate(zip(self.calls, calls, strict=True)):
+            if not _are_close(one[1], other[1]):
+                raise UnsupportedModelError(
+                    f"{self.skeleton.block_prefix(index).rstrip('.')} is given more than hidden states that is made "
+                    "from the embeddings: this model cannot be rotated; remove `rotate` from the recipe's transform"
+                )
 
     @torch.no_grad()
     def rest(self, model: nn.Module) -> None:
@@ -188,34 +215,40 @@ class Rotation:
             return lambda rows: rows
         basis = self.basis
         (name,) = self.graph.outside.norms
-        weight = self.skeleton.sources[f"{name}.weight"][0].read().double() + (1 if self.offset else 0)
+        stored = self.skeleton.sources.get(f"{name}.weight")
+        weight = stored[0].read().double() + (1 if self.offset else 0) if stored else torch.ones(1)
         return lambda rows: basis.forward(_wide(rows) * weight.to(_wide(rows))).to(rows.dtype)
 
     @torch.no_grad()
     def block(self, index: int, block: nn.Module) -> None:
-        """Rotate a loaded block in place."""
+        """Rotate a loaded block in place, once that is seen to change nothing but the basis of what it gives."""
         graph, device = self.graph.blocks[index], next(block.parameters()).device
         generator = torch.Generator().manual_seed(derived_seed(self.seed, "rotation probe", str(index)))
         states = torch.randn(1, PROBE_TOKENS, self.width, generator=generator)
         name = self.skeleton.block_prefix(index).rstrip(".")
-        dtype = self.skeleton.dtype
+        wide = widened.copy_of(block)
+        call = widened.arguments(self.calls[index][1])
 
-        def run(x: Tensor) -> Tensor:
-            return blockwise.run_block(block, self.calls[index][1], x.to(device, dtype), name).float().cpu()
+        def change(x: Tensor) -> Tensor:
+            return blockwise.run_block(wide, call, x.to(device), name).float().cpu() - x
 
-        before = run(states) - states.to(dtype).float()
+        before = change(states)
         if self.basis is not None:
-            self._residual(f"{name}.", block, graph, self.basis)
+            self._residual(f"{name}.", wide, graph, self.basis)
         if index in self.values and graph.attention is not None:
-            _values(block, graph.attention, self.values[index])
+            _values(wide, graph.attention, self.values[index])
         moved = self.basis.forward(states) if self.basis is not None else states
-        self._compare(before, run(moved) - moved.to(dtype).float(), index, name)
+        rounded = min((p.dtype for p in wide.parameters() if p.dtype in TOLERANCE), key=lambda x: -TOLERANCE[x])
+        self._compare(before, change(moved), rounded, name, LEAST * states.norm())
+        widened.take(block, wide)
 
-    def _compare(self, before: Tensor, after: Tensor, index: int, what: str) -> None:
-        """Raise UnsupportedModelError unless `after` is `before` in the new basis."""
+    def _compare(
+        self, before: Tensor, after: Tensor, dtype: torch.dtype, what: str, least: Tensor | float = 1e-30
+    ) -> None:
+        """Raise UnsupportedModelError unless `after` is `before` in the new basis, up to the rounding to a type."""
         expected = self.basis.forward(before.float()) if self.basis is not None else before.float()
-        error = ((after.float() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-        if not error <= TOLERANCE.get(self.skeleton.dtype, 0.1):
+        error = ((after.float() - expected).norm() / expected.norm().clamp_min(least)).item()
+        if not error <= TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]):
             raise UnsupportedModelError(
                 f"rotating {what} changes its result by {error:.2g} of itself: this model cannot be rotated; remove "
                 "`rotate` from the recipe's transform"
@@ -252,11 +285,15 @@ class Rotation:
             bias.copy_(basis.forward(bias.double()))
 
     def _scale(self, norm: nn.Module) -> Tensor:
-        """Return the factors of a norm, float64 [hidden]."""
+        """Return the factors of a norm, float64 [hidden], or [1] of a norm without weights."""
+        if next(norm.parameters(), None) is None:
+            return torch.ones(1, dtype=torch.float64)
         return norm.get_parameter("weight").double() + (1 if self.offset else 0)
 
     def _clear(self, name: str, norm: nn.Module, moved: bool) -> None:
         """Take away a norm's weight; its bias has been `moved` to the readers, or stays in the new basis."""
+        if next(norm.parameters(), None) is None:
+            return
         if (bias := _bias(norm)) is not None:
             if moved:
                 bias.zero_()
@@ -273,28 +310,32 @@ class Rotation:
         norm.get_parameter("weight").fill_(0 if self.offset else 1)
 
 
-def _check(graph: Graph, skeleton: Skeleton) -> None:
-    """Raise UnsupportedModelError if the residual stream cannot be rotated."""
-    prefixes = [skeleton.block_prefix(i) for i in range(len(graph.blocks))]
-    post_norms = [p + n for p, b in zip(prefixes, graph.blocks, strict=True) for n in b.post_norms] + [
-        *graph.outside.post_norms
-    ]
-    if post_norms:
-        raise UnsupportedModelError(
-            f"{post_norms[0]} normalizes what goes to the residual stream, so that the stream cannot be rotated; set "
-            "`residual: false` for rotate, or remove it"
-        )
+def _obstacle(graph: Graph, skeleton: Skeleton) -> str:
+    """Return what stands in the way of rotating the residual stream, "" for nothing."""
+    for index, block in [*enumerate(graph.blocks), (None, graph.outside)]:
+        prefix = "" if index is None else skeleton.block_prefix(index)
+        if block.post_norms:
+            return f"{prefix}{block.post_norms[0]} normalizes what goes to the residual stream"
+        if block.unknown:
+            return f"the residual stream has a part that is not the plain result of a linear: {block.unknown}"
+        if index is not None and not (block.norms and block.writers):
+            return f"nothing in {prefix.rstrip('.')} is known to {'write to' if block.norms else 'read'} the stream"
+    if not graph.outside.writers:
+        return "no embeddings are known that go to the residual stream"
     last = [skeleton.model.get_submodule(name) for readers in graph.outside.norms.values() for name in readers]
-    if (
-        len(graph.outside.norms) != 1
-        or last != [skeleton.model.get_output_embeddings()]
-        or not graph.outside.writers
-        or not all(b.norms and b.writers for b in graph.blocks)
-    ):
-        raise UnsupportedModelError(
-            f"{type(skeleton.model).__name__}: what reads and writes the residual stream is not all known; set "
-            "`residual: false` for rotate, or remove it"
-        )
+    if len(graph.outside.norms) != 1 or last != [skeleton.model.get_output_embeddings()]:
+        return "the output head does not read the residual stream through one norm"
+    return ""
+
+
+def _are_close(one: BlockArgs, other: BlockArgs) -> bool:
+    """Return whether a block's arguments are the same up to rounding."""
+    pairs = zip(tree_leaves((one.args, one.kwargs)), tree_leaves((other.args, other.kwargs)), strict=True)
+    return all(
+        (a.float() - b.float()).norm() <= 0.1 * a.float().norm()
+        for a, b in pairs
+        if isinstance(a, Tensor) and a.is_floating_point()
+    )
 
 
 def _values(block: nn.Module, attention: Attention, basis: Orthogonal) -> None:

@@ -124,12 +124,12 @@ def test_layers_of_another_type(tmp_path: Path) -> None:
     """Refused before and after the run unless the recipe says that they stay as they are."""
     model = save_pico("gemma2", tmp_path / "model")
     fine = "method: kivi, bits: 4, group_size: 16, residual_length: 32"
-    (tmp_path / "r.yaml").write_text(f"kv_cache: {{{fine}}}\n")
+    (tmp_path / "r.yaml").write_text(f"kv_cache: {{{fine}, other_layers: error}}\n")
     words = ("--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out"))
     line = one_line(cli("quantize", str(model), *words))
     message = "layer 0 is sliding_attention, which is not coded; set kv_cache.other_layers: exact"
     assert message in line and not (tmp_path / "out").exists()
-    out = run(model, tmp_path / "out", f"{{{fine}, other_layers: exact}}")
+    out = run(model, tmp_path / "out", f"{{{fine}}}")
     cache = generated(load(out)).past_key_values
     assert isinstance(cache, KVCache) and cache.nbytes().exact > 0 and cache.nbytes().codes > 0
     assert [isinstance(layer, CodedLayer) for layer in cache.layers] == [False, True]
@@ -146,7 +146,7 @@ def test_layers_of_another_type(tmp_path: Path) -> None:
     line = one_line(
         cli("quantize", str(only), *words[:-1], str(tmp_path / "no"), "--set", "kv_cache.other_layers=exact")
     )
-    assert "no layer of this model has the full attention" in line
+    assert "no layer of this model has the full attention that is coded (they are sliding_attention)" in line
 
 
 @pytest.mark.parametrize("path", ["decode", "fused"])
@@ -167,7 +167,7 @@ def test_layers_without_keys(path: Any) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(RecipeError, match="layer 0 is conv, which is not coded; set kv_cache.other_layers: exact"):
-        make_cache(config, {"method": "kivi"})
+        make_cache(config, {"method": "kivi", "other_layers": "error"})
     exact = generated(model, num_beams=3, past_key_values=DynamicCache(config=config)).sequences
     policy = {"residual_length": 16, "flush": 16, "other_layers": "exact"}
     for coded in ({"method": "identity"}, {"method": "kivi", "bits": 8, "group_size": 16}):

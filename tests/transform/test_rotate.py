@@ -212,14 +212,14 @@ def refusal(source: Path, out: Path, override: str = ROTATE) -> str:
     [
         ("gemma2", {}, "model.layers.0.post_attention_layernorm normalizes what goes to the residual stream"),
         ("opt", {"do_layer_norm_before": False}, "model.decoder.layers.0.final_layer_norm normalizes what goes to"),
-        ("opt", {"word_embed_proj_dim": 32}, "OPTForCausalLM: what reads and writes the residual stream is not all"),
+        ("opt", {"word_embed_proj_dim": 32}, "the output head does not read the residual stream through one norm"),
     ],
     ids=["norms behind each part", "norms behind each block", "a projection before the head"],
 )
 def test_a_stream_that_cannot_be_rotated(name: str, changes: dict[str, Any], line: str, tmp_path: Path) -> None:
     source = save_pico(name, tmp_path / "model", changes=changes)
     message = refusal(source, tmp_path / "out")
-    assert message.startswith(line) and message.endswith("set `residual: false` for rotate, or remove it")
+    assert message.startswith(line) and message.endswith("which then rotates what lies inside the blocks, or remove it")
     transformed(source, tmp_path / "out", INNER)
     assert distance(source, tmp_path / "out") < 1e-5
 

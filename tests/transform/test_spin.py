@@ -193,9 +193,9 @@ def test_the_same_function_in_a_learned_basis(
         setup = INPUTS.set(f"transform=[{{method: rotate, learn: {steps}}}]", *sizes)
         asked = dataclasses.replace(job(pico_dir(name), setup, tmp_path / str(steps)), pack=False)
         report = api.quantize(asked)
-        assert ("transform" in report["notes"]) == (steps > 0)
-        if steps:
-            (note,) = report["notes"]["transform"]
+        notes = [note for note in report["notes"].get("transform", []) if "unties" not in note]
+        assert len(notes) == (steps > 0)
+        for note in notes:
             assert note.startswith("rotations learned in 5 steps: KL ") and "not used" not in note
     paths = (pico_dir(name), tmp_path / "5", tmp_path / "0")
     models: list[Any] = [AutoModelForCausalLM.from_pretrained(path) for path in paths]

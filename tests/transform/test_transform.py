@@ -146,7 +146,7 @@ def test_transforms_that_cannot_be(steps: str, line: str, tmp_path: Path) -> Non
 
 def test_a_family_that_cannot_be_rotated_is_one_line(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     result = cli(*command(pico_dir("gemma2"), ROTATE, tmp_path / "out"))
-    assert result.code == 1 and "set `residual: false` for rotate, or remove it" in one_line(result)
+    assert result.code == 1 and "set `residual: auto` for rotate" in one_line(result)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -200,7 +200,7 @@ class Values(Gear):
 def _base(config: Config, spec: Spec) -> Codec:
     """Return the codec of the integers."""
     whole = config.block_tokens if spec.kind == "keys" else spec.width
-    group = config.group_size or whole
+    group = min(config.group_size or whole, whole)
     check_groups(spec, group, whole, f"block_tokens {whole}" if spec.kind == "keys" else f"head's {whole} channels")
     return kivi.build(kivi.Config(config.bits, group), spec, {})
 

@@ -15,7 +15,7 @@ one can be empty; the first tokens are exact (`sink`). `axis` sets another group
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,8 @@ LEAST = 1e-5  # scale of a constant group
 @dataclass(frozen=True)
 class Config:
     bits: int = 2  # [bits] of one code: 1 to 8
-    group_size: int = 32  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels for values
+    group_size: int = 32  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels for values,
+    # at most those of a head
     axis: Literal["channel", "token"] | None = None  # what a group of numbers lies in; null: the channel for keys, the
     # token for values
 
@@ -149,6 +150,7 @@ class ByToken(Packed):
     by_token = True
 
     def __init__(self, spec: Spec, config: Config) -> None:
+        config = replace(config, group_size=min(config.group_size, spec.width))  # as of the narrow part of latents
         check_groups(spec, config.group_size, spec.width, f"head's {spec.width} channels")
         super().__init__(spec, config)
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
