@@ -19,7 +19,7 @@ class LinearSpec:
     name: str  # module path with experts unfused: model.layers.0.mlp.experts.3.up_proj
     shape: tuple[int, int]  # (out_features, in_features)
     dtype: torch.dtype  # of the stored weight
-    block: int  # index of the decoder block
+    block: int  # index of the decoder block; -1: outside of the blocks
     input_key: str
     is_expert: bool = False
 
@@ -262,10 +262,18 @@ class Plan:
     kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
+    tables: tuple[LayerPlan, ...] = ()  # outside of the blocks: embeddings, the output head, or one table for both
+    looked_up: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
+    written_numel: int = 0  # parameters of the model that is written
+    numel: int = 0  # parameters of the original, a tied table counted once
+
+    @property
+    def packed(self) -> tuple[LayerPlan, ...]:
+        return (*self.layers, *self.tables)
 
     @property
     def quantized_nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.packed)
 
     @property
     def nbytes(self) -> int:
@@ -274,9 +282,20 @@ class Plan:
 
     @property
     def bpw(self) -> float:
-        """Stored bits per quantized weight."""
-        numel = sum(layer.spec.numel for layer in self.layers)
+        """Stored bits per packed weight."""
+        numel = sum(layer.spec.numel for layer in self.packed)
         return 8 * self.quantized_nbytes / numel if numel else 0.0
+
+    @property
+    def whole_bpw(self) -> float:
+        """All stored bits per parameter of the original."""
+        return 8 * self.nbytes / self.numel if self.numel else 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of the written parameters that is packed."""
+        numel = sum(layer.spec.numel for layer in self.packed if layer.stored.format != "dense")
+        return numel / self.written_numel if self.written_numel else 0.0
 
 
 @dataclass(frozen=True)

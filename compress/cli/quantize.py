@@ -100,6 +100,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     from compress import api
     from compress.cli import tables
     from compress.run.plan import groups
+    from compress.run.report import packed_nbytes, whole
 
     with tables.progress_bar() as progress:
         planned = api.plan(job, progress)
@@ -112,8 +113,9 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     source = prepared.skeleton.checkpoint.nbytes
     result: dict[str, Any] = {
         "plan": [dataclasses.asdict(group) for group in groups(layers)],
-        "nbytes": {"quantized linears": layers.quantized_nbytes, **sizes, "total": layers.nbytes},
+        "nbytes": {**packed_nbytes(layers), **sizes, "total": layers.nbytes},
         "bpw": layers.bpw,
+        "whole": whole(layers),
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
         "kept": layers.kept,
@@ -125,6 +127,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         print(json.dumps(result))
         return
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
+    print(tables.bits(layers.bpw, result["whole"]))
     peak = tables.size(prepared.arrangement.peak_nbytes)
     print(f"predicted peak memory {peak}, time {tables.seconds(predicted)}")
     if cache is not None:

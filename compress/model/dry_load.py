@@ -24,6 +24,7 @@ from compress.model.load import FAILURES, load_empty, open_config
 from compress.model.meta_pass import run_without_data
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
+from compress.runtime.embedding import LIKE, PackedEmbedding
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -48,10 +49,11 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     Experts stay as they are: there may be tens of thousands of linears, all in modules of our own (runtime/experts.py).
     Raises UnsupportedModelError if a class cannot load it, or reads a weight that will be packed.
     """
-    layers = [layer for layer in plan.layers if not layer.spec.is_expert]
+    layers = [layer for layer in plan.packed if not layer.spec.is_expert]
     packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
-    tensors = {
+    tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.looked_up}
+    tensors = tables | {
         f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
         for layer in layers
         for key, (shape, dtype) in formats.specs(layer.stored, layer.spec.shape).items()
@@ -98,6 +100,22 @@ class _WeightReadError(AttributeError):
     """Stop a forward pass that reads the weight of a packed linear; asking whether there is one is no error."""
 
 
+class _UnreadTable(nn.Module):
+    """The place of a packed embedding in a forward pass without data."""
+
+    def __init__(self, name: str, real: PackedEmbedding) -> None:
+        super().__init__()
+        self.name, self.padding_idx, self.columns, self.dtype = name, real.padding_idx, real.shape[1], real.like.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise _WeightReadError(self.name)
+        return super().__getattr__(name)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids.new_empty(*input_ids.shape, self.columns, dtype=self.dtype)
+
+
 class _Unread(nn.Module):
     """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read."""
 
@@ -123,6 +141,8 @@ def _check_forward(model: PreTrainedModel) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             model.set_submodule(name, _Unread(name, module))
+        if isinstance(module, PackedEmbedding):
+            model.set_submodule(name, _UnreadTable(name, module))
     if isinstance(error := run_without_data(model), _WeightReadError):
         raise CheckpointError(f"transformers' {type(model).__name__} reads the weight of {error} itself")
 

@@ -29,7 +29,8 @@ from compress.model.load import FAILURES, empty_model, no_bars, open_config
 from compress.model.meta_pass import shared_inputs
 from compress.runtime import hf
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
-from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.runtime.linear import is_plain_linear
+from compress.runtime.packed import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor
 from compress.types import LinearSpec
 
@@ -68,7 +69,7 @@ class Skeleton:
         packed = {
             f"{name}.{key}"
             for name, module in self.model.named_modules()
-            if isinstance(module, PackedLinear)
+            if isinstance(module, PackedModule)
             for key in module.specs
         }
         for name, parameter in self.model.named_parameters():
@@ -86,6 +87,14 @@ class Skeleton:
                     f"{self.checkpoint.directory}: {name} has shape {stored[0].shape}, the configuration asks for "
                     f"{shape}; they do not belong together"
                 )
+
+    def numel(self) -> int:
+        """Return the number of parameters of the model, those of packed weights as they were, tied ones once."""
+        packed = [module for module in self.model.modules() if isinstance(module, PackedModule)]
+        stored = {id(module.get_parameter(key)) for module in packed for key in module.specs}
+        shapes = {id(module.get_parameter(next(iter(module.specs)))): module.shape for module in packed}
+        plain = sum(p.numel() for p in self.model.parameters() if id(p) not in stored)
+        return plain + sum(rows * columns for rows, columns in shapes.values())
 
     @property
     def vocab_size(self) -> int:
@@ -105,7 +114,7 @@ class Skeleton:
         if missing:
             raise CheckpointError(f"the checkpoint has no weights for {prefix}{missing[0]}; download it again")
         for name, module in list(block.named_modules()):
-            if isinstance(module, PackedLinear):
+            if isinstance(module, PackedModule):
                 module.check(prefix + name)
             if is_fused_experts(module) and is_supported(module):
                 self._fused[prefix + name] = module
@@ -146,7 +155,7 @@ class Skeleton:
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
         for name, module in self.model.named_modules():
-            if isinstance(module, PackedLinear) and not name.startswith(self.blocks_name + "."):
+            if isinstance(module, PackedModule) and not name.startswith(self.blocks_name + "."):
                 module.check(name)
         if self.edits is not None:
             self.edits.rest(self.model)
@@ -245,7 +254,9 @@ class Skeleton:
     def weight_sources(self, spec: LinearSpec) -> list[StoredTensor]:
         """Return the stored tensors of a linear's weight (of an expert: those of all experts of the module)."""
         if not spec.is_expert:
-            return self.sources.get(f"{spec.name}.weight", [])
+            weight = f"{spec.name}.weight"
+            tied = (group for group in self.aliases if weight in group and spec.block < 0)  # a table with several names
+            return [stored for name in next(tied, [weight]) for stored in self.sources.get(name, [])]
         module, _, projection = spec.name.rpartition(".")
         fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
         return self.sources.get(f"{module.rpartition('.')[0]}.{fused}", [])

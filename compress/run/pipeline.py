@@ -11,7 +11,7 @@ import torch
 
 from compress import process_memory
 from compress.progress import Progress, silent
-from compress.run import calibration_text, identity, memory_plan, prepare, trained_factors
+from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_factors
 from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
@@ -46,6 +46,7 @@ def opened(
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, _options(prepared), tokens, output.work, progress)
             records = trained_factors.intact_blocks(output, len(prepared.skeleton.blocks))
+            loop.reads_head = tables.needs_statistics(prepared.plan) and shards.intact_rest(output) is None
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
 

@@ -16,6 +16,7 @@ from compress.formats import lowrank as lowrank_format
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
+from compress.run import table_plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import StoredTensor
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
@@ -44,7 +45,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
-        return Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
+        plain = Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
+        return table_plan.added(plain, recipe, skeleton, _table)
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
@@ -62,13 +64,13 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
-    return Plan(tuple(layers), kept, kept_nbytes, decided)
+    return table_plan.added(Plan(tuple(layers), kept, kept_nbytes, decided), recipe, skeleton, _table)
 
 
 def groups(plan: Plan) -> list[LinearGroup]:
     """Gather the plan's layers that are stored alike."""
     counts: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
-    for layer in plan.layers:
+    for layer in plan.packed:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
         key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
         counts[key] = counts.get(key, 0) + 1
@@ -112,6 +114,11 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
     return LayerPlan(spec, scheme, stored, nbytes)
+
+
+def _table(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
+    """Plan a table outside of the blocks."""
+    return _layer(spec, scheme, plugins.load("quant", scheme.method), NO_TRANSFORMS)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:

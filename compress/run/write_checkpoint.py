@@ -68,7 +68,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     if cache is not None:
         config["quantization_config"] = {**quantization, "kv_cache": cache}
         write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
-    outcome = verify.self_check(directory, run.hashes, probes, device, progress)
+    outcome = verify.self_check(directory, run.hashes, probes, device, progress, run.start)
     process_memory.check(job.max_memory)
     result = {**report.build(run, time.monotonic() - started, outcome), "kv_cache": cache_facts}
     text = (README if run.layers else TRANSFORMED).format(
