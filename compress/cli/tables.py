@@ -137,6 +137,8 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
             f"{row['nbytes']:,}",
         )
     for name, nbytes in other.items():
+        if not nbytes:  # it is packed, or the model has none
+            continue
         table.add_row(name, "", "", "", "as it is", "", f"{nbytes:,}")
     whole = size(total) if source is None else f"{size(total)} of {size(source)}"
     table.add_row("total", "", "", "", whole, f"{bpw:.3f}", f"{total:,}", style="bold")

@@ -99,7 +99,7 @@ def _factors(module: nn.Embedding) -> dict[torch.dtype, float] | None:
     if scale is None:
         return None
     is_buffer = isinstance(getattr(module, SCALED), Tensor)
-    return {dtype: torch.tensor(scale).to(dtype).item() if is_buffer else scale for dtype in DTYPES}
+    return {dtype: torch.tensor(scale, device="cpu").to(dtype).item() if is_buffer else scale for dtype in DTYPES}
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def is_supported(module: nn.Module) -> bool:
         return True
     trial = copy.copy(module)
     table = torch.randn(PROBE, generator=torch.Generator().manual_seed(0))
-    trial._parameters = {"weight": nn.Parameter(table)}
+    trial._parameters, trial.padding_idx = {"weight": nn.Parameter(table)}, None
     factors = _factors(module)
     try:
         rows = trial(torch.arange(PROBE[0]))
