@@ -73,6 +73,6 @@ def _check_rows(table: Table, layer: LayerPlan) -> None:
     if not formats.has_rows(layer.stored):
         where = "embeddings" if len(table.roles) == 1 else "head, which the embeddings are tied to,"
         raise RecipeError(
-            f"{where}: {layer.scheme.method} stores no rows that could be looked up; give a method such as gptq or rtn "
-            "with neither incoherence, activations nor lowrank"
+            f"{where}: {layer.scheme.method} stores no rows that could be looked up; give a method that writes "
+            "format int, with neither incoherence, activations nor lowrank"
         )
