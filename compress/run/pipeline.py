@@ -54,6 +54,7 @@ def opened(
 def predict_seconds(job: Job, prepared: Prepared) -> float:
     """Return the time of the whole loop, from one batch and all linears of the block with the most to write.
 
+    Tables outside of the blocks are taken to cost what as many weights of the blocks do.
     Without what a transform of the whole model searches or learns before.
     """
     batch = min(prepared.arrangement.batch, prepared.samples)
@@ -65,7 +66,9 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     output = Output(job.out)
     loop = BlockLoop(job, trial, _options(trial), tokens, output.work, silent)
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)
-    return loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
+    seconds = loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
+    inner, outer = (sum(layer.spec.numel for layer in x) for x in (prepared.plan.layers, prepared.plan.tables))
+    return seconds * (1 + outer / inner) if inner else seconds
 
 
 def _options(prepared: Prepared) -> LinearOptions:

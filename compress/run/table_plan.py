@@ -23,11 +23,11 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
     plan_weight: plans one weight. Raises RecipeError for a table that would be stored in two ways, or whose rows could
     not be looked up.
     """
-    found = tables.find(skeleton)
-    written = skeleton.numel()
-    twice = next((table.spec.numel for table in found if table.roles == ("head",)), 0) if skeleton.is_untied else 0
+    head = skeleton.model.get_output_embeddings() if skeleton.is_untied else None
+    written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
     plan = dataclasses.replace(plan, written_numel=written, numel=written - twice)
-    for table in found if plan.layers else ():
+    is_asked = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
+    for table in tables.find(skeleton) if is_asked else ():
         scheme = _scheme(recipe, table)
         if scheme is None:
             continue

@@ -192,8 +192,9 @@ def replay(
     changed = changed or {}
     skeleton = Skeleton(open_checkpoint(directory))
     skeleton.check_tensors()
-    skeleton.load_rest(device, with_head=True)  # which checks packed tables
-    skeleton.free()
+    if isinstance(skeleton.model.get_output_embeddings(), PackedLinear):
+        skeleton.load_rest(device, with_head=True)  # which checks what it loads
+        skeleton.free()
     probe = Probe(skeleton, device, start)
     hashes = []
     for index in range(len(skeleton.blocks)):
