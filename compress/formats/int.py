@@ -176,6 +176,8 @@ def decode_rows(
 ) -> Tensor:
     """Return rows [n] int64 of the dequantized weight, [n, in], as `decode` gives them; no other row is decoded."""
     columns = shape[1]
+    if not rows.numel():
+        return torch.empty(0, columns, dtype=dtype, device=rows.device)
     codes = _codes(tensors, params, rows)[:, :columns].float()
     scales = tensors["scales"].index_select(1, rows).T.float()  # [n, G]
     zeros = torch.full_like(scales, 2 ** (params.bits - 1)) if params.symmetric else _zeros(tensors, params, rows)

@@ -24,7 +24,7 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx",
 
 README = """# {model}, quantized with compress (recipe `{recipe}`)
 
-{bpw:.3f} stored bits per quantized weight, {total} in all (the original: {source}). The weights are packed; a plain
+{bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The weights are packed; a plain
 transformers load without the compress package would not understand them. Install `{package}`, then:
 
 ```python
@@ -75,6 +75,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
         model=result["model"],
         recipe=result["recipe"],
         bpw=result["bpw"],
+        whole=result["whole"]["bpw"],
         total=process_memory.show(result["nbytes"]["total"]),
         source=process_memory.show(result["source_nbytes"]),
         package="compress-llm",
