@@ -24,8 +24,9 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx",
 
 README = """# {model}, quantized with compress (recipe `{recipe}`)
 
-{bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The weights are packed; a plain
-transformers load without the compress package would not understand them. Install `{package}`, then:
+{bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The
+weights are packed; a plain transformers load without the compress package would not understand them. Install
+`{package}`, then:
 
 ```python
 import compress  # registers the format; not needed where torch loads installed backends by itself
