@@ -38,7 +38,7 @@ def quantize(
         job = decide.decided(job, progress)
     with pipeline.opened(job, progress, on_plan) as (loop, blocks):
         loop.run(blocks)
-        blocks.write_rest()
+        blocks.write_rest(loop.head)
         return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
 
 

@@ -267,10 +267,14 @@ class Plan:
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
     beside: tuple[LayerPlan, ...] = ()  # what is quantized of towers, and of decoder blocks that text skips
     chosen_numel: int = 0  # weights of the linears that could be packed, and that the recipe leaves as they are
+    tables: tuple[LayerPlan, ...] = ()  # outside of the blocks: embeddings, the output head, or one table for both
+    looked_up: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
+    written_numel: int = 0  # parameters of the model that is written
+    numel: int = 0  # parameters of the original, a tied table counted once
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:
-        return (*self.layers, *self.beside)
+        return (*self.layers, *self.beside, *self.tables)
 
     @property
     def quantized_nbytes(self) -> int:
@@ -283,9 +287,20 @@ class Plan:
 
     @property
     def bpw(self) -> float:
-        """Stored bits per quantized weight."""
+        """Stored bits per packed weight."""
         numel = sum(layer.spec.numel for layer in self.packed)
         return 8 * self.quantized_nbytes / numel if numel else 0.0
+
+    @property
+    def whole_bpw(self) -> float:
+        """All stored bits per parameter of the original."""
+        return 8 * self.nbytes / self.numel if self.numel else 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of the written parameters that is packed."""
+        numel = sum(layer.spec.numel for layer in self.packed if layer.stored.format != "dense")
+        return numel / self.written_numel if self.written_numel else 0.0
 
 
 @dataclass(frozen=True)

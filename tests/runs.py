@@ -110,7 +110,7 @@ def one_line(result: Result) -> str:
 
     What was going to be done may stand above it, in a line too.
     """
-    match = re.fullmatch(r"(\d+ linears to .*\n)?compress: (.*)\n", result.err)
+    match = re.fullmatch(r"(\d+ linears .*to .*\n)?compress: (.*)\n", result.err)
     assert match and result.out == "", result
     return match[2]
 

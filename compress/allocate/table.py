@@ -142,7 +142,7 @@ def assemble(
         tuple(opened.names),
         sum(layer.nbytes for layer in fixed),
         sum(layer.spec.numel for layer in fixed),
-        sum(opened.prepared.plan.kept_nbytes.values()),
+        sum(opened.prepared.plan.kept_nbytes.values()) + sum(table.nbytes for table in opened.prepared.plan.tables),
         opened.prepared.skeleton.checkpoint.nbytes,
         tokens,
         facts,

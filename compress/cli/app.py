@@ -65,7 +65,7 @@ def inspect(
     with errors():
         paths.check_checkpoint(directory)
         from compress.cli import tables
-        from compress.run.report import load, worst
+        from compress.run.report import PACKED, load, worst
 
         report = load(directory)
         if as_json:
@@ -73,8 +73,9 @@ def inspect(
             return
         sizes = dict(report["nbytes"])
         total = sizes.pop("total")
-        sizes.pop("quantized linears")
-        tables.out.print(tables.plan_table(report["plan"], sizes, total, report["source_nbytes"], report["bpw"]))
+        kept = {name: nbytes for name, nbytes in sizes.items() if name not in PACKED}
+        tables.out.print(tables.plan_table(report["plan"], kept, total, report["source_nbytes"], report["bpw"]))
+        print(tables.bits(report["bpw"], report.get("whole")))
         if "incomplete" in report:
             print(f"{directory}: {report['incomplete']}")
             return

@@ -103,6 +103,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     from compress.cli import tables
     from compress.progress import duration
     from compress.run.plan import groups
+    from compress.run.report import packed_nbytes, whole
 
     with tables.progress_bar() as progress:
         planned = api.plan(job, progress)
@@ -115,8 +116,9 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     source, base = prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base
     result: dict[str, Any] = {
         "plan": [dataclasses.asdict(group) for group in groups(layers)],
-        "nbytes": {"quantized linears": layers.quantized_nbytes, **sizes, "total": layers.nbytes},
+        "nbytes": {**packed_nbytes(layers), **sizes, "total": layers.nbytes},
         "bpw": layers.bpw,
+        "whole": whole(layers),
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
         "kept": layers.kept,
@@ -129,6 +131,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         print(json.dumps(result))
         return
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
+    print(tables.bits(layers.bpw, result["whole"]))
     peak = tables.size(prepared.arrangement.peak_nbytes)
     print(f"predicted peak memory {peak}, time {duration(predicted)}")
     if base:

@@ -106,6 +106,14 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
+def bits(bpw: float, whole: dict[str, float] | None) -> str:
+    """Say how many bits a packed weight takes, and how many a parameter of the whole model, if that is known."""
+    if whole is None or not whole["parameters"]:
+        return f"{bpw:.3f} bits per packed weight"
+    share = f"{whole['share']:.1%} of parameters packed"
+    return f"{bpw:.3f} bits per packed weight, {whole['bpw']:.3f} over the whole model ({share})"
+
+
 def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, source: int | None, bpw: float) -> Table:
     """Return the plan as a table: a row for each group of layers, then what is copied, then the sum.
 
@@ -124,6 +132,8 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
             f"{row['nbytes']:,}",
         )
     for name, nbytes in other.items():
+        if not nbytes:  # it is packed, or the model has none
+            continue
         table.add_row(name, "", "", "", "as it is", "", f"{nbytes:,}")
     whole = size(total) if source is None else f"{size(total)} of {size(source)}"
     table.add_row("total", "", "", "", whole, f"{bpw:.3f}", f"{total:,}", style="bold")
@@ -133,7 +143,9 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 def plan_line(prepared: Prepared) -> str:
     """Say in one line what a run is about to do."""
     plan, arrangement = prepared.plan, prepared.arrangement
-    what = f"{len(plan.layers)} linears to {plan.bpw:.3f} bits per weight" if plan.layers else "no linear is packed"
+    tables = f" and {len(plan.tables)} outside of the blocks" if plan.tables else ""
+    whole = {"bpw": plan.whole_bpw, "share": plan.share, "parameters": plan.numel}
+    what = f"{len(plan.layers)} linears{tables} to {bits(plan.bpw, whole)}" if plan.layers else "no linear is packed"
     line = (
         f"{what}, {size(plan.nbytes)} of "
         f"{_source(prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base)}; predicted peak memory "
@@ -156,7 +168,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     """Say what a run has written, with predictions beside measurements."""
     used, took = report["memory"], report["seconds"]
     plain = "weights as they are, with a kv_cache" if report.get("kv_cache") else "transformed, in full precision"
-    what = f"{report['bpw']:.3f} bits per weight" if report["layers"] else plain
+    what = bits(report["bpw"], report.get("whole")) if report["layers"] else plain
     peak = "unknown" if used["measured_peak"] is None else size(used["measured_peak"])
     lines = [
         f"{directory}: {what}, {size(report['nbytes']['total'])} of "

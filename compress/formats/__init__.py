@@ -7,7 +7,9 @@ A format file has
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder;
 - `check(tensors, params, shape)`, only where a stored integer selects something and can say more than there is, such as
   an order of columns or a number of bits: ValueError, which begins with the tensor's name. Where every pattern of bits
-  decodes to a weight, there is nothing to check.
+  decodes to a weight, there is nothing to check;
+- `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and `join_rows(parts) -> tensors`, only
+  where rows lie apart: a table of embeddings needs them.
 
 Transforms around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
 are no business of a format: the functions here add them to what `Stored` (compress/types.py) says.
@@ -16,7 +18,7 @@ are no business of a format: the functions here add them to what `Stored` (compr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -107,6 +109,24 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         a, b = lowrank.part_factors(weight.tensors, stored.lowrank, weight.shape, torch.float32)
         matrix = torch.addmm(matrix, b.T, a)
     return (transforms.effective(matrix, stored.ops, weight.tensors) if stored.ops else matrix).to(dtype)
+
+
+def has_rows(stored: Stored) -> bool:
+    """Return whether single rows of a weight can be decoded: its format can, and nothing lies around or beside it."""
+    is_bare = not stored.ops and stored.activations is None and stored.lowrank is None
+    return is_bare and hasattr(get(stored.format), "decode_rows")
+
+
+def decode_rows(weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [n] int64 of the dequantized weight, [n, in]; `has_rows` must hold."""
+    format: Any = get(weight.format)
+    return cast(Tensor, format.decode_rows(weight.tensors, weight.params, weight.shape, rows, dtype))
+
+
+def join_rows(parts: Sequence[PackedWeight]) -> dict[str, Tensor]:
+    """Return the tensors of a weight from those of its rows, in order; of several parts `has_rows` must hold."""
+    format: Any = get(parts[0].format)
+    return parts[0].tensors if len(parts) == 1 else format.join_rows([part.tensors for part in parts])
 
 
 def decode_stored(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ contiguous).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -208,7 +208,35 @@ def _pack_codes(codes: Tensor, params: Params) -> dict[str, Tensor]:
     return tensors
 
 
-def _codes(tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Tensor:
+def decode_rows(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return rows [n] int64 of the dequantized weight, [n, in], as `decode` gives them; no other row is decoded."""
+    columns = shape[1]
+    if not rows.numel():
+        return torch.empty(0, columns, dtype=dtype, device=rows.device)
+    codes = _codes(tensors, params, rows)[:, :columns].float()
+    scales = tensors["scales"].index_select(1, rows).T.float()  # [n, G]
+    zeros = torch.full_like(scales, 2 ** (params.bits - 1)) if params.symmetric else _zeros(tensors, params, rows)
+    owner = torch.arange(columns, device=codes.device) // params.group(columns)
+    return codes.sub_(zeros[:, owner]).mul_(scales[:, owner]).to(dtype)
+
+
+def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of a weight from those of its rows, in order; all parts but the last have 16 n rows."""
+    return {
+        name: torch.cat([part[name] for part in parts], dim=0 if name.startswith("words") else 1) for name in parts[0]
+    }
+
+
+def _zeros(tensors: Mapping[str, Tensor], params: Params, rows: Tensor) -> Tensor:
+    """Return the zero points [n, G] of rows [n], float32: eight rows share `bits` bytes of the stored stream."""
+    stream = tensors["zeros"]
+    octets = stream.view(stream.shape[0], -1, params.bits).index_select(1, rows // 8)  # [G, n, bits]
+    return unpack_stream(octets, params.bits).take_along_dim((rows % 8)[None, :, None], 2)[..., 0].T.float()
+
+
+def _codes(tensors: Mapping[str, Tensor], params: Params, rows: slice | Tensor) -> Tensor:
     """Return the codes [rows, padded columns], uint8, of all planes."""
     codes: Tensor | None = None
     for width in PLANES[params.bits]:

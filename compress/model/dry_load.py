@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress import formats
@@ -24,6 +25,7 @@ from compress.model.meta_pass import Unread, WeightReadError, run_without_data
 from compress.model.opener import opener
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
+from compress.runtime.embedding import LIKE, PackedEmbedding
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -51,7 +53,8 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     layers = [layer for layer in plan.packed if not layer.spec.is_expert]
     packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
-    tensors = {
+    tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.looked_up}
+    tensors = tables | {
         f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
         for layer in layers
         for key, (shape, dtype) in formats.specs(layer.stored, layer.spec.shape).items()
@@ -96,6 +99,22 @@ def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **o
     return model
 
 
+class _UnreadTable(nn.Module):
+    """The place of a packed embedding in a forward pass without data."""
+
+    def __init__(self, name: str, real: PackedEmbedding) -> None:
+        super().__init__()
+        self.name, self.padding_idx, self.columns, self.dtype = name, real.padding_idx, real.shape[1], real.like.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise WeightReadError(self.name)
+        return super().__getattr__(name)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids.new_empty(*input_ids.shape, self.columns, dtype=self.dtype)
+
+
 def _check_forward(model: PreTrainedModel) -> None:
     """Raise CheckpointError if the forward pass of a loaded model reads the weight of a packed linear itself."""
     for name, module in list(model.named_modules()):
@@ -104,6 +123,8 @@ def _check_forward(model: PreTrainedModel) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             model.set_submodule(name, Unread(name, module))
+        if isinstance(module, PackedEmbedding):
+            model.set_submodule(name, _UnreadTable(name, module))
     if isinstance(error := run_without_data(model), WeightReadError):
         raise CheckpointError(f"transformers' {type(model).__name__} reads the weight of {error} itself")
 

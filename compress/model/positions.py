@@ -25,7 +25,6 @@ def most_tokens(model: transformers.PreTrainedModel) -> int | None:
     longest = max_positions(model.config.get_text_config())
     tokens = model.get_input_embeddings()
     for module in model.modules() if longest is not None else ():
-        is_table = isinstance(module, nn.Embedding) and module is not tokens and module.padding_idx is not None
-        if is_table and module.num_embeddings == longest:
-            return longest - module.padding_idx - 1
+        if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == longest:
+            return longest if module.padding_idx is None else longest - module.padding_idx - 1
     return longest

@@ -28,7 +28,7 @@ from compress.model.load import FAILURES, empty_model, no_bars, plain_config
 from compress.model.meta_pass import read_weights, shared_inputs
 from compress.runtime import expert_layouts, hf, linears
 from compress.runtime.experts import Experts, is_supported
-from compress.runtime.linear import PackedLinear
+from compress.runtime.packed import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
@@ -75,7 +75,7 @@ class Skeleton:
         packed = {
             f"{name}.{key}"
             for name, module in self.model.named_modules()
-            if isinstance(module, PackedLinear)
+            if isinstance(module, PackedModule)
             for key in module.specs
         }
         for name, parameter in self.model.named_parameters():
@@ -93,6 +93,14 @@ class Skeleton:
                     f"{self.checkpoint.directory}: {name} has shape {stored[0].shape}, the configuration asks for "
                     f"{shape}; they do not belong together"
                 )
+
+    def numel(self) -> int:
+        """Return the number of parameters of the model, those of packed weights as they were, tied ones once."""
+        packed = [module for module in self.model.modules() if isinstance(module, PackedModule)]
+        stored = {id(module.get_parameter(key)) for module in packed for key in module.specs}
+        shapes = {id(module.get_parameter(next(iter(module.specs)))): module.shape for module in packed}
+        plain = sum(p.numel() for p in self.model.parameters() if id(p) not in stored)
+        return plain + sum(rows * columns for rows, columns in shapes.values())
 
     @property
     def vocab_size(self) -> int:
@@ -118,7 +126,7 @@ class Skeleton:
         if missing:
             raise CheckpointError(f"the checkpoint has no weights for {prefix}{missing[0]}; download it again")
         for name, module in list(block.named_modules()):
-            if isinstance(module, PackedLinear):
+            if isinstance(module, PackedModule):
                 module.check(prefix + name)
             if is_supported(module):
                 self._fused[prefix + name] = module
@@ -173,7 +181,7 @@ class Skeleton:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
         owners = {name.rpartition(".")[0] for name in wanted}
         for name, module in self.model.named_modules():
-            if isinstance(module, PackedLinear) and name in owners:
+            if isinstance(module, PackedModule) and name in owners:
                 module.check(name)
         if self.edits is not None:
             self.edits.rest(self.model)
@@ -284,7 +292,9 @@ class Skeleton:
 
         None for a weight that is stored in one tensor with others: the tensor could not be left out.
         """
-        names = spec.parameters or (f"{spec.name}.weight",)
+        weight = f"{spec.name}.weight"
+        tied = (group for group in self.aliases if weight in group and spec.block < 0)  # a table with several names
+        names = spec.parameters or tuple(next(tied, [weight]))
         found = [stored for name in names for stored in self.sources.get(name, [])]
         return found if spec.is_expert else [stored for stored in found if stored.name not in self.split]
 

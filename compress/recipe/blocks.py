@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compress.types import Scheme
 
 SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank")  # beside the method's settings
+TABLE_METHOD, TABLE_BITS = "rtn", 8  # of embeddings and head, where their sections do not say otherwise
 RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
 
 
@@ -40,6 +41,29 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     activations = _part(entries, "activations", base.activations, Activations())
     lowrank = _part(entries, "lowrank", base.lowrank, Correction())
     return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence), activations, lowrank)
+
+
+def table(entries: Entries, section: str) -> Scheme | None:
+    """Return the scheme of the section `embeddings` or `head`, over 8 bits by rtn; None without one.
+
+    Of embeddings rows are looked up: nothing may lie around or beside what is stored. Nothing is trained outside of the
+    blocks.
+    """
+    from compress.types import Scheme
+
+    if section not in entries:
+        return None
+    at, node = entries[section]
+    base = plugins.load("quant", TABLE_METHOD)
+    found = scheme(mapping(node, section), at, section, Scheme(TABLE_METHOD, base.Config(bits=TABLE_BITS)))
+    lowrank = found.lowrank
+    if section == "embeddings" and (found.incoherence or found.activations is not None or lowrank is not None):
+        raise error_at(at, "embeddings: their rows are looked up; remove incoherence, activations and lowrank")
+    if lowrank is not None and (lowrank.train or lowrank.train_blocks or lowrank.metric == "fisher"):
+        raise error_at(at, f"{section}: lowrank cannot be trained, nor weighed by gradients, outside of the blocks")
+    if found.activations is not None and found.activations.scale == "tensor":
+        raise error_at(at, f"{section}: activations can have a scale of each token only; set scale: token")
+    return found
 
 
 def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:

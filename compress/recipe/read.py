@@ -19,6 +19,8 @@
         bits: 8                # over the settings above; with `method:` over that method's defaults; or `keep: true`
       - match_any: ["*.k_proj", "*.qkv"]  # one is enough: for several architectures; of `match` each must be found
         bits: 8
+    embeddings: {bits: 8}      # the table of token embeddings; a method whose format has rows; by default rtn at 8 bits
+    head: {method: gptq, bits: 8}  # the output head, by any method; of a table that is both, what `head` says
     ignore: ["lm_head"]        # kept as they are, before any rule; each must match a module or parameter of the model
     allocate:                  # which linears get which options; a method of compress/allocate and its `Config`
       method: knapsack
@@ -59,7 +61,7 @@ from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, shown
-from compress.recipe.blocks import built, cache, method, scheme
+from compress.recipe.blocks import built, cache, method, scheme, table
 from compress.recipe.overrides import overridden
 from compress.recipe.renamed import current
 from compress.recipe.schema import (
@@ -67,6 +69,7 @@ from compress.recipe.schema import (
     KEEP,
     OF_EXPERTS,
     RENAMED,
+    TABLES,
     TOP_KEYS,
     Allocation,
     CacheEstimator,
@@ -154,6 +157,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
         "rules": [_plain_rule(rule) for rule in recipe.rules],
         "ignore": list(recipe.ignore),
+        **{key: settings(found) for key in TABLES if (found := getattr(recipe, key)) is not None},
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
@@ -222,6 +226,8 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         experts=_experts(entries),
         kv_cache=cache(*entries["kv_cache"]) if "kv_cache" in entries else None,
         towers=_towers(entries),
+        embeddings=table(entries, "embeddings"),
+        head=table(entries, "head"),
     )
 
 
@@ -243,7 +249,7 @@ def _quantize(entries: Entries, root: Node) -> Scheme:
         return scheme(mapping(block, "quantize"), at, "quantize", None)
     if "kv_cache" not in entries:
         raise error_at(root, f"quantize is missing; it needs a method, one of {', '.join(plugins.names('quant'))}")
-    for key in ("rules", "allocate", "experts"):
+    for key in ("rules", *TABLES, "allocate", "experts"):
         if key == "allocate" and key in entries and "context" in mapping(entries[key][1], key):
             continue  # bits of the cache alone
         if key in entries and (key != "rules" or sequence(entries, key)):

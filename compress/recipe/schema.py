@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from compress.types import ExpertPruning, Scheme
 
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
+TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "experts", "kv_cache", "towers")
-TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *OTHER_KEYS)
+TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
 ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", *CACHE_KEYS)  # beside the method's settings
 RENAMED = {("calibration", "asymmetric"): "target_correction"}  # (section, old key) -> new key
@@ -186,6 +187,8 @@ class Recipe:
     experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
     kv_cache: CacheSettings | None = None  # None: generation stores keys and values as they are
     towers: tuple[Rule, ...] = ()  # for linears beside the text model, which no rule matches stay as they are
+    embeddings: Scheme | None = None  # of the token embeddings; None: they stay as they are
+    head: Scheme | None = None  # of the output head; None: it stays as it is
 
     @property
     def packs(self) -> bool:

@@ -22,10 +22,10 @@ from compress.errors import NumericalError
 from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.model.edits import EditContext
 from compress.progress import Meter, Progress
-from compress.run import activation_scales, memory_plan, quantize_linear
+from compress.run import activation_scales, memory_plan, quantize_linear, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, Prepared
-from compress.run.quantize_linear import LinearTask
+from compress.run.quantize_linear import NO_STATISTICS, LinearTask
 from compress.types import Fisher, LayerPlan, Quantized
 
 LinearOptions = Mapping[str, Mapping[str, LayerPlan]]  # linear -> option -> how it is stored at that option
@@ -80,6 +80,8 @@ class BlockLoop:
                 self.layers[layer.spec.block].append(layer)
         self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
         self.seconds: list[float] = []  # of each block computed in this run
+        self.reads_head = False  # statistics of the output head's input are taken, behind the last block
+        self.head = NO_STATISTICS
 
     def run(self, consumer: BlockConsumer) -> None:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
@@ -95,6 +97,8 @@ class BlockLoop:
             try:
                 for index in range(count):
                     self._block(index, consumer, index + 1 == count)
+                if self.reads_head:
+                    self.head = tables.statistics(self.stream, self.prepared.plan)
             finally:
                 self.stream.states.close()
 
@@ -156,7 +160,7 @@ class BlockLoop:
                 del task, result  # and with them statistics, before the next ones are made
             consumer.finish(index, block, [*notes, *([note] if note else [])])
         stream.parted = stream.parted or (stream.paired and not is_last)
-        if not is_last:
+        if not is_last or self.reads_head:
             stream.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         process_memory.trim()

@@ -16,10 +16,10 @@ from torch import nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.run import expert_pruning, report, shards, verify
+from compress.run import expert_pruning, report, shards, tables, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
-from compress.run.quantize_linear import LinearTask
+from compress.run.quantize_linear import InputStatistics, LinearTask
 from compress.storage.workdir import Output
 from compress.tune import low_rank
 from compress.types import LayerReport, PackedWeight, Quantized
@@ -43,6 +43,7 @@ class CheckpointBlocks:
         if notes:
             self.run.notes["transform"] = notes
         self.probe = verify.Probe(self.skeleton, self.device)
+        self.run.start = self.probe.start() if self.run.prepared.plan.looked_up else None
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Measure what pruning the experts of a block would do, its weights being the original ones."""
@@ -97,9 +98,16 @@ class CheckpointBlocks:
         if record["notes"]:
             self.run.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
 
-    def write_rest(self) -> None:
-        """Write everything outside of the blocks."""
-        self.run.hashes.update(shards.write_rest(self.output, self.run.prepared, self.device))
+    def write_rest(self, head: InputStatistics) -> None:
+        """Write everything outside of the blocks, tables packed as planned; head: statistics of what the head reads."""
+        record = shards.intact_rest(self.output)
+        if record is None:
+            made = tables.quantize(self.run, head, self.device, self.stream.meter.say)
+            files = shards.write_rest(self.output, self.run.prepared, self.device, made.packed)
+            record = {"files": files, "layers": list(map(report.to_dict, made.rows))}
+            self.output.finish_stage(shards.REST, record)
+        self.run.hashes.update(record["files"])
+        self.run.layers += [report.from_dict(row) for row in record["layers"]]
 
     def train(self, index: int, block: nn.Module) -> list[str]:
         """Train the low-rank parts of the block if the recipe asks for it; return what the report should say."""

@@ -13,6 +13,7 @@ from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
 from compress.run import expert_pruning
 from compress.run.memory_plan import Arrangement
+from compress.run.verify import ProbeStart
 from compress.storage import paths
 from compress.types import LayerReport, Plan, Pruning
 
@@ -73,6 +74,7 @@ class RunState:
     block_seconds: list[float] = field(default_factory=list)  # of the blocks computed in this run
     notes: dict[str, list[str]] = field(default_factory=dict)  # block name -> what is to be said of it as a whole
     experts: dict[str, dict[str, Any]] = field(default_factory=dict)  # experts module -> its routing, where pruned
+    start: ProbeStart | None = None  # what the original embeddings make of the probe, where these are packed
     probes: list[str] = field(default_factory=list)  # hash of each quantized block's output on the probe tokens
     hashes: dict[str, str] = field(default_factory=dict)  # file of the checkpoint -> sha256 of what was written into it
 

@@ -24,7 +24,7 @@ from compress.errors import BudgetError
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence, target_correction
-from compress.run import activation_sizes
+from compress.run import activation_sizes, table_sizes
 from compress.tune import low_rank
 from compress.types import LayerPlan, LinearSpec, Plan
 
@@ -235,6 +235,7 @@ class _MemoryModel:
             for layer in other.layers:
                 self.packed[layer.spec.block] += layer.nbytes
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
+        self.tables = self._tables(plan)
         self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
         self.gradients = [_gradients(layers, item) for layers in self.by_block]
@@ -257,6 +258,14 @@ class _MemoryModel:
             parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
         )
         return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
+
+    def _tables(self, plan: Plan) -> int:
+        """Return the bytes of quantizing what is outside of the blocks, 0 if it stays as it is."""
+        if not plan.tables:
+            return 0
+        chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in plan.tables]
+        packed = 2 * sum(table.nbytes for table in plan.tables)  # in parts, and joined
+        return self.rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""
@@ -309,7 +318,7 @@ class _MemoryModel:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
-        later = max(self.edited_rest, self.training, self._caching(batch, spill))
+        later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables)
         work = max(stream + int(MARGIN * max(blocks, first)), int(MARGIN * later))
         program = self.base + SLACK + self.kept
         total = max(self.base + self.reading, program + work)

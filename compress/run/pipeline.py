@@ -9,7 +9,7 @@ from functools import partial
 
 from compress import process_memory
 from compress.progress import Progress, silent
-from compress.run import calibration_text, identity, memory_plan, prepare, trained_factors
+from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_factors
 from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
@@ -44,6 +44,7 @@ def opened(
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, _options(prepared), tokens, output.work, progress)
             records = trained_factors.intact_blocks(output, len(prepared.skeleton.blocks))
+            loop.reads_head = tables.needs_statistics(prepared.plan) and shards.intact_rest(output) is None
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
 
@@ -51,6 +52,7 @@ def opened(
 def predict_seconds(job: Job, prepared: Prepared) -> float:
     """Return the time of the whole loop, from one batch and all linears of the block with the most to write.
 
+    Tables outside of the blocks are taken to cost what as many weights of the blocks do.
     Without what a transform of the whole model searches or learns before.
     """
     batch = min(prepared.arrangement.batch, prepared.samples)
@@ -60,7 +62,9 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     output = Output(job.out)
     loop = BlockLoop(job, trial, _options(trial), tokens, output.work, silent)
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)
-    return loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
+    seconds = loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
+    inner, outer = (sum(layer.spec.numel for layer in x) for x in (prepared.plan.layers, prepared.plan.tables))
+    return seconds * (1 + outer / inner) if inner else seconds
 
 
 def _options(prepared: Prepared) -> LinearOptions:

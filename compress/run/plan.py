@@ -16,7 +16,7 @@ from compress.formats import lowrank as lowrank_format
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
-from compress.run import beside_plan
+from compress.run import beside_plan, table_plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
@@ -45,7 +45,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
-        return Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
+        plain = Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
+        return table_plan.added(plain, recipe, skeleton, _outside)
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
@@ -68,7 +69,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
     chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen)
-    return beside_plan.added(of_blocks, recipe, skeleton, _outside)
+    with_towers = beside_plan.added(of_blocks, recipe, skeleton, _outside)
+    return table_plan.added(with_towers, recipe, skeleton, _outside)
 
 
 def groups(plan: Plan) -> list[LinearGroup]:
@@ -121,7 +123,7 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
 
 
 def _outside(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
-    """Plan a linear outside of the blocks that text runs through."""
+    """Plan a weight outside of the blocks that text runs through."""
     return _layer(spec, scheme, plugins.load("quant", scheme.method), NO_TRANSFORMS)
 
 

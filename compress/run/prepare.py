@@ -59,7 +59,7 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         expert_pruning.check(job.recipe, plans[0])
         dry_load.check_planned(skeleton, plans[0])
     settings, samples, seq_len = job.recipe.calibration, 0, 0
-    layers = [layer for each in plans for layer in each.layers]
+    layers = [layer for each in plans for layer in each.packed]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
     prunes = job.pack and job.recipe.pruning is not None
     needs_text = every or prunes or calibrates_cache or "block" in scopes.values()

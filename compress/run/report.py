@@ -18,7 +18,7 @@ from compress.model.skeleton import Skeleton
 from compress.run import expert_pruning, identity, plan
 from compress.run.job import RunState
 from compress.runtime import integer
-from compress.runtime.linear import PackedLinear
+from compress.runtime.packed import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
@@ -26,6 +26,7 @@ from compress.storage.manifest import Manifest
 from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
 
 MEASURED_ROWS = 512
+PACKED = ("quantized linears", "packed embeddings and head")  # among the bytes of a report
 WORST = 5  # layers listed as the worst ones
 ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
     *("name", "shape", "method", "format", "params", "bpw", "nbytes", "weight_error", "output_error", "tokens"),
@@ -42,6 +43,7 @@ RECORD = {  # of a finished block, with the rows of its layers
         }
     ],
 }
+WHOLE = {"bpw": NUMBER, "share": NUMBER, "parameters": INTEGER}  # of the whole model; reports of old have none
 LAYOUT = {  # of what is shown of a report
     "bpw": NUMBER,
     "source_nbytes": INTEGER,
@@ -93,7 +95,13 @@ def measure(
     layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
 ) -> LayerReport:
     """Report on one quantized weight [out, in]; the caller fills in the seconds."""
-    measured = errors(weight, packed, stats)
+    return row(layer, packed, errors(weight, packed, stats), stats, notes)
+
+
+def row(
+    layer: LayerPlan, packed: PackedWeight, measured: WeightErrors, stats: Stats | None, notes: tuple[str, ...]
+) -> LayerReport:
+    """Report on one quantized weight whose errors are known; the caller fills in the seconds."""
     return LayerReport(
         name=layer.spec.name,
         shape=layer.spec.shape,
@@ -135,8 +143,9 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "base": prepared.skeleton.checkpoint.base or None,  # how another tool has stored the original
         "recipe": job.recipe.name,
         "bpw": prepared.plan.bpw,
+        "whole": whole(prepared.plan),
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
-        "nbytes": {"quantized linears": prepared.plan.quantized_nbytes, **sizes, "total": prepared.plan.nbytes},
+        "nbytes": {**packed_nbytes(prepared.plan), **sizes, "total": prepared.plan.nbytes},
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
         "calibration": run.calibration.facts() if run.calibration is not None else None,
         "seconds": {
@@ -164,6 +173,18 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "layers": [to_dict(row) for row in run.layers],
         "self_check": self_check,
     }
+
+
+def packed_nbytes(plan: Plan) -> dict[str, int]:
+    """Return the bytes of what is packed: linears of the blocks, and tables outside of them if there are any."""
+    tables = sum(table.nbytes for table in plan.tables)
+    linears = {PACKED[0]: plan.quantized_nbytes - tables}
+    return {**linears, PACKED[1]: tables} if plan.tables else linears
+
+
+def whole(plan: Plan) -> dict[str, float]:
+    """Return the bits of all that is stored per parameter of the original, and the share of parameters packed."""
+    return {"bpw": plan.whole_bpw, "share": plan.share, "parameters": plan.numel}
 
 
 def products(layers: list[LayerReport], device: str) -> dict[str, int]:
@@ -196,7 +217,7 @@ def load(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return from_headers(checkpoint, "there is no report.json")
     report, listed = read_json(path), Manifest.read(directory)
-    if wrong := json_text.mismatch(report, LAYOUT):
+    if wrong := json_text.mismatch(report, LAYOUT | ({"whole": WHOLE} if "whole" in report else {})):
         return from_headers(checkpoint, f"report.json is damaged, or of another version ({wrong})")
     weights = {file.name for file in checkpoint.files}
     is_of_these = report["nbytes"]["total"] == checkpoint.nbytes
@@ -214,7 +235,7 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
     skeleton.check_tensors()
     kept, layers = {stored.name: stored.nbytes for stored in checkpoint.tensors.values()}, []
     for name, module in skeleton.model.named_modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedModule) and f"{name}.{next(iter(module.specs))}" in skeleton.sources:
             names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
             nbytes = sum(kept.pop(stored) for stored in names)
             spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
@@ -223,14 +244,18 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
         )
-    found = Plan(tuple(layers), kept_nbytes=kept)
+    numel = skeleton.numel()
+    linears = tuple(layer for layer in layers if layer.spec.name.startswith(f"{skeleton.blocks_name}."))
+    tables = tuple(layer for layer in layers if layer not in linears)
+    found = Plan(linears, kept_nbytes=kept, tables=tables, numel=numel, written_numel=numel)
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
         for x in layers
     )
     return {
         "bpw": found.bpw,
-        "nbytes": {"quantized linears": found.quantized_nbytes, **skeleton.other_nbytes(kept), "total": found.nbytes},
+        "whole": whole(found),
+        "nbytes": {**packed_nbytes(found), **skeleton.other_nbytes(kept), "total": found.nbytes},
         "source_nbytes": None,
         "plan": [dataclasses.asdict(group) for group in plan.groups(found)],
         "layers": list(rows),

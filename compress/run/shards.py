@@ -15,11 +15,15 @@ from compress.model.skeleton import Skeleton
 from compress.run import report
 from compress.run.job import Prepared
 from compress.runtime import linears
+from compress.runtime.embedding import LIKE
 from compress.runtime.experts import Experts
-from compress.storage.checkpoint import EditedTensor, Readable, read_header, write_shard
+from compress.storage.checkpoint import EditedTensor, Readable, read_header, sha256, write_shard
+from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.types import LayerReport, PackedWeight
 
+REST = "rest"  # the stage in which everything outside of the blocks is written
+REST_RECORD = {"files": {str: TEXT}, "layers": report.RECORD["layers"]}
 Contents = dict[str, Tensor | Readable | EditedTensor]  # of a shard, by their names on disk
 
 
@@ -103,12 +107,26 @@ def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, pref
     return changed
 
 
-def write_rest(output: Output, prepared: Prepared, device: torch.device) -> dict[str, str]:
+def intact_rest(output: Output) -> dict[str, Any] | None:
+    """Return the record of the shard of everything outside the blocks, None if it is not done or not as recorded."""
+    record = output.finished_stage(REST, REST_RECORD)
+    files = record["files"].items() if record is not None else ()
+    is_intact = all((output.model / name).is_file() and sha256(output.model / name) == digest for name, digest in files)
+    return record if is_intact else None
+
+
+def write_rest(
+    output: Output, prepared: Prepared, device: torch.device, packed: Mapping[str, PackedWeight]
+) -> dict[str, str]:
     """Write the shard of everything outside the blocks, as the transforms have left it, if there is anything.
 
-    Return file -> sha256.
+    packed: tables in the place of their weights. Return file -> sha256.
     """
     contents = _rest(prepared, device)
+    for name, weight in packed.items():
+        contents.update({f"{name}.{key}": tensor.cpu() for key, tensor in weight.tensors.items()})
+    likes = {f"{name}.{LIKE}": torch.empty(0, dtype=prepared.skeleton.dtype) for name in prepared.plan.looked_up}
+    contents.update(likes)
     if not contents:
         return {}
     blocks = len(prepared.skeleton.blocks)
@@ -124,7 +142,8 @@ def _rest(prepared: Prepared, device: torch.device) -> Contents:
     head, change = skeleton.model.get_output_embeddings(), skeleton.edits.head()
     names = {id(p): name for name, p in skeleton.model.named_parameters(remove_duplicate=False)}
     for source in skeleton.sources.get(names.get(id(getattr(head, "weight", None)), ""), []):
-        rest[source.name] = EditedTensor(source, change)
+        if source.name in rest:  # it is not packed
+            rest[source.name] = EditedTensor(source, change)
     skeleton.load_rest(device)
     rest.update(_edited(skeleton, {n: t for n, t in rest.items() if not isinstance(t, EditedTensor)}, skeleton.model))
     skeleton.free()

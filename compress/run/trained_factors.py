@@ -49,7 +49,7 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
     if settings is None or run.calibration is None:
         return run.probes
     device = torch.device(run.job.device)
-    verify.self_check(directory, run.hashes, run.probes, device, progress)
+    verify.self_check(directory, run.hashes, run.probes, device, progress, run.start)
     training = _restore(output)
     if training is None:
         source, tokens = prepared.skeleton.checkpoint.directory, run.calibration.tokens
@@ -61,7 +61,7 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
     run.notes["low-rank parts"] = [training.note]
     if not training.factors:
         return run.probes
-    probes = verify.replay(directory, device, progress, training.factors)
+    probes = verify.replay(directory, device, progress, training.factors, run.start)
     run.hashes.update(put_in(output, training))
     return probes
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError
 from compress.kv.cache import layer_types
 from compress.model import blockwise, dry_load, positions
+from compress.model.blockwise import ModelArgs
 from compress.model.load import open_config
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress, silent
@@ -37,16 +38,31 @@ PROBE_TOKENS = 64
 CHECKED, NO_MANIFEST, EARLIER_SAVE = "checked", "none", "of an earlier save"  # what `verify` says of the manifest
 
 
+class ProbeStart(NamedTuple):
+    """A probe in front of the first block."""
+
+    states: Tensor  # [1, tokens, hidden]
+    calls: ModelArgs
+
+
 class Probe:
     """Fixed tokens on their way through the blocks of a model."""
 
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+    def __init__(self, skeleton: Skeleton, device: torch.device, start: ProbeStart | None = None) -> None:
+        """Embed the tokens; start: what goes into the blocks instead."""
         self.skeleton, self.device = skeleton, device
         config = skeleton.config.get_text_config()
         length = min(PROBE_TOKENS, positions.most_tokens(skeleton.model) or PROBE_TOKENS)
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
         self.stream = blockwise.HiddenStates(1, None)
         self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)
+        if start is not None:
+            self.calls = start.calls
+            self.stream.write(0, start.states)
+
+    def start(self) -> ProbeStart:
+        """Return what goes into the blocks, in memory of its own."""
+        return ProbeStart(self.stream.read(0, 1).clone(), self.calls)
 
     def advance(self, index: int, block: nn.Module) -> str:
         """Pass through one block; return the sha256 of its output."""
@@ -59,12 +75,18 @@ class Probe:
 
 
 def self_check(
-    directory: Path, hashes: Mapping[str, str], expected: list[str], device: torch.device, progress: Progress
+    directory: Path,
+    hashes: Mapping[str, str],
+    expected: list[str],
+    device: torch.device,
+    progress: Progress,
+    start: ProbeStart | None = None,
 ) -> str:
     """Check a checkpoint before it is put in place; return the outcome for the report.
 
     Every file on disk must have the sha256 in `hashes` (file name -> that of what was written), transformers must be
-    able to load it, and every block read back must give the output whose hash is in `expected`. Raises CheckpointError.
+    able to load it, and every block read back must give the output whose hash is in `expected`. start: what went into
+    the blocks where embeddings were packed after them. Raises CheckpointError.
     """
     for number, (name, digest) in enumerate(hashes.items()):
         progress("hashing files", number, len(hashes))
@@ -79,7 +101,7 @@ def self_check(
             dry_load.check_written(directory)
     except CheckpointError as error:
         raise CheckpointError(f"self-check failed: {directory} was not put in place: {error}") from error
-    for index, digest in enumerate(replay(directory, device, progress)):
+    for index, digest in enumerate(replay(directory, device, progress, start=start)):
         if digest != expected[index]:
             raise CheckpointError(
                 f"self-check failed: block {index} read back from {directory} gives another result than the one "
@@ -157,16 +179,24 @@ def check_cache(stored: Checkpoint) -> None:
 
 
 def replay(
-    directory: Path, device: torch.device, progress: Progress, changed: Mapping[str, Tensor] | None = None
+    directory: Path,
+    device: torch.device,
+    progress: Progress,
+    changed: Mapping[str, Tensor] | None = None,
+    start: ProbeStart | None = None,
 ) -> list[str]:
     """Fill a fresh module tree from disk, block by block, and run the probe; return a hash for each block.
 
-    changed: stored tensors of packed linears, by name, that take the place of those on disk.
+    changed: stored tensors of packed linears, by name, that take the place of those on disk. start: what goes into the
+    blocks in the place of what the embeddings on disk give.
     """
     changed = changed or {}
     skeleton = Skeleton(open_checkpoint(directory))
     skeleton.check_tensors()
-    probe = Probe(skeleton, device)
+    if isinstance(skeleton.model.get_output_embeddings(), PackedLinear):
+        skeleton.load_rest(device, with_head=True)  # which checks what it loads
+        skeleton.free()
+    probe = Probe(skeleton, device, start)
     hashes = []
     for index in range(len(skeleton.blocks)):
         progress("checking what was written", index, len(skeleton.blocks))

@@ -26,8 +26,9 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx",
 
 README = """# {model}, quantized with compress (recipe `{recipe}`)
 
-{bpw:.3f} stored bits per quantized weight, {total} in all (the original: {source}). The weights are packed; a plain
-transformers load without the compress package would not understand them. Install `{package}`, then:
+{bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The
+weights are packed; a plain transformers load without the compress package would not understand them. Install
+`{package}`, then:
 
 ```python
 import compress  # registers the format; not needed where torch loads installed backends by itself
@@ -76,13 +77,14 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     if cache is not None:
         config["quantization_config"] = {**quantization, "kv_cache": cache}
         write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
-    outcome = verify.self_check(directory, run.hashes, probes, device, progress)
+    outcome = verify.self_check(directory, run.hashes, probes, device, progress, run.start)
     process_memory.check(job.max_memory)
     result = {**report.build(run, time.monotonic() - started, outcome), "kv_cache": cache_facts}
     text = (README if run.layers else TRANSFORMED).format(
         model=result["model"],
         recipe=result["recipe"],
         bpw=result["bpw"],
+        whole=result["whole"]["bpw"],
         total=process_memory.show(result["nbytes"]["total"]),
         source=process_memory.show(result["source_nbytes"]),
         package="compress-llm",

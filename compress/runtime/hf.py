@@ -9,12 +9,14 @@ config.json holds
         "experts": {"model.layers.3.mlp.experts": {"threshold": 0.45, "protected": 151.2, "taken": 0.3}}
     }
 
-Every packed linear is listed; its entry is laid over `default`, "format", "params", "ops", "activations" and "lowrank"
-each as a whole. "ops", {"input": [...], "output": [...]} with names of compress/formats/transforms.py, may be absent
-where there are none. "activations", the fields of `Activations` of compress/types.py, is absent (null, to differ from
-`default`) where inputs are not quantized, and "lowrank", the fields of `LowRank`, where there is no low-rank part. What
-is not listed is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random
-weights.
+Every packed linear and embedding is listed; its entry is laid over `default`, "format", "params", "ops", "activations"
+and "lowrank" each as a whole. "ops", {"input": [...], "output": [...]} with names of compress/formats/transforms.py,
+may be absent where there are none. "activations", the fields of `Activations` of compress/types.py, is absent (null, to
+differ from `default`) where inputs are not quantized, and "lowrank", the fields of `LowRank`, where there is no
+low-rank part. What is not listed is loaded as transformers always does. A checkpoint that does not fit its list is an
+error, never random weights.
+
+An embedding whose table is also the output head's is listed once, under its own name.
 
 "experts", absent where there are none, names the modules of experts that a token may go without, with the fields of
 `Pruning` of compress/types.py. Their linears must be listed.
@@ -38,9 +40,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import expert_layouts, linears, renamed
+from compress.runtime import embedding, expert_layouts, linears, renamed
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
+from compress.runtime.packed import PackedModule
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
@@ -134,24 +137,29 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
     """
     listed = _names_in(model, config.modules)
     opened = _open_experts(model, {name.rsplit(".", 2)[0] for name in listed})
-    tied = getattr(model, "all_tied_weights_keys", {})
     for name, listed_name in listed.items():
-        linear, shape = _linear(model, name)
-        if f"{name}.weight" in tied:
-            raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
-        weight, has_bias = linear.get_parameter("weight"), linear.bias is not None
-        dtype = linear.get_parameter("bias").dtype if has_bias else weight.dtype
         try:
-            packed = PackedLinear(scheme(config, listed_name), shape, has_bias, dtype, weight.device)
+            if not embedding.swap(model, name, scheme(config, listed_name)):
+                _swap_linear(model, name, scheme(config, listed_name))
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {first_line(error)}") from error
-        linears.remember(packed, linear)
-        model.set_submodule(name, packed)
     for name in opened:
         for part, module in model.get_submodule(name).named_modules(prefix=name):
             if isinstance(module, nn.Linear):
                 raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
     _set_pruning(model, config)
+
+
+def _swap_linear(model: nn.Module, name: str, packed_as: Stored) -> None:
+    """Replace one listed linear; ValueError for operations that cannot have its shape."""
+    (linear, shape), tied = _linear(model, name), getattr(model, "all_tied_weights_keys", {})
+    if f"{name}.weight" in tied:
+        raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
+    weight, has_bias = linear.get_parameter("weight"), linear.bias is not None
+    dtype = linear.get_parameter("bias").dtype if has_bias else weight.dtype
+    packed = PackedLinear(packed_as, shape, has_bias, dtype, weight.device)
+    linears.remember(packed, linear)
+    model.set_submodule(name, packed)
 
 
 class CompressQuantizer(HfQuantizer):
@@ -175,7 +183,7 @@ class CompressQuantizer(HfQuantizer):
         for module in _packed(model):
             vars(module).pop("weight", None)
         for name, module in model.named_modules():
-            if isinstance(module, PackedLinear):
+            if isinstance(module, PackedModule):
                 _check_loaded(name, module)
         if self.quantization_config.kv_cache is not None:
             from compress.runtime import kv_config
@@ -190,6 +198,7 @@ class CompressQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
                 model.set_submodule(name, linears.dequantized(module, dtype))
+        embedding.restore(model, dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -254,8 +263,8 @@ def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
     return fused_names
 
 
-def _packed(model: nn.Module) -> list[PackedLinear]:
-    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+def _packed(model: nn.Module) -> list[PackedModule]:
+    return [module for module in model.modules() if isinstance(module, PackedModule)]
 
 
 def _initialized(shape: tuple[int, int]) -> torch.Tensor:
@@ -280,7 +289,7 @@ def _linear(model: nn.Module, name: str) -> tuple[nn.Module, tuple[int, int]]:
     return module, shape
 
 
-def _check_loaded(name: str, module: PackedLinear) -> None:
+def _check_loaded(name: str, module: PackedModule) -> None:
     """Check that every tensor came from the checkpoint, and what it holds, and freeze it again.
 
     Loading marks floating tensors as trainable. Raises CheckpointError.

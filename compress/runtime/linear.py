@@ -18,8 +18,8 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -32,6 +32,7 @@ from compress.formats import transforms as operations
 from compress.kernels import dispatch
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
+from compress.runtime.packed import PackedModule
 from compress.types import IN_SCALE, PackedWeight, Stored
 
 CACHE_LIMIT = 1 << 30  # bytes
@@ -129,7 +130,7 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PackedModule):
     """y = x W^T + bias with W [out_features, in_features] stored in a format of compress.formats.
 
     Where `ops` (compress/formats/transforms.py) lie around the stored matrix M, W = Out M In: they are applied to the
@@ -154,22 +155,16 @@ class PackedLinear(nn.Module):
 
         Raises ValueError if the operations cannot have this shape.
         """
-        super().__init__()
+        super().__init__(stored, shape, device)
         format, params = stored.format, stored.params
-        self.stored, self.format, self.params = stored, format, params
         self.ops, self.activations, self.lowrank = stored.ops, stored.activations, stored.lowrank
-        self.shape = self.out_features, self.in_features = shape
-        self.specs = formats.specs(stored, shape)
+        self.out_features, self.in_features = shape
         self._matrix = list(formats.get(format).specs(params, shape))  # names of the tensors of M alone
         self._described = dispatch.described(format, params, shape)
         self._described_inputs = (
             "" if stored.activations is None else json.dumps(dataclasses.asdict(stored.activations))
         )
         self._weight = dispatch.Weight(format, params, shape)
-        self._unchecked: str | None = None  # its name, while `check` waits for tensors that are offloaded
-        for name, (size, kind) in self.specs.items():
-            tensor = torch.empty(size, dtype=kind, device=device)
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         empty = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", empty)
 
@@ -187,27 +182,6 @@ class PackedLinear(nn.Module):
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().to(dtype or bias.dtype), requires_grad=bias.requires_grad)
         return layer
-
-    def check(self, name: str) -> None:
-        """Check stored tensors that have come from a file (`formats.check`), values that are offloaded when first used.
-
-        Raises CheckpointError, which begins with `name`.
-        """
-        weight = self.packed()
-        formats.check(weight, name)
-        self._unchecked = name if any(tensor.is_meta for tensor in weight.tensors.values()) else None
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that go to disk, by name."""
-        return {name: getattr(self, name).detach() for name in self.specs}
-
-    def packed(self) -> PackedWeight:
-        return PackedWeight(self.stored, self.tensors, self.shape)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out_features, in_features], decoded anew."""
-        return formats.decode(self.packed(), dtype)
 
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
         """A plain linear with the dequantized weight and the bias in `dtype`; it does not quantize its inputs."""
@@ -289,14 +263,6 @@ class PackedLinear(nn.Module):
             return _plus(F.linear(x, weight), bias)
         return F.linear(x, weight, bias)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Load, and check what is there now; where torch is going to raise an error of its own, leave it to that."""
-        errors: list[str] = rest[-1]
-        before = len(errors)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        if len(errors) == before and any(prefix + name in state_dict for name in self.specs):
-            self.check(prefix.removesuffix("."))
-
     def extra_repr(self) -> str:
         bias = self.bias is not None
         around = f", {operations.describe(self.ops)}" if self.ops else ""
@@ -306,15 +272,8 @@ class PackedLinear(nn.Module):
             around += f", {lowrank_format.describe(self.lowrank)}"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}{around}"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Applied to the stored tensors for their device only: their types are part of the format."""
-        stored = {id(getattr(self, name)) for name in self.specs}
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
-
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the stored tensors; what was derived from them is let go before."""
         CACHE.drop(self)
         self._weight.forget()  # it holds the tensors that are replaced
-        super()._apply(move, recurse)
-        return self
+        return super()._apply(fn, recurse)

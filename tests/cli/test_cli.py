@@ -143,10 +143,10 @@ def test_the_result_on_screen_and_as_json(pico_dir: Callable[..., Path], tmp_pat
     result = cli(*command(pico_dir("llama"), RTN, out))
     assert result.code == 0
     first, *others = result.out.splitlines()
-    assert first.startswith(f"{out}: 8.208 bits per weight, ") and first.endswith("self-check passed")
+    assert first.startswith(f"{out}: 8.208 bits per packed weight, ") and first.endswith("self-check passed")
     assert others[0].startswith("peak memory ") and others[1].startswith("time ")
     (line,) = result.err.splitlines()
-    assert line.startswith("14 linears to 8.208 bits per weight")
+    assert line.startswith("14 linears to 8.208 bits per packed weight")
     result = cli(*command(pico_dir("llama"), RTN, out), "--overwrite", "--json", "--max-memory", "8GiB")
     assert result.code == 0 and json.loads(result.out) == report_of(out)
 

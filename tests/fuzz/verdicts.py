@@ -19,7 +19,7 @@ FAILURES = ("traceback", "words", "hang", "crash", "memory", "silent", "unstable
 LONGEST = 620  # characters of an error: the names of all recipes fit, and a word that is none
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = re.compile(
-    r"(\d+ linears to|no linear is packed,) .*|block \d+/\d+: .*|.* \(\d+%\)"
+    r"(\d+ linears (and \d+ outside of the blocks )?to|no linear is packed,) .*|block \d+/\d+: .*|.* \(\d+%\)"
 )  # lines that may stand above an error
 
 

@@ -147,7 +147,7 @@ def test_more_than_enough_is_said_once(mine: Setup, tmp_path: Path) -> None:
     words = [str(model), *mine.options(), "--calib", str(TEXT), "--target", "12bpw"]
     result = cli("quantize", *words, "--out", str(out))
     assert result.code == 0 and result.err.count(note) == 1 and "every linear gets its largest" in result.err
-    assert "11.917 bits per weight" in result.out
+    assert "11.917 bits per packed weight" in result.out
     assert cli("plan", *words, "--out", str(out)).err.count(note) == 1
 
 

@@ -148,13 +148,13 @@ def test_a_flipped_byte_that_no_output_shows(
     asked = job(save_pico("llama", tmp_path / "model", changes=ODD), GPTQ, tmp_path / "out")
     file, self_check = f"model-{index + 1:05d}-of-00003.safetensors", verify.self_check
 
-    def damaged(directory: Path, hashes: Any, expected: list[str], device: torch.device, progress: Any) -> str:
+    def damaged(directory: Path, hashes: Any, expected: list[str], device: torch.device, *rest: Any) -> str:
         content = bytearray((directory / file).read_bytes())
         stored = next(t for key, t in read_header(directory / file).items() if key.startswith(name))
         content[stored.offset + stored.nbytes - 1] ^= 0x80
         (directory / file).write_bytes(content)
-        assert verify.replay(directory, device, progress) == expected
-        return self_check(directory, hashes, expected, device, progress)
+        assert verify.replay(directory, device, rest[0]) == expected
+        return self_check(directory, hashes, expected, device, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=f"{file} does not hold what was written"):
         patch.setattr(verify, "self_check", damaged)

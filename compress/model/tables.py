@@ -1,0 +1,70 @@
+"""Find the two tables outside of the decoder blocks: token embeddings and output head, which may be one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from compress.model.skeleton import MIN_FEATURES, Skeleton
+from compress.runtime import embedding
+from compress.runtime.linear import is_plain_linear
+from compress.storage.checkpoint import Readable
+from compress.types import LinearSpec
+
+
+class Table(NamedTuple):
+    """A table [tokens, hidden]; of a tied one the spec has the name of the embeddings."""
+
+    spec: LinearSpec
+    roles: tuple[str, ...]  # "embeddings", "head", or both where it is tied
+    names: tuple[str, ...]  # of all modules that hold it
+    sources: tuple[Readable, ...]  # its weight, under every name that the checkpoint stores it by
+    refused: str | None  # why it cannot be packed
+
+
+def find(skeleton: Skeleton) -> list[Table]:
+    """Return the tables of a model: one if they are tied, two if not."""
+    model = skeleton.model
+    modules = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    found: dict[int, tuple[str, ...]] = {}  # by the identity of the weight
+    for role, module in modules.items():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 2:
+            found[id(weight)] = (*found.get(id(weight), ()), role)
+    return [_table(skeleton, roles, modules) for roles in found.values()]
+
+
+def _table(skeleton: Skeleton, roles: tuple[str, ...], modules: dict[str, nn.Module | None]) -> Table:
+    first = modules[roles[0]]
+    assert first is not None, "it has a weight"
+    weight, named = first.get_parameter("weight"), skeleton.model.named_parameters(remove_duplicate=False)
+    weights = [name for name, parameter in named if parameter is weight]
+    names = [name for name, module in skeleton.model.named_modules() if module is first]
+    names += [name.removesuffix(".weight") for name in weights if name != f"{names[0]}.weight"]
+    sources = tuple(stored for name in weights for stored in skeleton.sources.get(name, []))
+    shape = (weight.shape[0], weight.shape[1])
+    spec = LinearSpec(names[0], shape, skeleton.dtype, -1, names[0])
+    return Table(spec, roles, tuple(names), sources, _refused(roles, modules, names, sources, shape))
+
+
+def _refused(
+    roles: tuple[str, ...],
+    modules: dict[str, nn.Module | None],
+    names: list[str],
+    sources: tuple[Readable, ...],
+    shape: tuple[int, int],
+) -> str | None:
+    """Return why a table cannot be packed, None if it can."""
+    if len(names) != len(roles):
+        return f"shared by {', '.join(names)}"
+    if any(source.shape != shape for source in sources) or not sources:
+        return "its weight is not stored as it is"
+    if min(shape) < MIN_FEATURES:
+        return f"narrower than {MIN_FEATURES} features"
+    head, embeddings = modules["head"], modules["embeddings"]
+    if "head" in roles and not (head is not None and is_plain_linear(head)):
+        return "a head with a forward pass of its own"
+    if "embeddings" in roles and not (embeddings is not None and embedding.is_supported(embeddings)):
+        return "an embedding with a forward pass of its own"
+    return None

@@ -1,0 +1,29 @@
+"""Cut a table outside of the blocks into rows that are quantized at a time, so that memory stays that of a block."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from compress import formats
+from compress.types import LayerPlan
+
+CHUNK = 1 << 24  # weights that are quantized at a time, at least
+ROW_MULTIPLE = 16  # of the rows of all chunks but the last
+
+
+def chunk_rows(layer: LayerPlan) -> int:
+    """Return the rows of a table that are quantized at a time: all of them where its format cannot join rows.
+
+    A chunk has at least twice as many rows as columns, so that factoring the Hessian anew costs little beside it.
+    """
+    rows, columns = layer.spec.shape
+    if not formats.has_rows(layer.stored):
+        return rows
+    return min(rows, max(CHUNK // columns, 2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
+    """Return the plan of so many rows of a table."""
+    shape = (rows, layer.spec.shape[1])
+    spec = dataclasses.replace(layer.spec, shape=shape)
+    return dataclasses.replace(layer, spec=spec, nbytes=formats.nbytes(layer.stored, shape))

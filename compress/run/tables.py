@@ -1,0 +1,163 @@
+"""Quantize what lies outside of the decoder blocks: the table of embeddings, the output head, or one table for both.
+
+It happens once all blocks are done. The Hessian of a head is that of the hidden states which the last block gives,
+behind everything that the model does to them before its head. Large tables are quantized some rows at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compress import formats, process_memory
+from compress.calib import stats as calib_stats
+from compress.errors import NumericalError, UnsupportedModelError
+from compress.model import blockwise, lm_head
+from compress.model.block_calls import UNFIT, WIDTHS, standing_in
+from compress.model.skeleton import Skeleton
+from compress.run import memory_plan, quantize_linear, report, table_sizes
+from compress.run.calibration_stream import CalibrationStream
+from compress.run.job import RunState
+from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
+from compress.types import LayerPlan, LayerReport, PackedWeight, Plan, Quantized
+
+
+class PackedTables(NamedTuple):
+    """The packed tables of a model by the names of their modules, and what is to be said of them."""
+
+    packed: Mapping[str, PackedWeight]
+    rows: list[LayerReport]
+
+
+def needs_statistics(plan: Plan) -> bool:
+    """Return whether a head is quantized by the hidden states that reach it."""
+    return any(map(memory_plan.needs_statistics, plan.tables))
+
+
+@torch.no_grad()
+def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
+    """Return the statistics of what the output head reads, the stream being behind the last block."""
+    skeleton = stream.skeleton
+    head = skeleton.model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "the plan has found a head"
+    total = calib_stats.HessianSum(head.in_features, stream.device)
+    name = next(table.spec.name for table in plan.tables if memory_plan.needs_statistics(table))
+    stream.meter.say("calibrating the output head")
+    skeleton.load_rest(stream.device)
+    try:
+        for samples in stream.slices:
+            hidden = stream.states.read(samples.start, samples.stop - samples.start).to(stream.device)
+            total.add(_read_by(skeleton, head, hidden), stream.prepared.seq_len)
+            process_memory.check(stream.job.max_memory)
+    finally:
+        skeleton.free()
+    return finish_statistics(total, name, None, stream.states.samples * stream.prepared.seq_len, stream.job.seed)
+
+
+class _HeadReachedError(Exception):
+    """The head has been called: its product is not needed."""
+
+
+def _read_by(skeleton: Skeleton, head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return what the head reads [batch, tokens, hidden] where the last block gives `hidden`, of the same shape."""
+    seen: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+        raise _HeadReachedError
+
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    for width in WIDTHS:
+        seen.clear()
+        with blockwise.attached([head.register_forward_pre_hook(note)]):
+            try:
+                with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, width):
+                    skeleton.model(input_ids=tokens, use_cache=False)
+            except _HeadReachedError:
+                if seen[0].shape == (*hidden.shape[:2], head.in_features):
+                    return seen[0]
+            except UNFIT:  # another number of outputs was expected of a block
+                continue
+    raise UnsupportedModelError("the output head does not read the hidden states behind the last block")
+
+
+@torch.no_grad()
+def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Callable[[str], None]) -> PackedTables:
+    """Quantize the tables of a plan; head: the statistics of the input of the output head."""
+    plan, skeleton = run.prepared.plan, run.prepared.skeleton
+    packed, rows = dict[str, PackedWeight](), list[LayerReport]()
+    if not plan.tables:
+        return PackedTables(packed, rows)
+    with _loaded(skeleton, device):
+        for layer in plan.tables:
+            say(f"quantizing {layer.spec.name}")
+            started = time.monotonic()
+            weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
+            if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
+                raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
+            given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
+            result, row = _quantize(layer, weight, given, run.job.seed)
+            packed[layer.spec.name] = result
+            rows.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
+            process_memory.check(run.job.max_memory)
+    return PackedTables(packed, rows)
+
+
+@contextmanager
+def _loaded(skeleton: Skeleton, device: torch.device) -> Iterator[None]:
+    """Load all outside of the blocks, as transforms have left it."""
+    try:
+        lm_head.load(skeleton, device)
+        yield
+    finally:
+        skeleton.free()
+
+
+def _quantize(layer: LayerPlan, weight: Tensor, given: InputStatistics, seed: int) -> tuple[PackedWeight, LayerReport]:
+    """Quantize and measure one table [tokens, hidden], some rows at a time.
+
+    All at once where the scales of some rows need another type than those of others.
+    """
+    for rows in dict.fromkeys((table_sizes.chunk_rows(layer), layer.spec.shape[0])):
+        chunks = [_chunk(layer, part, given, seed) for part in weight.split(rows)]
+        if len({chunk.result.weight.stored for chunk in chunks}) == 1:
+            break
+    tensors = formats.join_rows([chunk.result.weight for chunk in chunks])
+    packed = PackedWeight(chunks[0].result.weight.stored, tensors, layer.spec.shape)
+    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    notes = tuple(dict.fromkeys(note for chunk in chunks for note in chunk.result.notes))
+    return packed, report.row(layer, packed, _mean(chunks), given.stats, notes)
+
+
+class _Chunk(NamedTuple):
+    """Some rows of a table, quantized."""
+
+    result: Quantized
+    errors: report.WeightErrors
+    norm: float  # ||W||^2 of the original rows
+
+
+def _chunk(layer: LayerPlan, rows: Tensor, given: InputStatistics, seed: int) -> _Chunk:
+    part = table_sizes.chunk(layer, rows.shape[0])
+    result = quantize_linear.quantize(LinearTask(part, "", rows, given, None, None), seed)
+    norm = rows.float().square().sum(dtype=torch.float64).item()
+    return _Chunk(result, report.errors(rows, result.weight, given.stats), norm)
+
+
+def _mean(chunks: list[_Chunk]) -> report.WeightErrors:
+    """Return the errors of a table: sums over its chunks, and the mean of what is relative, weighed by their norms."""
+    norm = sum(chunk.norm for chunk in chunks) or 1.0
+    relative = sum(chunk.errors.relative * chunk.norm for chunk in chunks) / norm
+    outputs = [chunk.errors.output * chunk.norm for chunk in chunks if chunk.errors.output is not None]
+    return report.WeightErrors(
+        sum(chunk.errors.weight for chunk in chunks),
+        relative,
+        sum(chunk.errors.hessian or 0.0 for chunk in chunks) if outputs else None,
+        sum(outputs) / norm if outputs else None,
+    )
