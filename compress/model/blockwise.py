@@ -146,7 +146,7 @@ class ModelArgs:
     def __init__(self, blocks: int, layout: Layout, stream: HiddenStates, device: torch.device) -> None:
         self.fixed: list[dict[int, BlockArgs]] = [{} for _ in range(blocks)]
         self.layout, self.stream, self.device = layout, stream, device
-        self.kept: dict[Any, Any] = {}  # mapping -> its tree, with names of stores for leaves
+        self.kept: dict[Any, dict[int, Any]] = {}  # what is kept -> block that left it so -> its tree
 
     def __len__(self) -> int:
         return len(self.fixed)
@@ -188,13 +188,13 @@ class ModelArgs:
                 values[path] = self._read(name, start, size).movedim(0, layout.dims[name])
         for (block, path), number in layout.passed.items():
             if block == index and (index - 1, number) in self.kept:
-                values[path] = self._tree((index - 1, number), start, size, side)
+                values[path] = self._tree((index - 1, number), index, start, size, side)
         for block, path in layout.shared:
             if block == index:
                 held = self.fixed[index][size].tree
                 for key in path:
                     held = held[key]
-                values[path] = type(held)(self._tree(path, start, size, side) if path in self.kept else {})
+                values[path] = type(held)(self._tree(path, index, start, size, side))
         return self.fixed[index][size].changed(values) if values else self.fixed[index][size]
 
     def keep(self, index: int, start: int, call: BlockArgs, outputs: tuple[Any, ...], side: int = QUANTIZED) -> None:
@@ -203,13 +203,13 @@ class ModelArgs:
         `call` is that of `at`, with which the block was run.
         """
         for number in {n for (block, _), n in self.layout.passed.items() if block == index + 1}:
-            self._write((index, number), outputs[number - 1], start, side)
+            self._write((index, number), outputs[number - 1], index, start, side)
         for block, path in self.layout.shared:
             if block == index:
                 held = call.tree
                 for key in path:
                     held = held[key]
-                self._write(path, dict(held), start, side)
+                self._write(path, dict(held), index, start, side)
 
     def split(self) -> None:
         """Give the full-precision side what the quantized one has."""
@@ -227,16 +227,20 @@ class ModelArgs:
     def _read(self, name: Any, start: int, size: int, side: int = QUANTIZED) -> Tensor:
         return self._store(name).read(start, size, side).to(self.device)
 
-    def _write(self, name: Any, tree: Any, start: int, side: int) -> None:
-        """Store a tree whose tensors have the samples as their first dimension."""
+    def _write(self, name: Any, tree: Any, index: int, start: int, side: int) -> None:
+        """Store a tree that a block has left, whose tensors have the samples as their first dimension."""
         found = dict(leaves(tree))
         stores = {path: (name, path) for path, value in found.items() if isinstance(value, Tensor)}
         for path, store in stores.items():
             self._store(store, self.stream.sides).write(start, found[path], side)
-        self.kept[name] = replaced(tree, stores), tuple(stores)
+        self.kept.setdefault(name, {})[index] = replaced(tree, stores), tuple(stores)
 
-    def _tree(self, name: Any, start: int, size: int, side: int) -> Any:
-        tree, places = self.kept[name]
+    def _tree(self, name: Any, index: int, start: int, size: int, side: int) -> Any:
+        """Return what the blocks before this one have left, {} if nothing: it may be changing what is kept itself."""
+        before = [block for block in self.kept.get(name, {}) if block < index]
+        if not before:
+            return {}
+        tree, places = self.kept[name][max(before)]
         return replaced(tree, {path: self._read((name, path), start, size, side) for path in places})
 
 

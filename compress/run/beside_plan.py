@@ -40,7 +40,7 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_linear: PlanLinea
         if layer is not None and is_tower and memory_plan.needs_text(layer):
             raise RecipeError(
                 f"towers: {layer.scheme.method} needs calibration text, which never reaches {spec.name}; give a method "
-                "that needs no data, such as rtn, without a low-rank part and static scales"
+                "that needs no data, without a low-rank part and static scales"
             )
         if layer is not None and not is_tower and _needs_tokens(layer):
             layer = None
