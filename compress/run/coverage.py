@@ -41,7 +41,8 @@ def completed(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Pl
 def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[str, ...] = ()) -> None:
     """Raise UnsupportedModelError if a plan that is `completed` packs less than half of what counts.
 
-    `where`: the model's directory. What the recipe leaves out on purpose counts as packed: by its rules, or by one of the `ignored` patterns.
+    `where`: the model's directory. What the recipe leaves out on purpose counts as packed: by its rules, or by one of
+    the `ignored` patterns.
     """
     packed = sum(layer.spec.numel for layer in plan.layers if layer.stored.format != "dense")
     left: dict[str, tuple[int, str]] = {}
