@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from torch import nn
 
@@ -25,24 +26,24 @@ OUTSIDE = "outside of the decoder blocks"
 NO_LINEAR = "not a linear layer"
 
 
-def completed(plan: Plan, skeleton: Skeleton) -> Plan:
+def completed(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Plan:
     """Return the plan with a reason for everything that counts and is not packed."""
     names = {layer.spec.name for layer in plan.layers}
     experts = {layer.spec.name.rsplit(".", 2)[0] for layer in plan.layers if layer.spec.is_expert}
     kept = dict(plan.kept)
-    for name in _matrices(skeleton):
+    for name in matrices:
         if name not in names | experts | kept.keys():
             is_inside = name.startswith(f"{skeleton.blocks_name}.")
             kept[name] = NO_LINEAR if is_inside else OUTSIDE
     return dataclasses.replace(plan, kept=kept)
 
 
-def check(plan: Plan, skeleton: Skeleton, ignored: tuple[str, ...] = ()) -> None:
+def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[str, ...] = ()) -> None:
     """Raise UnsupportedModelError if a plan that is `completed` packs less than half of what counts.
 
-    What the recipe leaves out on purpose counts as packed: by its rules, or by one of the `ignored` patterns.
+    `where`: the model's directory. What the recipe leaves out on purpose counts as packed: by its rules, or by one of
+    the `ignored` patterns.
     """
-    matrices = _matrices(skeleton)
     packed = sum(layer.spec.numel for layer in plan.layers if layer.stored.format != "dense")
     left: dict[str, tuple[int, str]] = {}
     covered = packed + plan.chosen_numel
@@ -60,12 +61,12 @@ def check(plan: Plan, skeleton: Skeleton, ignored: tuple[str, ...] = ()) -> None
     largest = sorted(left.items(), key=lambda item: -item[1][0])[:NAMED]
     parts = "; ".join(f"{part}, {numel / total:.0%}: {reason}" for part, (numel, reason) in largest)
     raise UnsupportedModelError(
-        f"{skeleton.checkpoint.directory}: only {packed / total:.0%} of the linear weights would be packed; left out "
+        f"{where}: only {packed / total:.0%} of the linear weights would be packed; left out "
         f"are {parts}; to pack the others all the same, add --allow-partial"
     )
 
 
-def _matrices(skeleton: Skeleton) -> dict[str, int]:
+def matrices_of(skeleton: Skeleton) -> dict[str, int]:
     """Return the modules of the text model that hold matrices which count: name -> numbers in them."""
     model = skeleton.model
     skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _own(m)}

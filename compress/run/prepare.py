@@ -53,9 +53,10 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     if job.pack:
-        plans = [coverage.completed(each, skeleton) for each in plans]
+        matrices = coverage.matrices_of(skeleton)
+        plans = [coverage.completed(each, skeleton, matrices) for each in plans]
         for each in plans if not job.allow_partial else ():
-            coverage.check(each, skeleton, job.recipe.ignore)
+            coverage.check(each, checkpoint.directory, matrices, job.recipe.ignore)
         expert_pruning.check(job.recipe, plans[0])
         dry_load.check_planned(skeleton, plans[0])
     settings, samples, seq_len = job.recipe.calibration, 0, 0

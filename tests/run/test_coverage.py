@@ -15,12 +15,14 @@ from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
 from runs import RTN, Setup, cli, one_line
 
+WHERE = Path("model")
 ATTENTION_ONLY = RTN.set('ignore=["*.mlp.*"]')
 
 
-def planned(directory: Path, setup: Setup = RTN) -> tuple[Plan, Skeleton]:
+def planned(directory: Path, setup: Setup = RTN) -> tuple[Plan, dict[str, int]]:
     skeleton = Skeleton(open_checkpoint(directory))
-    return coverage.completed(plan.make(setup.load(), skeleton), skeleton), skeleton
+    matrices = coverage.matrices_of(skeleton)
+    return coverage.completed(plan.make(setup.load(), skeleton), skeleton, matrices), matrices
 
 
 def without(whole: Plan, part: str, reason: str) -> Plan:
@@ -31,21 +33,21 @@ def without(whole: Plan, part: str, reason: str) -> Plan:
 
 
 def test_what_is_left_out_is_named_with_its_reason(pico_dir: Callable[..., Path]) -> None:
-    whole, skeleton = planned(pico_dir("llama"))
-    coverage.check(whole, skeleton)
-    coverage.check(without(whole, "self_attn", "too odd"), skeleton)  # 25% of the weights
+    whole, matrices = planned(pico_dir("llama"))
+    coverage.check(whole, WHERE, matrices)
+    coverage.check(without(whole, "self_attn", "too odd"), WHERE, matrices)  # 25% of the weights
     partial = without(whole, "mlp", "too odd")
     with pytest.raises(UnsupportedModelError, match=r"only 25% .*layers\.\*\.mlp\.\w+_proj, 25%: too odd; .*--allow-"):
-        coverage.check(partial, skeleton)
-    coverage.check(partial, skeleton, ("*.mlp.*",))  # the user's own choice
+        coverage.check(partial, WHERE, matrices)
+    coverage.check(partial, WHERE, matrices, ("*.mlp.*",))  # the user's own choice
 
 
 def test_what_the_recipe_leaves_out_counts_as_packed(pico_dir: Callable[..., Path]) -> None:
-    chosen, skeleton = planned(pico_dir("llama"), ATTENTION_ONLY)
+    chosen, matrices = planned(pico_dir("llama"), ATTENTION_ONLY)
     assert chosen.chosen_numel == 2 * 3 * 64 * 192
-    coverage.check(chosen, skeleton)
-    experts, skeleton = planned(pico_dir("mixtral"), RTN.set('ignore=["*.experts.*"]'))
-    coverage.check(experts, skeleton)
+    coverage.check(chosen, WHERE, matrices)
+    experts, matrices = planned(pico_dir("mixtral"), RTN.set('ignore=["*.experts.*"]'))
+    coverage.check(experts, WHERE, matrices)
 
 
 def test_embeddings_heads_and_narrow_routers_do_not_count(pico_dir: Callable[..., Path]) -> None:
