@@ -44,7 +44,7 @@ def _group_size(source: Source) -> int:
 
 def _weight(source: Source, module: str) -> Decoded:
     codes = source.take(f"{module}.qweight", (torch.int32,))
-    if len(codes.shape) != 2:
+    if len(codes.shape) != 2 or not all(codes.shape):
         raise source.error(f"{codes.name} has the shape {list(codes.shape)}, not [in, out / 8]")
     inner, words = codes.shape
     size = _group_size(source)

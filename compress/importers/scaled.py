@@ -66,7 +66,7 @@ def weight(source: Source, name: str, codes: Codes, scales: Scales, dtype: torch
     smaller.
     """
     shape = codes.shape
-    if len(shape) < 2:
+    if len(shape) < 2 or not all(shape):
         raise source.error(f"{codes.stored.name} has the shape {list(shape)}, a quantized weight has two dimensions")
     *outer, rows, columns = shape
     down, across = _block(shape, scales)

@@ -84,7 +84,7 @@ def _block(source: Source, name: str, shape: tuple[int, ...], scales: tuple[int,
     if len(shape) == 2:
         rows, columns = shape
         grid = {0: (1, 1), 1: (*scales, 1)}.get(len(scales), scales)
-        if len(grid) == 2 and all(grid) and not rows % grid[0] and not columns % grid[1]:
+        if len(grid) == 2 and all((*shape, *grid)) and not rows % grid[0] and not columns % grid[1]:
             return rows // grid[0], columns // grid[1]
     raise source.error(f"{name} has the shape {list(shape)}, and scales of {list(scales)}, which do not fit")
 

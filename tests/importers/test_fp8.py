@@ -116,6 +116,7 @@ def test_experts_of_four_bits(pico_dir: foreign.Pico, tmp_path: Path) -> None:
 DAMAGE: dict[str, dict[str, Tensor | None]] = {
     "q_proj.weight_scale_inv is missing": {f"{Q}.weight_scale_inv": None},
     "has the shape .3, 3., but .* in blocks of 48 x 40 needs .2, 2.": {f"{Q}.weight_scale_inv": torch.ones(3, 3)},
+    "has the shape .0, 64., a quantized weight has two dim": {f"{Q}.weight": torch.ones(0, 64).to(FLOAT8)},
     "has the shape .64., a quantized weight has two dimensions": {f"{Q}.weight": torch.ones(64).to(FLOAT8)},
 }
 

@@ -133,6 +133,8 @@ DAMAGE: list[tuple[str, foreign.Pack, dict[str, Any], dict[str, Any]]] = [
     ),
     ("scales is stored as int32, not as float16", gptq(4, "", True), settings(4), {"scales": lambda t: t.int()}),
     ("qweight has the shape .8., not .in, out", awq, AWQ, {"qweight": lambda t: t[0]}),
+    ("qweight has the shape .0, 8., not .in, out", awq, AWQ, {"qweight": lambda t: t[:0]}),
+    ("do not belong together", gptq(4, "", True), settings(4), {"scales": lambda t: t[:, :0]}),
     ("qzeros has the shape .1, 8., its weight asks for .2, 8.", awq, AWQ, {"qzeros": lambda t: t[:1]}),
 ]
 
