@@ -246,13 +246,11 @@ class Skeleton:
                     self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
-                elif isinstance(layout := expert_layouts.describe(module), str):
-                    kept[full] = layout
-                elif layout is not None:
+                elif isinstance(layout := expert_layouts.describe(module), expert_layouts.Layout):
                     for spec in expert_linears.specs(full, module, layout, self.dtype, index):
                         self.add(spec, specs, kept)
-                elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
-                    kept[full] = "a parameter of three dimensions that is no experts'"
+                elif layout is not None or any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                    kept[full] = layout or "a parameter of three dimensions that is no experts'"
         read = read_weights(self.config, self.dtype, (spec.name for spec in specs if not spec.is_expert))
         kept |= dict.fromkeys(sorted(read), "the model's own code reads its weight")
         specs = [spec for spec in specs if spec.name not in read]
