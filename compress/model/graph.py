@@ -176,9 +176,11 @@ def norm_kind(norm: nn.Module, width: int) -> tuple[bool, bool]:
         parameter.data.zero_()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, width, generator=generator)
+    has_weight = next(probe.parameters(), None) is not None
     with torch.no_grad():
-        offset = bool(probe(x).abs().max() > 0)
-        probe.get_parameter("weight").fill_(0 if offset else 1)
+        offset = has_weight and bool(probe(x).abs().max() > 0)
+        if has_weight:
+            probe.get_parameter("weight").fill_(0 if offset else 1)
         plain, shifted = probe(x), probe(x + 3)
     expected = x - x.mean(-1, keepdim=True) if (centred := torch.allclose(plain, shifted, atol=1e-3)) else x
     expected = expected / expected.square().mean(-1, keepdim=True).sqrt()
@@ -196,6 +198,8 @@ def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> S
     found = []
     hidden, call = next(iter(batches()))
     for norm, readers in graph.norms.items():
+        if next(block.get_submodule(norm).parameters(), None) is None:  # no weight to fold into
+            continue
         if not _reach_all(block, norm, readers, lambda: run_block(block, call, hidden, where)):
             continue
         module = block.get_submodule(norm)
