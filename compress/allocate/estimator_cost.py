@@ -166,7 +166,9 @@ def forecast(opened: Options, quantizing: float) -> str:
     if estimator == AUTO:
         return best(opened, known, samples, left(opened, quantizing))[1]
     seconds = known.seconds(work(opened, estimator, samples), opened.asked.processes)
-    return f"damages are measured by {Cost(estimator, samples, seconds).text}"
+    budget = opened.asked.budget
+    refused = f": more than --budget {duration(budget)}, refused" if budget is not None and seconds > budget else ""
+    return f"damages are measured by {Cost(estimator, samples, seconds).text}{refused}"
 
 
 def left(opened: Options, spent: float) -> float:

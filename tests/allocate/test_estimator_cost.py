@@ -90,7 +90,7 @@ def test_auto_is_chosen_once_and_told(model: Path, tmp_path: Path, monkeypatch: 
         assert store.opened.allocation == first
     with session.session(dataclasses.replace(job, budget=None), silent) as store:
         assert store.opened.allocation.config.estimator == BEST_FIRST[0]
-    assert len(notes) == 2
+    assert len(notes) == 1  # the best one without a budget goes without saying
 
 
 def test_an_estimator_that_does_not_fit_is_refused_before_anything_is_measured(
@@ -112,6 +112,8 @@ def test_a_plan_says_what_measuring_takes(model: Path, tmp_path: Path) -> None:
     assert found.seconds > 0 and found.estimator.startswith("damages are measured by kl_one_at_a_time on 32 samples (")
     explicit = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient"), silent)
     assert isinstance(explicit, forecast.Unmeasured) and "gradient on 32 samples" in explicit.estimator
+    short = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient", budget=1e-6), silent)
+    assert isinstance(short, forecast.Unmeasured) and short.estimator.endswith("more than --budget 0.0 s, refused")
 
 
 def test_durations() -> None:
