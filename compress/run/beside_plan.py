@@ -39,8 +39,8 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_linear: PlanLinea
         layer = plan_linear(spec, scheme) if scheme is not None else None
         if layer is not None and is_tower and memory_plan.needs_text(layer):
             raise RecipeError(
-                f"towers: {layer.scheme.method} needs calibration text, which never reaches {spec.name}; give a method "
-                "that needs no data, without a low-rank part and static scales"
+                f"towers: {layer.scheme.method} needs calibration text, which never reaches {spec.name}; name no "
+                "method there, or one that needs no data, without low-rank parts and static scales"
             )
         if layer is not None and not is_tower and _needs_tokens(layer):
             layer = None
