@@ -312,6 +312,8 @@ class Rotation:
 
 def _obstacle(graph: Graph, skeleton: Skeleton) -> str:
     """Return what stands in the way of rotating the residual stream, "" for nothing."""
+    if beside := [*skeleton.text_path.towers, *(f"block {number}" for number in skeleton.text_path.skipped)]:
+        return f"a pass over text does not show what {beside[0]} writes into the residual stream"
     for index, block in [*enumerate(graph.blocks), (None, graph.outside)]:
         prefix = "" if index is None else skeleton.block_prefix(index)
         if block.post_norms:

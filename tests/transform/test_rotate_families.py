@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+import wrappers
 from compress import api
 from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
@@ -96,6 +97,19 @@ def test_a_stream_behind_norms_stays_if_that_is_allowed(name: str, tmp_path: Pat
     (note,) = report["notes"]["transform"]
     assert note.startswith("the residual stream is not rotated, because model.layers.0.post_")
     assert distance(source, tmp_path / "out") < 1e-5
+
+
+def test_a_stream_that_images_are_written_into_stays(tmp_path: Path) -> None:
+    """What the projector gives would have to be rotated, too; text alone would not show that it was not."""
+    source, out = save(wrappers.build("llava"), tmp_path / "model"), tmp_path / "out"
+    with pytest.raises(UnsupportedModelError, match="what model.vision_tower writes into the residual stream"):
+        transformed(source, tmp_path / "no")
+    transformed(source, out, AUTO)
+    original, rotated = (AutoModelForImageTextToText.from_pretrained(path).eval() for path in (source, out))
+    inputs = wrappers.with_image("llava", original)
+    with torch.no_grad():
+        before, after = (model(**inputs).logits for model in (original, rotated))
+    assert (after - before).norm() < 1e-4 * before.norm()
 
 
 def test_auto_rotates_the_stream_where_it_can(tmp_path: Path) -> None:
