@@ -50,8 +50,11 @@ class Skeleton:
             self.model = empty_model(self.config, self.dtype)
         self.model.eval()
         self.model.tie_weights()
+        self._keeping_types: hf.CompressQuantizer | None = None
         if packed := checkpoint.config.get("quantization_config"):
-            hf.swap(self.model, hf.CompressConfig.read(packed))
+            packed_as = hf.CompressConfig.read(packed)
+            hf.swap(self.model, packed_as)
+            self._keeping_types = hf.keeping_types(self.model, packed_as)
         self.blocks_name, blocks = find_blocks(self.model)
         self.text_path = text_path.find(self.model, self.config, self.dtype, self.blocks_name)
         self.blocks = text_path.Blocks(blocks, self.text_path.skipped) if self.text_path.skipped else blocks
@@ -218,6 +221,8 @@ class Skeleton:
         tensors = {stored.name: stored.read() for name in names for stored in self.sources[name]}
         options = LoadStateDictConfig(
             dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),  # what this class computes in float32
+            hf_quantizer=self._keeping_types,
             device_map={"": str(device)},
             weight_mapping=cast(Any, stored_weights.conversions(self.model, self.checkpoint)),
         )

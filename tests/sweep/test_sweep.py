@@ -26,6 +26,10 @@ FEW = {  # model -> step
     "deepseek_v3": "int8",
     "qwen3_next": "int8",
     "camembert": "int8",
+    "gpt_oss": "int4",  # experts transposed, interleaved, with biases
+    "hy_v4": "int8",  # wants parameters named "scale" in float32
+    "inkling2_text": "int8",  # computes its router in float32
+    "vlm:llava": "int4",
 }
 
 
