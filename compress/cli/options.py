@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-DEFAULT_RECIPE = "vq2bit"
+DEFAULT_RECIPE = "trellis4bit"
 DEFAULT_ALLOCATION = "mixed3bit"  # of the commands that need something to allocate
 
 Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, GGUF file, or a hub id (owner/name).")]

@@ -14,14 +14,13 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, cut, first_line
 from compress.model import stored_weights
 from compress.model.load import FAILURES, load_empty, open_config
-from compress.model.meta_pass import Unread, WeightReadError, run_without_data
+from compress.model.meta_pass import Unread, UnreadTable, WeightReadError, run_without_data
 from compress.model.opener import opener
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
@@ -99,22 +98,6 @@ def _load(kind: type[PreTrainedModel] | None, directory: Path | None = None, **o
     return model
 
 
-class _UnreadTable(nn.Module):
-    """The place of a packed embedding in a forward pass without data."""
-
-    def __init__(self, name: str, real: PackedEmbedding) -> None:
-        super().__init__()
-        self.name, self.padding_idx, self.columns, self.dtype = name, real.padding_idx, real.shape[1], real.like.dtype
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise WeightReadError(self.name)
-        return super().__getattr__(name)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return input_ids.new_empty(*input_ids.shape, self.columns, dtype=self.dtype)
-
-
 def _check_forward(model: PreTrainedModel) -> None:
     """Raise CheckpointError if the forward pass of a loaded model reads the weight of a packed linear itself."""
     for name, module in list(model.named_modules()):
@@ -124,7 +107,8 @@ def _check_forward(model: PreTrainedModel) -> None:
         if isinstance(module, PackedLinear):
             model.set_submodule(name, Unread(name, module))
         if isinstance(module, PackedEmbedding):
-            model.set_submodule(name, _UnreadTable(name, module))
+            columns, dtype = module.shape[1], module.like.dtype
+            model.set_submodule(name, UnreadTable(name, columns, dtype, module.padding_idx))
     if isinstance(error := run_without_data(model), WeightReadError):
         raise CheckpointError(f"transformers' {type(model).__name__} reads the weight of {error} itself")
 

@@ -16,6 +16,7 @@ from compress.runtime.expert_layouts import Layout
 from compress.runtime.experts import is_fused_experts
 
 PROBE_TOKENS = 8
+READ = "the model's own code reads its weight"  # why a weight is kept
 # what a forward pass raises that depends on data which the meta device does not have
 NEEDS_DATA = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -55,6 +56,22 @@ class Unread(nn.Module):
         return torch.empty_like(x) if self.out_features is None else x.new_empty(*x.shape[:-1], self.out_features)
 
 
+class UnreadTable(nn.Module):
+    """The place of a packed embedding in a forward pass without data."""
+
+    def __init__(self, name: str, columns: int, dtype: torch.dtype, padding_idx: int | None) -> None:
+        super().__init__()
+        self.name, self.columns, self.dtype, self.padding_idx = name, columns, dtype, padding_idx
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise WeightReadError(self.name)
+        return super().__getattr__(name)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids.new_empty(*input_ids.shape, self.columns, dtype=self.dtype)
+
+
 def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model on the meta device whose forward pass needs no data."""
     with torch.device("meta"):
@@ -89,16 +106,19 @@ def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str
 
 
 def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[str]) -> set[str]:
-    """Return those of the named linears whose weight the model's own code reads, by a pass on the meta device.
+    """Return those of the named linears and embeddings whose weight the model's own code reads, by a meta pass.
 
     Such a weight cannot be packed. Linears of other blocks with the same name are taken along. What lies behind
     something that needs data is not seen.
     """
     model, found = without_experts(config, dtype), set[str]()
-    real = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    real = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     replaced = {name: real[name] for name in names if name in real}
-    for name, linear in replaced.items():
-        model.set_submodule(name, Unread(name, linear))
+    for name, module in replaced.items():
+        if isinstance(module, nn.Embedding):
+            model.set_submodule(name, UnreadTable(name, module.embedding_dim, dtype, module.padding_idx))
+        else:
+            model.set_submodule(name, Unread(name, module))
     while isinstance(error := run_without_data(model), WeightReadError):
         kind = _without_numbers(str(error))
         for name in [name for name in replaced if _without_numbers(name) == kind]:

@@ -25,7 +25,7 @@ from compress.model import expert_linears, stored_weights, text_path
 from compress.model.block_lists import find_blocks
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config
-from compress.model.meta_pass import read_weights, shared_inputs
+from compress.model.meta_pass import READ, read_weights, shared_inputs
 from compress.runtime import expert_layouts, hf, linears
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.packed import PackedModule
@@ -257,7 +257,7 @@ class Skeleton:
                 elif layout is not None or any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     kept[full] = layout or "a parameter of three dimensions that is no experts'"
         read = read_weights(self.config, self.dtype, (spec.name for spec in specs if not spec.is_expert))
-        kept |= dict.fromkeys(sorted(read), "the model's own code reads its weight")
+        kept |= dict.fromkeys(sorted(read), READ)
         specs = [spec for spec in specs if spec.name not in read]
         if is_needed and not specs:
             reasons = sorted(set(kept.values()))

@@ -31,7 +31,8 @@ PURPOSES = (  # in the order in which they are shown
     "Low rank and smaller layers",
 )
 WHERE_TO_START = {
-    "int4": "for 4 bits",
+    "trellis4bit": "for 4 bits",
+    "int4": "for engines that read integers",
     "vq2bit": "for 2 bits",
     "mixed3bit": "to fit a size",
     "kv4": "for the key-value cache",

@@ -7,7 +7,7 @@ import math
 from transformers import PreTrainedModel
 
 from compress.model.skeleton import Skeleton
-from compress.storage.checkpoint import CHUNK
+from compress.storage.checkpoint import CHUNK, StoredTensor
 from compress.types import LinearSpec
 
 PIECES = 5  # times the float32 numbers of a piece of a weight that are there while it is decoded: codes, scales, both
@@ -54,9 +54,9 @@ def converted_nbytes(skeleton: Skeleton) -> int:
 
 def decoding_nbytes(skeleton: Skeleton) -> int:
     """Return the bytes that decoding one weight of another tool takes beside the weight: what is stored, and pieces."""
-    if not skeleton.checkpoint.base:
+    decoded = [tensor for tensor in skeleton.checkpoint.tensors.values() if not isinstance(tensor, StoredTensor)]
+    if not decoded:
         return 0
-    tensors = skeleton.checkpoint.tensors.values()
-    stored = max(sum(source.nbytes for source in tensor.sources) for tensor in tensors)
-    piece = max(CHUNK, *(4 * math.prod(tensor.shape[1:]) for tensor in tensors))
+    stored = max(sum(source.nbytes for source in tensor.sources) for tensor in decoded)
+    piece = max(CHUNK, *(4 * math.prod(tensor.shape[1:]) for tensor in decoded))
     return stored + PIECES * piece

@@ -86,7 +86,7 @@ class BlockLoop:
     def run(self, consumer: BlockConsumer) -> None:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
         notes = self._choose()
-        count = len(self.skeleton.blocks)
+        count, last = len(self.skeleton.blocks), self._last_read()
         if consumer.finished < count:
             self._gradients()
         self.stream.embed()
@@ -96,11 +96,17 @@ class BlockLoop:
             consumer.start(notes)
             try:
                 for index in range(count):
-                    self._block(index, consumer, index + 1 == count)
+                    self._block(index, consumer, index >= last)
                 if self.reads_head:
                     self.head = tables.statistics(self.stream, self.prepared.plan)
             finally:
                 self.stream.states.close()
+
+    def _last_read(self) -> int:
+        """Return the last block that the calibration text is read for: behind it nothing is packed or transformed."""
+        if self.stream.transforms:
+            return len(self.skeleton.blocks) - 1
+        return max((index for index, layers in enumerate(self.layers) if layers), default=-1)
 
     def predict_seconds(self, consumer: BlockConsumer, batches: int) -> float:
         """Return the seconds of all blocks if each takes as long as the largest, with `batches` batches, not one."""

@@ -29,8 +29,8 @@ NO_LINEAR = "not a linear layer"
 def completed(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Plan:
     """Return the plan with a reason for everything that counts and is not packed."""
     names = {layer.spec.name for layer in plan.layers}
-    experts = {layer.spec.name.rsplit(".", 2)[0] for layer in plan.layers if layer.spec.is_expert}
     kept = dict(plan.kept)
+    experts = {name.rsplit(".", 2)[0] for name in (*names, *kept)}  # whose linears are listed one by one
     for name in matrices:
         if name not in names | experts | kept.keys():
             is_inside = name.startswith(f"{skeleton.blocks_name}.")

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from compress import formats, plugins
 from compress.errors import RecipeError
 from compress.model import tables
+from compress.model.meta_pass import READ, read_weights
 from compress.model.skeleton import Skeleton
 from compress.model.tables import Table
 from compress.recipe.schema import Recipe
@@ -27,12 +28,15 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
     written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
     plan = dataclasses.replace(plan, written_numel=written, numel=written - twice)
     is_asked = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
-    for table in tables.find(skeleton) if is_asked else ():
+    found = tables.find(skeleton) if is_asked else []
+    read = read_weights(skeleton.config, skeleton.dtype, (name for table in found for name in table.names))
+    for table in found:
         scheme = _scheme(recipe, table)
         if scheme is None:
             continue
-        if (reason := table.refused) is not None or _is_ignored(recipe, table):
-            plan.kept[table.spec.name] = reason or "kept by the recipe"
+        refused = table.refused or (READ if read & set(table.names) else None)
+        if refused is not None or _is_ignored(recipe, table):
+            plan.kept[table.spec.name] = refused or plan.CHOSEN
             continue
         layer = plan_weight(table.spec, scheme)
         if "embeddings" in table.roles:

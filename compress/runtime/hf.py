@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,13 +166,14 @@ class CompressQuantizer(HfQuantizer):
     """The quantizer that from_pretrained and save_pretrained call."""
 
     quantization_config: CompressConfig
-    types: Mapping[str, torch.dtype] = {}  # of packed tensors
+    packed: Set[str] = frozenset()  # names of packed tensors
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Keep the type of a packed tensor, whatever the model says of parameters whose names are like its name."""
-        targets: list[str] = getattr(converter, "target_patterns", [])
+        if any(target in self.packed for target in getattr(converter, "target_patterns", ())):
+            return None  # as it is stored: what is not as specified is found later
         other: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
-        return self.types.get(targets[0], other) if len(targets) == 1 else other
+        return other
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
@@ -182,7 +183,7 @@ class CompressQuantizer(HfQuantizer):
         if self._directory is not None:
             _check_files(model, self._directory, {file.name for file in files})
         swap(model, self.quantization_config)
-        self.types = _types(model)
+        self.packed = _packed_tensors(model)
         for module in _packed(model):
             if "weight" not in module.specs:  # of a cut matrix there is one, which is loaded
                 module.weight = _initialized(module.shape)
@@ -274,14 +275,14 @@ def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
 def keeping_types(model: nn.Module, config: CompressConfig) -> CompressQuantizer:
     """Return what keeps the types of the packed tensors of a model while its weights are loaded."""
     quantizer = CompressQuantizer(config, pre_quantized=True)
-    quantizer.types = _types(model)
+    quantizer.packed = _packed_tensors(model)
     return quantizer
 
 
-def _types(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the types of all packed tensors, by their names."""
+def _packed_tensors(model: nn.Module) -> set[str]:
+    """Return the names of all packed tensors."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, PackedModule))
-    return {f"{name}.{key}": kind for name, module in named for key, (_, kind) in module.specs.items()}
+    return {f"{name}.{key}" for name, module in named for key in module.specs}
 
 
 def _packed(model: nn.Module) -> list[PackedModule]:

@@ -27,7 +27,9 @@ def test_recipes() -> None:
     assert sorted(listed) == recipe.names()
     assert {name: row["description"] for name, row in listed.items()} == {n: recipe.describe(n) for n in recipe.names()}
     first, *lines = succeeded("recipes").splitlines()
-    assert first.startswith("Where to start: int4 for 4 bits, vq2bit for 2 bits")
+    assert first.startswith(
+        "Where to start: trellis4bit for 4 bits, int4 for engines that read integers, vq2bit for 2 bits"
+    )
     assert [line for line in lines if line in catalogue.PURPOSES] == list(catalogue.PURPOSES)
     rows = {line.split()[0]: line for line in lines if line.startswith(" ")}
     assert rows.keys() - {"recipe"} == set(recipe.names())
@@ -67,7 +69,7 @@ def test_a_printed_recipe_is_one_to_start_from(tmp_path: Path) -> None:
 
 def test_methods() -> None:
     found = json.loads(succeeded("methods", "--json"))
-    known = {f"{kind}/{name}" for kind in plugins.KINDS for name in plugins.names(kind)}
+    known = {f"{kind}/{name}" for kind in plugins.SETTABLE for name in plugins.names(kind)}
     assert found.keys() == known | {f"recipe/{section}" for section in settings.SECTIONS}
     assert {"quant/rtn", "quant/gptq", "formats/int", "formats/dense"} <= found.keys() and all(found.values())
     lines = succeeded("methods").splitlines()
@@ -100,7 +102,7 @@ def test_every_setting_is_explained() -> None:
 
 
 def test_defaults_and_names_are_those_of_the_class() -> None:
-    for kind in plugins.KINDS:
+    for kind in plugins.SETTABLE:
         for name in plugins.names(kind):
             cls = getattr(plugins.load(kind, name), plugins.KINDS[kind][0])
             listed = settings.settings(f"{kind}/{name}")

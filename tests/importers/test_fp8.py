@@ -168,7 +168,7 @@ def test_it_is_scored_against(pico_dir: foreign.Pico, tmp_path: Path) -> None:
 def test_the_pieces_of_decoding_are_planned(pico_dir: foreign.Pico, tmp_path: Path) -> None:
     both = foreign.written(pico_dir("llama"), tmp_path, settings(BLOCK), pack)
     sizes = [activation_sizes.decoding_nbytes(Skeleton(open_checkpoint(directory))) for directory in both]
-    largest = 192 * 64 + 4 * 4 * 2  # codes of a linear, and its scales
+    largest = 64 * 192 + 2 * 5 * 4  # codes of a linear, and its scales
     assert sizes == [largest + activation_sizes.PIECES * CHUNK, 0]
 
 

@@ -116,7 +116,7 @@ def test_defaults_are_refused_or_work(method: str) -> None:
             refused.append(shape[1])
             continue
         check_generation(shape, settings, 2.0)
-    grouped = {"kivi": [16, 40, 80], "squat": [16, 40, 80], "gear": [16, 40, 80], "rotatekv": [16, 40, 80]}
+    grouped = {"kivi": [40, 80], "squat": [40, 80], "gear": [80, 96], "rotatekv": [16, 40, 80]}
     assert set(grouped.get(method, [])) <= set(refused) and (method in grouped or not refused)
 
 

@@ -17,7 +17,14 @@ from compress.storage.workdir import Output
 
 ROW: dict[str, Any] = {
     **{"name": "a.b", "shape": [2, 4], "method": "rtn", "format": "int", "bpw": 4.5, "nbytes": 8, "notes": []},
-    "params": {"bits": 4, "group_size": 64, "symmetric": True, "tile_words": 16, "scale_dtype": "float16"},
+    "params": {
+        "bits": 4,
+        "group_size": 64,
+        "symmetric": True,
+        "tile_words": 16,
+        "scale_dtype": "float16",
+        "narrow_tail": False,
+    },
     **{"weight_error": 0.1, "output_error": None, "tokens": 0, "seconds": 0.5},
     **{"ops": {"input": [], "output": []}, "activations": None, "lowrank": None},
 }

@@ -117,9 +117,9 @@ def test_targets_are_answered_before_measuring(mine: Setup, tmp_path: Path) -> N
     words = ["--calib", str(TEXT), "--out", str(tmp_path / "out")]
     with_cache = mine.set("kv_cache={method: kivi, bits: 4, group_size: 16, residual_length: 16}").options()
     for more, said in {
-        (*mine.options(), "--target", "2bpw"): "below the least that the options allow: 4.208",
-        (*mine.options(), "--target", "100KB"): "below the least that the options allow: 4.208",
-        (*with_cache, "--target", "100KB", "--context", "100"): "below the least that the options allow: 4.208",
+        (*mine.options(), "--target", "2bpw"): "below the least that the options allow: 2.500",
+        (*mine.options(), "--target", "100KB"): "below the least that the options allow: 2.500",
+        (*with_cache, "--target", "100KB", "--context", "100"): "below the least that the options allow: 2.500",
     }.items():
         for name in ("quantize", "plan"):
             result = cli(name, str(model), *words, *more)
@@ -143,11 +143,11 @@ def test_a_cache_that_does_not_fit_is_found_before_weights_are_measured(mine: Se
 
 def test_more_than_enough_is_said_once(mine: Setup, tmp_path: Path) -> None:
     model, out = save_pico("llama", tmp_path / "model"), tmp_path / "out"
-    note = "compress: target 12bpw is above the largest options (11.917 bpw, "
+    note = "compress: target 12bpw is above the largest options (6.500 bpw, "
     words = [str(model), *mine.options(), "--calib", str(TEXT), "--target", "12bpw"]
     result = cli("quantize", *words, "--out", str(out))
     assert result.code == 0 and result.err.count(note) == 1 and "every linear gets its largest" in result.err
-    assert "11.917 bits per packed weight" in result.out
+    assert "6.500 bits per packed weight" in result.out
     assert cli("plan", *words, "--out", str(out)).err.count(note) == 1
 
 

@@ -197,8 +197,12 @@ def test_a_context_past_the_model(written: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "cache", "message"),
     [
-        ("mistral", KIVI, "no layer of this model has the full attention that is coded; remove kv_cache"),
-        ("llama", "{method: kivi, group_size: 32}", "layer 0, values: group_size 32 does not divide the head's 16"),
+        (
+            "mistral",
+            KIVI,
+            "no layer of this model has the full attention that is coded .they are sliding_attention.; remove kv_cache",
+        ),
+        ("llama", "{method: kivi, group_size: 12}", "layer 0, values: group_size 12 does not divide the head's 16"),
         ("llama", "{method: kivi, group_size: 16, skip_layers: [2]}", "there is no layer 2, the model has 2"),
     ],
 )

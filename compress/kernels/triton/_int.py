@@ -230,10 +230,30 @@ def _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK: tl.conste
 
 
 @triton.jit
-def _finish(acc, out, n, m, rows, out_features):
-    """out [rows, out_features] = acc^T."""
+def _finish(acc, hidden, factor, out, n, m, rows, out_features, RANK: tl.constexpr, USE_ASM: tl.constexpr):
+    """out [rows, out_features] = acc^T, plus the low-rank part."""
+    acc = _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK, USE_ASM)
     mask = (n < out_features)[:, None] & (m < rows)[None, :]
     tl.store(out + m[None, :] * out_features + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _narrow_product(x, words_a, words_b, words_c, scales, zeros, row, stored, stored_rows, m, rows, in_row, first, tile,
+                    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, COUNTED: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """Products [n, m] with the weights of a narrow tile."""
+    kind: tl.constexpr = x.dtype.element_ty if USE_ASM else tl.float32
+    code = _narrow_code(words_a, words_b, words_c, row, in_row, first, tile, A, B, C)
+    column = first + tile * 32
+    start = x + (m[None, :] * in_row + tl.arange(0, 32)[:, None])
+    columns = tl.load(start + column, mask=(m < rows)[None, :], other=0.0).to(kind)
+    products = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    products = tl.dot((code - (1 << (A + B + C - 1))).to(kind), columns, products)
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if COUNTED:
+        sums = tl.dot(tl.full((BLOCK_N, 32), 1.0, kind), columns, sums)
+    group = 0 if GROUP == 0 else column // GROUP
+    return _scaled(products, sums, scales, zeros, group, stored, stored_rows, COUNTED, A + B + C)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -245,11 +265,9 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
              USE_ASM: tl.constexpr):  # fmt: skip
     """out [rows, out_features] = x [rows, stored columns] W^T; program (rows of W, part of the columns).
 
-    x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. With SPLIT, the last to finish of the `splits`
-    programs of the same rows sums their parts in order. SUMMED: `sums` [groups, rows] float32 are the sums of x over
-    each group, for the zero points; otherwise the loop takes them, as products with ones. RANK: hidden [rows, RANK]
-    times factor [RANK, out_features] is added, both of the type of x. NARROW: the number of tiles of 32 columns behind
-    the `tiles` whole ones.
+    x is float16, or bfloat16 if BF16; GROUP is 0 for the whole row. SPLIT: the last to finish of the `splits` programs
+    of the same rows sums their parts. SUMMED: `sums` [groups, rows] are those of x, else the loop takes them. RANK:
+    hidden [rows, RANK] times factor [RANK, out_features] is added. NARROW: tiles of 32 columns behind the whole ones.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -262,8 +280,7 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
     CHAIN: tl.constexpr = chain(F, GROUP, TILE_WORDS)
     COUNTED: tl.constexpr = not SYMMETRIC and not SUMMED
     steps = tiles * (TILE_WORDS // BLOCK_WORDS)
-    whole = tiles * (F * TILE_WORDS)
-    in_row = whole + NARROW * 32
+    whole, in_row = tiles * (F * TILE_WORDS), tiles * (F * TILE_WORDS) + NARROW * 32
     x_start = x + (m[None, :] * in_row + j[:, None])
     ones = tl.full((BLOCK_N, BLOCK_WORDS), 1.0, x.dtype.element_ty if USE_ASM else tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -288,18 +305,8 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
                 group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
                 acc += _scaled(part_acc, part_sums, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
     for narrow in range(NARROW * part // splits, NARROW * (part + 1) // splits):
-        code = _narrow_code(words_a, words_b, words_c, row, in_row, whole, narrow, A, B, C)
-        kind: tl.constexpr = x.dtype.element_ty if USE_ASM else tl.float32
-        first = whole + narrow * 32
-        start = x + (m[None, :] * in_row + tl.arange(0, 32)[:, None])
-        columns = tl.load(start + first, mask=(m < rows)[None, :], other=0.0).to(kind)
-        products = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        products = tl.dot((code - (1 << (BITS - 1))).to(kind), columns, products)
-        totals = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if COUNTED:
-            totals = tl.dot(tl.full((BLOCK_N, 32), 1.0, kind), columns, totals)
-        group = 0 if GROUP == 0 else first // GROUP
-        acc += _scaled(products, totals, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
+        acc += _narrow_product(x, words_a, words_b, words_c, scales, zeros, row, stored, stored_rows, m, rows, in_row,
+                               whole, narrow, A, B, C, GROUP, COUNTED, BLOCK_N, BLOCK_M, USE_ASM)  # fmt: skip
     if SUMMED:  # the parts share the groups out anew
         count = tl.cdiv(in_row, GROUP) if GROUP != 0 else 1
         start, end = count * part // splits, count * (part + 1) // splits
@@ -307,11 +314,9 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
     if SPLIT:
         last, acc = sum_parts(acc, partials, counters, pid, part, splits, (m < rows)[None, :] & (n >= 0)[:, None])
         if last:
-            acc = _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK, USE_ASM)
-            _finish(acc, out, n, m, rows, out_features)
+            _finish(acc, hidden, factor, out, n, m, rows, out_features, RANK, USE_ASM)
     else:
-        acc = _with_lowrank(acc, hidden, factor, n, m, rows, out_features, RANK, USE_ASM)
-        _finish(acc, out, n, m, rows, out_features)
+        _finish(acc, hidden, factor, out, n, m, rows, out_features, RANK, USE_ASM)
 
 
 @triton.jit
