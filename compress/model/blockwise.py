@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compress.errors import NumericalError, UnsupportedModelError
+from compress.errors import NumericalError, UnsupportedModelError, first_line
 from compress.model import block_calls
 from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replaced
 from compress.model.skeleton import Skeleton
@@ -273,14 +273,14 @@ def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def states_of(output: Any) -> Tensor:
-    """Return the hidden states in what a block returns: a tensor, or a tuple with the states first."""
-    return cast(Tensor, output[0] if isinstance(output, tuple) else output)
+    """Return the hidden states in what a block returns: a tensor, or a tuple or list with the states first."""
+    return cast(Tensor, output[0] if isinstance(output, (tuple, list)) else output)
 
 
 def call_block(run: Callable[..., Any], call: BlockArgs, hidden: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     """Call a block, or what stands for it, with hidden states [batch, ...]; return those it gives, and the rest."""
     output = run(hidden.movedim(0, call.batch_dim), *call.args, **call.kwargs)
-    return states_of(output).movedim(call.batch_dim, 0), output[1:] if isinstance(output, tuple) else ()
+    return states_of(output).movedim(call.batch_dim, 0), tuple(output[1:]) if isinstance(output, (tuple, list)) else ()
 
 
 def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> Tensor:
@@ -290,8 +290,19 @@ def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> T
 
 @torch.no_grad()
 def run_block_fully(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> tuple[Tensor, tuple[Any, ...]]:
-    """Run a block as `run_block` does; return also what it gives beside hidden states."""
-    states, beside = call_block(block, call, hidden)
+    """Run a block as `run_block` does; return also what it gives beside hidden states.
+
+    Raise UnsupportedModelError where the block's own code fails, as some does on 16-bit states.
+    """
+    try:
+        states, beside = call_block(block, call, hidden)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"transformers' {type(block).__name__} ({name}) fails on hidden states {list(hidden.shape)} of "
+            f"{str(hidden.dtype).removeprefix('torch.')}: {first_line(error)}; a checkpoint in float32 may work"
+        ) from error
     if not torch.isfinite(states).all():
         raise NumericalError(
             f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"

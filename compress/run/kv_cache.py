@@ -37,9 +37,16 @@ def check(config: Any, settings: CacheSettings) -> Codings:
 
     No weight is read: it is known before any work whether generation can use the cache.
     """
+    if getattr(config.get_text_config(), "cross_attention_layers", None):
+        raise RecipeError("kv_cache: layers of this model attend to images, whose cache its own code reads; remove kv_cache")
     types = caches.layer_types(config)
     if caches.CODED not in types:
         raise RecipeError(caches.no_layer(types))
+    if getattr(config.get_text_config(), "use_cache", True) is False:
+        raise RecipeError(
+            "kv_cache: the model's configuration says use_cache: false, so that generation keeps no cache; set it to "
+            "true in config.json, or remove kv_cache"
+        )
     cached = cached_layers(config)
     if cached.own_cache:
         raise RecipeError(

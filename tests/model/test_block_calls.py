@@ -100,3 +100,21 @@ def test_the_number_of_outputs_is_found(width: int) -> None:
     found = block_calls.layout(model, model.blocks, TOKENS[:2])
     place = ("kwargs", "chosen")
     assert found.batch_dim == 0 and found.passed == ({(1, place): 1, (2, place): 1} if width == 2 else {})
+
+
+def test_a_block_whose_own_code_fails_is_refused_in_one_line() -> None:
+    """As some blocks of transformers do in 16 bits."""
+
+    class Mixed(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden @ torch.eye(4)
+
+    call = BlockArgs((), {})
+    with pytest.raises(UnsupportedModelError, match=r"Mixed \(blocks\.3\) fails on hidden states \[1, 2, 4\] of bfloat16"):
+        blockwise.run_block(Mixed(), call, torch.ones(1, 2, 4, dtype=torch.bfloat16), "blocks.3")
+
+
+def test_a_block_that_gives_a_list_is_read_like_one_that_gives_a_tuple() -> None:
+    hidden = torch.ones(1, 2, 4)
+    states, beside = blockwise.call_block(lambda x: [x + 1, "rest"], BlockArgs((), {}), hidden)
+    assert torch.equal(states, hidden + 1) and beside == ("rest",)

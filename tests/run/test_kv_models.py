@@ -216,3 +216,14 @@ def test_a_fused_cache_that_attention_cannot_read() -> None:
     assert generated(model).nbytes() == expected
     weights = model(ids, past_key_values=make_cache(model.config, section), output_attentions=True).attentions
     assert [x.shape for x in weights] == [(1, 4, 90, 90)] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("use_cache", False, "use_cache: false, so that"), ("cross_attention_layers", [1], "attend to images")],
+)
+def test_a_cache_that_is_not_kept_or_is_looked_into_is_refused(key: str, value: Any, said: str) -> None:
+    config = of_type("llama", HEADS).config
+    setattr(config, key, value)
+    with pytest.raises(RecipeError, match=said):
+        kv_cache.check(config, cache_settings({"method": "kivi"}))

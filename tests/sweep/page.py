@@ -33,7 +33,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     lines = [f"{len(rows)} models, of which transformers builds {len(built)} from a small configuration.", ""]
     kinds = sorted({entry["outcome"] for row in built for entry in _entries(row)}, key=_rank)
     lines += [f"| step | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    for step in STEPS:
+    for step in _steps(rows):
         counts = Counter(row[step]["outcome"] for row in built if step in row)
         lines.append(f"| {step} | {' | '.join(str(counts[kind]) for kind in kinds)} |")
     partial = sorted((share, row["model"]) for row in built if (share := _share(row)) is not None and share < LEAST)
@@ -44,17 +44,23 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return one row a model."""
-    lines = [f"| model | class | packed | {' | '.join(STEPS)} | what was said |", "|---" * (len(STEPS) + 4) + "|"]
+    steps = _steps(rows)
+    lines = [f"| model | class | packed | {' | '.join(steps)} | what was said |", "|---" * (len(steps) + 4) + "|"]
     for row in rows:
         if row["build"] != "ok":
-            lines.append(f"| {row['model']} | | | {' | ' * (len(STEPS) - 1)} | {_short(row['build'])} |")
+            lines.append(f"| {row['model']} | | | {' | ' * (len(steps) - 1)} | {_short(row['build'])} |")
             continue
         share = _share(row)
         packed = "" if share is None else f"{share:.1%}"
         said = sorted({text for entry in _entries(row) for key in ("partial", "said") if (text := entry.get(key))})
-        cells = " | ".join(_cell(row.get(step)) for step in STEPS)
+        cells = " | ".join(_cell(row.get(step)) for step in steps)
         lines.append(f"| {row['model']} | {row['kind']} | {packed} | {cells} | {_short(' / '.join(said))} |")
     return "\n".join(lines) + "\n"
+
+
+def _steps(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the steps that were run."""
+    return [step for step in STEPS if any(step in row for row in rows)]
 
 
 def _entries(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ FEW = {  # model -> step
     "rwkv": "int8",
     "opt": "int8",
     "bloom": "int8",  # no maximum position
-    "git": "int8",  # a vision tower's list of blocks beside that of the text
     "deepseek_v3": "int8",
     "qwen3_next": "int8",
     "camembert": "int8",
@@ -50,5 +49,5 @@ def test_the_page_names_what_went_wrong() -> None:
         {"model": "two", "build": "build: no"},
     ]
     text = page(rows, "versions")
-    assert "| one | One | 25.0% |  | 0.010 | **crash** |" in text and "ValueError: c of Y" in text
+    assert "| one | One | 25.0% | 0.010 | **crash** |" in text and "ValueError: c of Y" in text
     assert "| int4 | 0 | 1 |" in text and "one 25%" in text and "build: no" in text
