@@ -38,7 +38,9 @@ def check(config: Any, settings: CacheSettings) -> Codings:
     No weight is read: it is known before any work whether generation can use the cache.
     """
     if getattr(config.get_text_config(), "cross_attention_layers", None):
-        raise RecipeError("kv_cache: layers of this model attend to images, whose cache its own code reads; remove kv_cache")
+        raise RecipeError(
+            "kv_cache: layers of this model attend to images, whose cache its own code reads; remove kv_cache"
+        )
     types = caches.layer_types(config)
     if caches.CODED not in types:
         raise RecipeError(caches.no_layer(types))

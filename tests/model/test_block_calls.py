@@ -110,7 +110,9 @@ def test_a_block_whose_own_code_fails_is_refused_in_one_line() -> None:
             return hidden @ torch.eye(4)
 
     call = BlockArgs((), {})
-    with pytest.raises(UnsupportedModelError, match=r"Mixed \(blocks\.3\) fails on hidden states \[1, 2, 4\] of bfloat16"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Mixed \(blocks\.3\) fails on hidden states \[1, 2, 4\] of bfloat16"
+    ):
         blockwise.run_block(Mixed(), call, torch.ones(1, 2, 4, dtype=torch.bfloat16), "blocks.3")
 
 
