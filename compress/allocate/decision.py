@@ -87,7 +87,8 @@ def _within(store: Measurements, allocation: Allocation, bound: float) -> Target
     module, config = plugins.load("allocate", allocation.method), allocation.config
     if JOINT in module.needs(config):  # a search from the knapsack's answer ends no worse than that
         module = plugins.load("allocate", "knapsack")
-        config = module.Config(estimator=config.estimator)
+        is_knapsack = allocation.method == "knapsack"
+        config = dataclasses.replace(config, rounds=0) if is_knapsack else module.Config(estimator=config.estimator)
     table = metrics.table(store, module.needs(config))
     evaluator = choices.evaluator(store, table)
     empty = Problem(table.units, 0)

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 
+from compress import plugins
 from compress.allocate import prepare_options, table
 from compress.allocate.block_scores import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.reference_logprobs import TOP_K, predictions
-from compress.errors import BudgetError, NotMeasuredError
+from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
@@ -124,7 +125,11 @@ def _timed(call: Callable[[], object]) -> float:
 
 def costs(opened: Options, known: Speed, samples: int) -> Iterator[Cost]:
     """Yield what may take the place of `auto`, best first; on fewer samples only while that is better than the next."""
+    scopes = {plugins.load("transform", step.method).SCOPE for step in opened.asked.recipe.transform}
+    excluded = {getattr(opened.allocation.config, "scale", None), *(("gradient",) if "block" in scopes else ())}
     for estimator in BEST_FIRST:
+        if estimator in excluded:  # taken already, or not of the weights as they are stored
+            continue
         count = samples
         while count:
             yield Cost(estimator, count, known.seconds(work(opened, estimator, count), opened.asked.processes))
@@ -196,13 +201,18 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
     layout = {"estimator": TEXT, "samples": INTEGER, "seconds": NUMBER}
     if json_text.mismatch(content, layout) is None and all(content.get(key) == wanted[key] for key in wanted):
         chosen = Cost(content["estimator"], content["samples"], content["seconds"])
-    elif _is_measured(folder / f"measured-{BEST_FIRST[0]}.json", samples):
+    elif getattr(allocation.config, "scale", None) != BEST_FIRST[0] and _is_measured(
+        folder / f"measured-{BEST_FIRST[0]}.json", samples
+    ):
         chosen = Cost(BEST_FIRST[0], samples, 0.0)
     else:
         if not asked.measures:
             raise NotMeasuredError(f"{folder} has no damages")
-        chosen, said = best(opened, speed(opened), samples, left)
-        if asked.budget is not None or "does not fit" in said:
+        try:
+            chosen, said = best(opened, speed(opened), samples, left)
+        except UnsupportedModelError as error:  # its blocks are run together only
+            chosen, said = Cost(BEST_FIRST[-1], samples, 0.0), f"damages are by {BEST_FIRST[-1]}: {error}"
+        if asked.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in said:
             note(said)
         write_text(path, json.dumps({**wanted, **chosen._asdict()}, indent=1) + "\n")
     config = dataclasses.replace(allocation.config, estimator=chosen.estimator)

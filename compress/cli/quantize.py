@@ -87,11 +87,12 @@ def _words(job: Job, options: RunOptions) -> list[str]:
         "--adapter": job.adapter,
         "--calib": job.calib,
         "--seed": job.seed or None,
-        "--budget": None if job.budget is None else f"{job.budget:g}s",
+        "--budget": None if job.budget is None else f"{job.budget:.3f}s",
         "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",
         "--device": None if job.device == device_named("auto") else job.device,
     }
     words += [word for name, given in said.items() if given is not None for word in (name, str(given))]
+    words += ["--allow-partial"] if job.allow_partial else []
     if job.recipe.allocate is not None:
         words += ["--measurements", str(job.measurements or prepare_options.folder_of(job))]
     return words

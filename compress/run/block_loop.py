@@ -155,7 +155,7 @@ class BlockLoop:
             notes = stream.transform(index, block)
             consumer.begin(index, block)
             self._check_finite(layers, block)
-            weights, note = stream.importance(index, block)
+            weights, note = stream.importance(index, block) if layers else (None, None)
             for task in self._tasks(index, block, weights):
                 begun = time.monotonic()
                 self.meter.say(f"quantizing {task.layer.spec.name}" + (task.option and f", option {task.option}"))

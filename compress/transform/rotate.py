@@ -90,6 +90,10 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
         )
     if obstacle:
         says.append(f"the residual stream is not rotated, because {obstacle}")
+    if obstacle and not config.values and (config.seeds > 1 or config.learn):
+        raise UnsupportedModelError(
+            f"{obstacle}, so that nothing is left to draw; set `seeds: 1` and `learn: 0`, or `values: true` for rotate"
+        )
     config = replace(config, residual=bool(config.residual and not obstacle))
     if config.residual:
         skeleton.untie()

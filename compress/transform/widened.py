@@ -41,7 +41,7 @@ def arguments(call: BlockArgs) -> BlockArgs:
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     args, kwargs = tree_map(wide, (call.args, call.kwargs))
-    return BlockArgs(args, kwargs)
+    return call._replace(args=args, kwargs=kwargs)
 
 
 @torch.no_grad()
