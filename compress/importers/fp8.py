@@ -36,7 +36,7 @@ def tensors(source: Source) -> dict[str, Readable]:
     ]
     for name in names:
         stored, scale = source.take(name), _scale(source, name)
-        if stored.dtype == torch.int8:
+        if stored.dtype == torch.int8 and stored.shape:
             codes, scales = _halves(stored), scaled.Scales(scale, (1, GROUP))
         else:
             codes, scales = scaled.plain(stored), scaled.Scales(scale, block)

@@ -28,7 +28,11 @@ FOLDER = "compress_adapter"  # in a checkpoint directory: the adapter that is me
 CONFIG, WEIGHTS = paths.ADAPTER_CONFIG, paths.ADAPTER
 PREFIX = "base_model.model."
 KEYS = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)")
-REFUSED = ("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices")
+REFUSED = (
+    *("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices"),
+    *("alora_invocation_tokens", "use_qalora"),
+)
+PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # with which the base stays as it was
 PATTERN = re.compile(r"[\w.\\^$|()\[\]\-*+]{1,200}")
 
 
@@ -71,6 +75,11 @@ def check(adapter: Path) -> None:
                 f"{adapter / CONFIG} has {key} {shown(settings[key])}, which is not merged; merge it with PEFT "
                 "(merge_and_unload) and give the result"
             )
+    if (begun := settings.get("init_lora_weights", True)) not in PLAIN_INITS:
+        raise CheckpointError(
+            f"{adapter / CONFIG}: init_lora_weights {shown(begun)} changes the base weights, too; merge it with PEFT "
+            "(merge_and_unload) and give the result"
+        )
     if settings.get("bias", "none") != "none":
         raise CheckpointError(
             f"{adapter / CONFIG}: trained biases ({shown(settings['bias'])}) are not merged; use PEFT"
@@ -119,6 +128,8 @@ def _update(adapter: Path, settings: Mapping[str, Any], module: str, parts: Mapp
     if (magnitude is not None) != bool(settings.get("use_dora")):
         raise CheckpointError(f"{adapter}: use_dora and the tensors of {shown(module)} do not agree; save it again")
     alphas = settings.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict):
+        raise CheckpointError(f"{adapter / CONFIG}: alpha_pattern {shown(alphas)} is no table; save the adapter again")
     alpha = next((alphas[key] for key in alphas if _matches(adapter, key, module)), settings.get("lora_alpha"))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise CheckpointError(f"{adapter / CONFIG}: lora_alpha {shown(alpha)} of {shown(module)} is no number")

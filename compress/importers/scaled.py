@@ -115,8 +115,9 @@ def _groups(source: Source, scales: Scales, columns: int, groups: int, across: i
 
 def checked(source: Source, name: str, group: Tensor, groups: int) -> Tensor:
     """Return indices of groups; CheckpointError for one that is none."""
-    if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < groups:
-        raise source.error(f"{name} speaks of group {int(group.max())}, there are {groups}; download it again")
+    low, high = (int(group.min()), int(group.max())) if group.numel() else (0, 0)
+    if group.numel() and not 0 <= low <= high < groups:
+        raise source.error(f"{name} speaks of group {low if low < 0 else high}, there are {groups}; download it again")
     return group
 
 

@@ -43,7 +43,8 @@ def resolve(model: str, adapter: Path | None = None) -> Path:
     file = paths.gguf_file(path)
     if file is None and adapter is None:
         return path
-    return _directory(path.resolve(), file and file.resolve(), adapter and adapter.resolve())
+    # links are not followed: a file of a cache has its name on the link only
+    return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute())
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from compress.model.meta_pass import READ, read_weights
 from compress.model.skeleton import Skeleton
 from compress.model.tables import Table
 from compress.recipe.schema import Recipe
+from compress.run import memory_plan
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
 PlanWeight = Callable[[LinearSpec, Scheme], LayerPlan]
@@ -41,6 +42,7 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
         layer = plan_weight(table.spec, scheme)
         if "embeddings" in table.roles:
             _check_rows(table, layer)
+            _check_data(table, layer)
         copies = {stored.name for stored in table.sources}
         plan = dataclasses.replace(
             plan,
@@ -71,6 +73,14 @@ def _storage(scheme: Scheme) -> list[object]:
 def _is_ignored(recipe: Recipe, table: Table) -> bool:
     names = [*table.names, *(f"{name}.weight" for name in table.names)]
     return any(fnmatchcase(name, pattern) for name in names for pattern in recipe.ignore)
+
+
+def _check_data(table: Table, layer: LayerPlan) -> None:
+    if "head" not in table.roles and memory_plan.needs_statistics(layer):
+        raise RecipeError(
+            f"embeddings: {layer.scheme.method} works by statistics of inputs, which a look-up has none of; give a "
+            "method that needs no data"
+        )
 
 
 def _check_rows(table: Table, layer: LayerPlan) -> None:

@@ -129,7 +129,7 @@ def copy_files(source: Path, directory: Path) -> None:
             or name.endswith(".index.json")
         ):
             continue
-        if path.suffix in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
+        if path.suffix.lower() in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
             continue
         if name.endswith("_config.json") and any(remote_code.references(values := read_json(path))):
             write_text(directory / name, json.dumps(remote_code.without(values), indent=2, ensure_ascii=False) + "\n")

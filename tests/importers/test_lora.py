@@ -158,6 +158,9 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = {
     "another kind": ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'; only LORA is merged"),
     "trained whole modules": ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save \['lm_head'\], which is not"),
     "biases": ({"bias": "all"}, {}, "trained biases"),
+    "a base that was changed": ({"init_lora_weights": "pissa"}, {}, "init_lora_weights 'pissa' changes the base"),
+    "some tokens only": ({"alora_invocation_tokens": [1]}, {}, "alora_invocation_tokens"),
+    "a list of alphas": ({"alpha_pattern": ["q"]}, {}, "alpha_pattern .* is no table"),
     "an unused tensor": (
         {},
         {"base_model.model.lm_head.weight": torch.ones(4)},

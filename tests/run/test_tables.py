@@ -151,6 +151,14 @@ def test_a_tied_table_is_not_stored_in_two_ways(pico_dir: Callable[..., Path], t
         prepare.prepare(job(source, GPTQ.set("head={method: nf, bits: 4}"), tmp_path / "out"))
 
 
+def test_embeddings_of_their_own_take_no_method_that_needs_inputs(
+    pico_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="gptq works by statistics of inputs, which a look-up has none of"):
+        section = "embeddings={method: gptq, bits: 4, group_size: 32}"
+        prepare.prepare(job(pico_dir("llama"), GPTQ.set(section), tmp_path / "out"))
+
+
 def test_an_ignored_table_stays(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     source = pico_dir("llama_tied")
     prepared = prepare.prepare(job(source, GPTQ.set(HEAD, "ignore=[lm_head]"), tmp_path / "out"))
