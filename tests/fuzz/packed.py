@@ -26,7 +26,7 @@ WIDE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "num_atten
 WIDE["num_key_value_heads"] = 1
 BASES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # name -> model, recipe, overrides
     "int4": ("llama", "int4", ("quantize.group_size=32", "quantize.symmetric=false")),
-    "trellis": ("llama", "vq2bit", ("quantize.state_bits=12",)),
+    "trellis": ("llama", "trellis2bit", ("quantize.state_bits=12",)),
     "gptvq": ("llama", "gptvq2bit", ()),
     "lattice": ("llama", "glvq2bit", ()),
     "moe": ("mixtral", "moe2.5bit", ("allocate.target=3.1bpw",)),

@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": HEADS,
     "mamba": {"state_size": 16},
     "minimax": {**HEADS, "num_local_experts": 2, "layer_types": ["full_attention", "linear_attention"]},
-    "mpt": {},
+    "mpt": {"use_cache": True},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0},
     "rwkv": {"attention_hidden_size": 64, "intermediate_size": 64},
     "stablelm": {"num_key_value_heads": 2, "intermediate_size": 64},
