@@ -22,13 +22,14 @@ from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.reference_logprobs import TOP_K, predictions
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
+from compress.importers import open_checkpoint
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.progress import duration, note
 from compress.recipe.schema import KEEP, Allocation
 from compress.storage import json_text
-from compress.storage.checkpoint import open_checkpoint, read_json, write_text
+from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 DEFAULT_SECONDS = 30 * 60.0
@@ -76,9 +77,7 @@ def work(opened: Options, estimator: str, samples: int) -> Work:
     offered = [prepare_options.offered(opened, group.members) for group in groups]
     at = [group.members[0].block for group in groups]
     if estimator in (KL_ONE_AT_A_TIME, FROM_BASE, "noise"):
-        is_shared = (
-            KEEP in opened.names and estimator != "noise"
-        )  # with what is kept, the model is the same for all units
+        is_shared = KEEP in opened.names and estimator != "noise"  # what is kept is the same model for all units
         variants = [len(T2) if estimator == "noise" else len(options) - is_shared for options in offered]
         behind = sum(count * (blocks - block) for count, block in zip(variants, at, strict=True))
         shared = sum(blocks if is_shared else block for block in set(at))  # in front of a block, and with all kept
@@ -145,11 +144,16 @@ def best(opened: Options, known: Speed, samples: int, left: float) -> tuple[Cost
     return found, f"damages are measured by {found.text}: {first.text} does not fit into the {duration(left)} there are"
 
 
-def check(opened: Options) -> None:
-    """Raise BudgetError for an estimator that the recipe names and that alone takes more than --budget."""
+def check(opened: Options, folder: Path) -> None:
+    """Raise BudgetError for an estimator that the recipe names and that alone takes more than --budget.
+
+    Not where the folder has what it measures.
+    """
     estimator = getattr(opened.allocation.config, "estimator", AUTO)
     budget, samples = opened.asked.budget, min(opened.allocation.samples, opened.prepared.samples)
     if budget is None or estimator == AUTO or not any(work(opened, estimator, samples)):
+        return
+    if _is_measured(folder, estimator, samples):
         return
     known = speed(opened)
     seconds = known.seconds(work(opened, estimator, samples), opened.asked.processes)
@@ -201,9 +205,7 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
     layout = {"estimator": TEXT, "samples": INTEGER, "seconds": NUMBER}
     if json_text.mismatch(content, layout) is None and all(content.get(key) == wanted[key] for key in wanted):
         chosen = Cost(content["estimator"], content["samples"], content["seconds"])
-    elif getattr(allocation.config, "scale", None) != BEST_FIRST[0] and _is_measured(
-        folder / f"measured-{BEST_FIRST[0]}.json", samples
-    ):
+    elif getattr(allocation.config, "scale", None) != BEST_FIRST[0] and _is_measured(folder, BEST_FIRST[0], samples):
         chosen = Cost(BEST_FIRST[0], samples, 0.0)
     else:
         if not asked.measures:
@@ -219,7 +221,8 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
     return dataclasses.replace(allocation, config=config, samples=chosen.samples)
 
 
-def _is_measured(path: Path, samples: int) -> bool:
-    """Tell whether a folder has the whole of a measurement on so many samples."""
+def _is_measured(folder: Path, estimator: str, samples: int) -> bool:
+    """Tell whether a folder has all damages by an estimator on so many samples."""
+    path = folder / f"measured-{'gradient' if estimator == 'fisher' else estimator}.json"  # one pass gives both
     content = read_json(path) if path.is_file() else {}
     return bool(content.get("complete")) and content.get("samples") == samples

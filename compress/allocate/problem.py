@@ -20,10 +20,8 @@ JOINT: Final = "joint"  # among what an allocator needs: it measures choices
 KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
 FROM_BASE: Final = "kl_one_at_a_time_from_base"
 KL_SHARES: Final = "kl_shares"
-AUTO: Final = (
-    "auto"  # the best that fits into the time (estimator_cost.py), which takes its place before anything is chosen
-)
-BEST_FIRST: Final = (KL_ONE_AT_A_TIME, KL_SHARES, "gradient", "hessian")  # what takes the place of auto
+AUTO: Final = "auto"  # in the place of an estimator: the best that fits into the time (estimator_cost.py)
+BEST_FIRST: Final = (KL_ONE_AT_A_TIME, KL_SHARES, "gradient", "hessian")  # what auto stands for
 WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "kl_shares", "noise"]
 Estimator = Literal["auto", "hessian", "output", "weight", WholeModel]
 BlockScale = Literal["none", WholeModel]

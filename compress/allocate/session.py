@@ -36,9 +36,9 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
         table.check_target(opened, target)
     if _compares(opened):
         check_memory(opened)
-    if asked.measures:
-        estimator_cost.check(opened)
     database = Database(asked.measurements or prepare_options.folder_of(asked))
+    if asked.measures:
+        estimator_cost.check(opened, database.folder)
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):

@@ -105,7 +105,7 @@ class RunOptions:
         ),
     ] = None
     budget: Annotated[
-        str | None, Option(metavar="TIME", help="For measuring and quantizing: 90s, 20min, 2h. Picks the estimator.")
+        str | None, Option(metavar="TIME", help="To measure damages and quantize: 90s, 20min, 2h. Picks the estimator.")
     ] = None
     processes: Annotated[int, Option(min=1, help="Processes that measure choices side by side.")] = 1
     overwrite: Annotated[
@@ -188,6 +188,9 @@ class RunOptions:
         recipe = recipes.load(self.recipe, overrides)
         if not pack and not recipe.transform:
             raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
+        if self.budget is not None and not hasattr(getattr(recipe.allocate, "config", None), "estimator"):
+            said = f"recipe {recipe.name!r} has no estimator of damages to choose; leave it out"
+            raise typer.BadParameter(said, param_hint="--budget")
         from compress.run.job import Job
 
         model = Path(self.model.rstrip("/")).name.removesuffix(paths.GGUF)
