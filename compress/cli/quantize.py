@@ -46,7 +46,7 @@ def plan(options: RunOptions, as_json: AsJson = False) -> None:
 
 @command(
     epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated",
-    without=(*GOAL, "measurements", "processes", "budget"),
+    without=(*GOAL, "measurements", "processes", "budget", "allow_partial"),
     recipe=REQUIRED,
 )
 def transform(options: RunOptions, as_json: AsJson = False) -> None:

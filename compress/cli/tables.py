@@ -142,10 +142,12 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 
 def plan_line(prepared: Prepared) -> str:
     """Say in one line what a run is about to do."""
+    from compress.run import report
+
     plan, arrangement = prepared.plan, prepared.arrangement
     tables = f" and {len(plan.tables)} outside of the blocks" if plan.tables else ""
-    whole = {"bpw": plan.whole_bpw, "share": plan.share, "parameters": plan.numel}
-    what = f"{len(plan.layers)} linears{tables} to {bits(plan.bpw, whole)}" if plan.layers else "no linear is packed"
+    packed = f"{len(plan.layers)} linears{tables} to {bits(plan.bpw, report.whole(plan))}"
+    what = packed if plan.layers else "no linear is packed"
     line = (
         f"{what}, {size(plan.nbytes)} of "
         f"{_source(prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base)}; predicted peak memory "

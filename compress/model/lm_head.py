@@ -7,14 +7,14 @@ whatever a family does to them (scaling, caps, a last projection) is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import cast
+from contextlib import contextmanager, suppress
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
 from compress.model.block_calls import UNFIT, WIDTHS, standing_in
+from compress.model.blockwise import attached
 from compress.model.skeleton import Edits, Skeleton
 
 HEAD_ROWS = 4096  # of the output head that are edited at a time
@@ -60,13 +60,42 @@ def logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
 
     All outside the blocks must be loaded.
     """
+    return _behind(skeleton, hidden, lambda tokens: skeleton.model(input_ids=tokens, use_cache=False).logits).float()
+
+
+class _HeadReachedError(Exception):
+    """The head has been called: its product is not needed."""
+
+
+def inputs(skeleton: Skeleton, head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return what the head reads [batch, tokens, in_features] behind hidden states of the last block.
+
+    hidden: [batch, tokens, hidden]. All outside the blocks but the head must be loaded.
+    """
+
+    def read(tokens: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen.append(args[0])
+            raise _HeadReachedError
+
+        with attached([head.register_forward_pre_hook(note)]), suppress(_HeadReachedError):
+            skeleton.model(input_ids=tokens, use_cache=False)
+        return seen[0]
+
+    return _behind(skeleton, hidden, read)
+
+
+def _behind(skeleton: Skeleton, hidden: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what run(tokens) gives of the same batch and tokens while every block gives `hidden`."""
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     for width in WIDTHS:
         try:
             with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, width):
-                found = skeleton.model(input_ids=tokens, use_cache=False).logits
+                found = run(tokens)
         except UNFIT:  # the first of a batch was taken for the first of a tuple
             continue
         if found.shape[:2] == hidden.shape[:2]:
-            return cast(Tensor, found.float())
-    raise UnsupportedModelError("the model gives no logits for the hidden states behind its last block")
+            return found
+    raise UnsupportedModelError("the model makes no logits of the hidden states behind its last block")

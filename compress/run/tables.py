@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from compress import formats, process_memory
 from compress.calib import stats as calib_stats
-from compress.errors import NumericalError, UnsupportedModelError
-from compress.model import blockwise, lm_head
-from compress.model.block_calls import UNFIT, WIDTHS, standing_in
+from compress.errors import NumericalError
+from compress.model import lm_head
 from compress.model.skeleton import Skeleton
 from compress.run import memory_plan, quantize_linear, report, table_sizes
 from compress.run.calibration_stream import CalibrationStream
@@ -53,38 +52,11 @@ def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
     try:
         for samples in stream.slices:
             hidden = stream.states.read(samples.start, samples.stop - samples.start).to(stream.device)
-            total.add(_read_by(skeleton, head, hidden), stream.prepared.seq_len)
+            total.add(lm_head.inputs(skeleton, head, hidden), stream.prepared.seq_len)
             process_memory.check(stream.job.max_memory)
     finally:
         skeleton.free()
     return finish_statistics(total, name, None, stream.states.samples * stream.prepared.seq_len, stream.job.seed)
-
-
-class _HeadReachedError(Exception):
-    """The head has been called: its product is not needed."""
-
-
-def _read_by(skeleton: Skeleton, head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return what the head reads [batch, tokens, hidden] where the last block gives `hidden`, of the same shape."""
-    seen: list[Tensor] = []
-
-    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0])
-        raise _HeadReachedError
-
-    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    for width in WIDTHS:
-        seen.clear()
-        with blockwise.attached([head.register_forward_pre_hook(note)]):
-            try:
-                with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, width):
-                    skeleton.model(input_ids=tokens, use_cache=False)
-            except _HeadReachedError:
-                if seen[0].shape == (*hidden.shape[:2], head.in_features):
-                    return seen[0]
-            except UNFIT:  # another number of outputs was expected of a block
-                continue
-    raise UnsupportedModelError("the output head does not read the hidden states behind the last block")
 
 
 @torch.no_grad()
