@@ -139,7 +139,8 @@ def record(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
 
 def layout(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Layout:
     """Find what differs between samples, by running all before the blocks on samples of tokens [samples, seq_len]."""
-    first, other = tokens[:1], tokens[1:2] if tokens.shape[0] > 1 else tokens[:1].flip(1)
+    first = tokens[:1]
+    other = first.flip(1) if equal(tokens[-1:], first) else tokens[-1:]
     one, two, both = (record(model, blocks, t) for t in (first, other, first.repeat(2, 1)))
     names: dict[int, tuple[int, Place]] = {}
     batch_dim = _batch_dim(one.hidden, both.hidden)

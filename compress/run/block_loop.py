@@ -103,8 +103,8 @@ class BlockLoop:
                 self.stream.states.close()
 
     def _last_read(self) -> int:
-        """Return the last block that the calibration text is read for: behind it nothing is packed or transformed."""
-        if self.stream.transforms:
+        """Return the last block that needs calibration text: nothing behind it is packed, changed or pruned."""
+        if self.stream.transforms or self.job.recipe.pruning is not None:
             return len(self.skeleton.blocks) - 1
         return max((index for index, layers in enumerate(self.layers) if layers), default=-1)
 

@@ -1,7 +1,7 @@
 """Compare what a plan packs with all that could be packed, so that nothing large is left out without a word.
 
 What counts is every matrix that the text model makes products with: linears of any class and experts, wherever they
-are. Embeddings, the output head, and what is narrower than the narrowest linear that is packed do not count.
+are. Embeddings, the output head, and what is too narrow to be packed do not count.
 """
 
 from __future__ import annotations

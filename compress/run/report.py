@@ -18,6 +18,7 @@ from compress.model.skeleton import Skeleton
 from compress.run import expert_pruning, identity, plan
 from compress.run.job import RunState
 from compress.runtime import integer
+from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.packed import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
@@ -233,24 +234,25 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
     """
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
-    kept, layers = {stored.name: stored.nbytes for stored in checkpoint.tensors.values()}, []
+    kept = {stored.name: stored.nbytes for stored in checkpoint.tensors.values()}
+    head = skeleton.model.get_output_embeddings()
+    linears, tables = list[LayerPlan](), list[LayerPlan]()
     for name, module in skeleton.model.named_modules():
         if isinstance(module, PackedModule) and f"{name}.{next(iter(module.specs))}" in skeleton.sources:
             names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
             nbytes = sum(kept.pop(stored) for stored in names)
             spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
-            layers.append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
-    if not layers:
+            is_table = isinstance(module, PackedEmbedding) or module is head
+            (tables if is_table else linears).append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
+    if not linears:
         raise CheckpointError(
             f"{checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
         )
     numel = skeleton.numel()
-    linears = tuple(layer for layer in layers if layer.spec.name.startswith(f"{skeleton.blocks_name}."))
-    tables = tuple(layer for layer in layers if layer not in linears)
-    found = Plan(linears, kept_nbytes=kept, tables=tables, numel=numel, written_numel=numel)
+    found = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
-        for x in layers
+        for x in found.packed
     )
     return {
         "bpw": found.bpw,
