@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from yaml import Node, ScalarNode, SequenceNode
 
@@ -43,8 +43,18 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence), activations, lowrank)
 
 
+def is_kept(entries: Entries, where: str) -> bool:
+    """Return whether a block says `keep: true`. Raises RecipeError where it says more than that."""
+    if "keep" not in entries:
+        return False
+    value(entries, "keep", Literal[True])
+    if others := sorted(entries.keys() - {"keep"}):
+        raise error_at(entries[others[0]][0], f"{where} keeps the weight; remove keep or {others}")
+    return True
+
+
 def table(entries: Entries, section: str) -> Scheme | None:
-    """Return the scheme of the section `embeddings` or `head`, over 8 bits by rtn; None without one.
+    """Return the scheme of the section `embeddings` or `head`, over 8 bits by rtn; None where the table is kept.
 
     Of embeddings rows are looked up: nothing may lie around or beside what is stored. Nothing is trained outside of the
     blocks.
@@ -54,8 +64,11 @@ def table(entries: Entries, section: str) -> Scheme | None:
     if section not in entries:
         return None
     at, node = entries[section]
+    settings = mapping(node, section)
+    if is_kept(settings, section):
+        return None
     base = plugins.load("quant", TABLE_METHOD)
-    found = scheme(mapping(node, section), at, section, Scheme(TABLE_METHOD, base.Config(bits=TABLE_BITS)))
+    found = scheme(settings, at, section, Scheme(TABLE_METHOD, base.Config(bits=TABLE_BITS)))
     lowrank = found.lowrank
     if section == "embeddings" and (found.incoherence or found.activations is not None or lowrank is not None):
         raise error_at(at, "embeddings: their rows are looked up; remove incoherence, activations and lowrank")

@@ -20,7 +20,8 @@
       - match_any: ["*.k_proj", "*.qkv"]  # one is enough: for several architectures; of `match` each must be found
         bits: 8
     embeddings: {bits: 8}      # the table of token embeddings; a method whose format has rows; by default rtn at 8 bits
-    head: {method: gptq, bits: 8}  # the output head, by any method; of a table that is both, what `head` says
+    head: {method: gptq, bits: 8}  # the output head, by any method; of a table that is both, what `head` says;
+                               # {keep: true} leaves either as it is, which is the default
     ignore: ["lm_head"]        # kept as they are, before any rule; each must match a module or parameter of the model
     allocate:                  # which linears get which options; a method of compress/allocate and its `Config`
       method: knapsack
@@ -54,14 +55,14 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, shown
-from compress.recipe.blocks import built, cache, method, scheme, table
+from compress.recipe.blocks import built, cache, is_kept, method, scheme, table
 from compress.recipe.overrides import overridden
 from compress.recipe.renamed import current
 from compress.recipe.schema import (
@@ -317,16 +318,7 @@ def _context(block: Entries, entries: Entries) -> int | None:
 
 def _option(node: Node, above: Scheme) -> Scheme | None:
     entries = mapping(node, "an option")
-    if "keep" not in entries:
-        return scheme(entries, node, "an option", above)
-    _check_keep(entries, "an option")
-    return None
-
-
-def _check_keep(entries: Entries, where: str) -> None:
-    value(entries, "keep", Literal[True])
-    if others := sorted(entries.keys() - {"keep"}):
-        raise error_at(entries[others[0]][0], f"{where} keeps the weight; remove keep or {others}")
+    return None if is_kept(entries, "an option") else scheme(entries, node, "an option", above)
 
 
 def _all_bits(quantize: Scheme, at: Node) -> tuple[Scheme, ...]:
@@ -377,7 +369,5 @@ def _rule(node: Node, above: Scheme) -> Rule:
     if not match:
         raise error_at(at, f"{key} is an empty list; name a linear, or remove the rule")
     where = f"the rule for {shown(match[0])}"
-    if "keep" not in entries:
-        return Rule(match, scheme(entries, node, where, above), key == "match_any")
-    _check_keep(entries, where)
-    return Rule(match, None, key == "match_any")
+    found = None if is_kept(entries, where) else scheme(entries, node, where, above)
+    return Rule(match, found, key == "match_any")

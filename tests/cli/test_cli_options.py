@@ -27,7 +27,7 @@ FIELDS = [field.name for field in dataclasses.fields(RunOptions)]
 WITHOUT = {
     "quantize": (),
     "plan": ("overwrite", "restart"),
-    "transform": (*GOAL, "measurements", "processes", "budget"),
+    "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial"),
     "measure": (*GOAL, *OUTPUT),
     "allocate": OUTPUT,
 }

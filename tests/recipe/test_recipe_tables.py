@@ -24,6 +24,13 @@ def test_defaults_are_eight_bits_by_rtn(tmp_path: Path) -> None:
     assert load(tmp_path, "").head is None
 
 
+def test_a_table_is_kept(tmp_path: Path) -> None:
+    """`--set` replaces the whole section of a recipe."""
+    assert load(tmp_path, "embeddings: {keep: true}\n").embeddings is None
+    (tmp_path / "mine.yaml").write_text("quantize: {method: rtn}\nhead: {bits: 6, group_size: -1}\n")
+    assert recipe.load(str(tmp_path / "mine.yaml"), ("head={keep: true}",)).head is None
+
+
 def test_they_are_written_back_and_part_of_the_fingerprint(tmp_path: Path) -> None:
     found, plain = load(tmp_path, "head: {bits: 6}\n"), load(tmp_path, "")
     (tmp_path / "again.yaml").write_text(recipe.dump(found))
@@ -39,6 +46,7 @@ def test_they_are_written_back_and_part_of_the_fingerprint(tmp_path: Path) -> No
         ("embeddings: {incoherence: true}", "embeddings: their rows are looked up; remove incoherence"),
         ("head: {lowrank: {rank: 4, train: 10}}", "head: lowrank cannot be trained"),
         ("head: {activations: {scale: tensor}}", "head: activations can have a scale of each token only"),
+        ("head: {bits: 8, keep: true}", "head keeps the weight; remove keep or"),
         ("head: 8", "head must be keys with values"),
         ("heads: {bits: 8}", "unknown key"),
     ],
