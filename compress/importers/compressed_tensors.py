@@ -8,7 +8,6 @@ bits it has and what shares a scale.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import shown
-from compress.importers import e2m1, scaled
+from compress.importers import e2m1, patterns, scaled
 from compress.importers.bits import unpacked
 from compress.importers.source import Decoded, Source
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
@@ -89,17 +88,22 @@ def _arguments(source: Source, module: str) -> Mapping[str, Any]:
         return dict(groups[0]["weights"])
     for group in groups:
         for target in map(str, group.get("targets") or ()):
-            pattern = target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
-            try:
-                is_target = re.match(pattern, module)
-            except re.error as error:
-                raise source.error(f"{CONFIG}: {shown(target)} of config_groups is no pattern ({error})") from error
-            if is_target:
+            if _is_target(source, target, module):
                 return dict(group["weights"])
     classes = [group for group in groups if any(str(t)[:1].isupper() for t in group.get("targets") or ())]
     if not classes:
         raise source.error(f"{CONFIG}: no group of quantization_config is that of {module}")
     return dict(classes[0]["weights"])
+
+
+def _is_target(source: Source, target: str, module: str) -> bool:
+    """Return whether a target of a group, a name or `re:` with a pattern, means a module."""
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return patterns.matches(target.removeprefix("re:"), module)
+    except ValueError as error:
+        raise source.error(f"{CONFIG}: {shown(target)} of config_groups {error}") from error
 
 
 def _packed(source: Source, module: str) -> scaled.Codes:

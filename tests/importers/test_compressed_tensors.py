@@ -164,7 +164,11 @@ def test_several_groups(pico_dir: foreign.Pico, tmp_path: Path) -> None:
         ({"config_groups": {"g": {"targets": 4, "weights": INT4}}}, "targets 4 of config_groups is no list"),
         (
             {"config_groups": {name: {"targets": ["re:*"], "weights": INT4} for name in "xy"}},
-            "'re:.' of config_groups is no pattern",
+            "'re:.' of config_groups is no regular expression",
+        ),
+        (
+            {"config_groups": {name: {"targets": ["re:(.*a)*$"], "weights": INT4} for name in "xy"}},
+            "of config_groups is too involved; name the modules",
         ),
         (
             {"config_groups": {name: {"targets": [f"re:{name}"], "weights": INT4} for name in "xy"}},
