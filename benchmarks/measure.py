@@ -7,20 +7,23 @@ size of the process that started it. Anything that needs them runs by `in_fresh_
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+SEED = 0  # of the calibration windows
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ def run_child(command: Sequence[str | Path], env: Mapping[str, str], log: Path) 
         tail = "\n".join((log.read_text() + output).splitlines()[-15:])
         raise SystemExit(f"{' '.join(map(str, command))}\nended with {child.returncode}:\n{tail}")
     return output, Run(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+
+def run_quantize(
+    model: Path, recipe: str | Path, calib: Path, out: Path, env: Mapping[str, str], options: Sequence[str]
+) -> tuple[Run, dict[str, Any]]:
+    """Return the cost and the report of our own command line; its log lies beside `out`."""
+    command = [sys.executable, "-m", "compress", "quantize", model, "--recipe", recipe, "--calib", calib]
+    command += ["--seed", str(SEED), "--out", out, "--overwrite", "--restart", *options]
+    _, run = run_child(command, env, out.with_suffix(".log"))
+    report = json.loads((out / "report.json").read_text())
+    cpu_s = report.get("cpu_seconds", {}).get("quantize")
+    return replace(run, quantize_wall_s=report["seconds"]["quantize"], quantize_cpu_s=cpu_s), report
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:

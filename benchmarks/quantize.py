@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, Run, absolute, in_fresh_process, key_value, machine, median, run_child
+from measure import ROOT, SEED, Run, absolute, in_fresh_process, key_value, machine, median, run_child, run_quantize
 from result_file import show
 from rich.table import Table
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 PEERS = Path(__file__).resolve().with_name("peers.py")
 OURS = "compress"
 MODES = ("compare", "memory", "loading")
-SEED = 0  # of the calibration windows
+KEEP_TABLES = ("embeddings={keep: true}", "head={keep: true}")
 GRID = {  # recipe -> bits, then (group size, symmetric) of the compared settings
     "int4": (4, ((128, True), (64, True))),
     "int3": (3, ((128, True), (64, True))),
@@ -143,18 +143,13 @@ def load_checkpoint(directory: Path) -> Row:
 
 
 def run_ours(args: argparse.Namespace, setting: Setting, out: Path, *options: str) -> tuple[Run, Row]:
-    """The cost and the report of our own command line."""
-    overrides = [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}"]
+    """The cost and the report of our own command line; embeddings and head stay as they are, as with other tools."""
+    overrides = [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}", *KEEP_TABLES]
     if setting.bits is not None:
         overrides += [f"method={setting.method}", f"bits={setting.bits}", f"group_size={setting.group_size}"]
         overrides += [f"symmetric={str(setting.symmetric).lower()}"]
-    command = [sys.executable, "-m", "compress", "quantize", args.model, "--recipe", setting.recipe]
-    command += ["--calib", args.calib, "--seed", str(SEED), "--out", out, "--overwrite", "--restart", *options]
-    command += [part for override in overrides for part in ("--set", override)]
-    _, run = run_child(command, args.env, out.with_suffix(".log"))
-    report = json.loads((out / "report.json").read_text())
-    cpu_s = report.get("cpu_seconds", {}).get("quantize")
-    return replace(run, quantize_wall_s=report["seconds"]["quantize"], quantize_cpu_s=cpu_s), report
+    extra = [*options, *(part for override in overrides for part in ("--set", override))]
+    return run_quantize(args.model, setting.recipe, args.calib, out, args.env, extra)
 
 
 def run_peer(args: argparse.Namespace, tool: str, setting: Setting, out: Path) -> tuple[Run, Row]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from functools import partial
@@ -21,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import result_file
-from measure import ROOT, absolute, in_fresh_process, run_child
+from measure import ROOT, absolute, in_fresh_process, run_quantize
 
 Row = dict[str, Any]
 SEQ_LEN, WINDOWS = 1024, 8
 GROUP_64 = {"group_size": 64}  # 576 columns do not divide by 128
+KEPT = {"embeddings": {"keep": True}, "head": {"keep": True}}
 BASES: dict[str, Row] = {
-    "int4": {"quantize": GROUP_64},
-    "int3": {"quantize": GROUP_64},
+    "int4": {"quantize": GROUP_64, **KEPT},
+    "int3": {"quantize": GROUP_64, **KEPT},
     "vq2bit": {"quantize": {"state_bits": 14}},
 }
 ROTATE = {"method": "rotate"}
@@ -130,7 +130,10 @@ def recipe_of(entry: str, samples: int, left_out: set[int]) -> Row:
     for change in (BASES.get(name, {}), *(CHANGES[change] for change in changes)):
         for section, value in change.items():
             before = recipe.get(section)
-            recipe[section] = {**(before or {}), **value} if isinstance(value, dict) else [*(before or []), *value]
+            if section in KEPT:
+                recipe[section] = value
+            else:
+                recipe[section] = {**(before or {}), **value} if isinstance(value, dict) else [*(before or []), *value]
     if recipe.get("quantize", {}).get("method") == "rtn":
         recipe["quantize"] = {k: v for k, v in recipe["quantize"].items() if k not in ("act_order", "sweeps", "damp")}
     recipe["ignore"] = [*recipe.get("ignore", []), *(f"*.layers.{block}.*" for block in sorted(left_out))]
@@ -167,12 +170,8 @@ def measure(entry: str, args: argparse.Namespace, work: Path) -> Row:
     blocks = args.blocks or count
     taken = {round(i * (count - 1) / max(1, blocks - 1)) for i in range(blocks)}
     recipe.write_text(json.dumps(recipe_of(entry, args.samples, set(range(count)) - taken)))
-    command = [sys.executable, "-m", "compress", "quantize", args.model, "--recipe", recipe, "--calib", args.calib]
-    command += ["--seed", "0", "--out", out, "--overwrite", "--restart"]
-    _, run = run_child(command, {}, work / "log.txt")
-    report = json.loads((out / "report.json").read_text())
-    row: Row = {"bpw": report["bpw"], "cpu_s": run.cpu_s, "wall_s": run.wall_s, "peak_rss_bytes": run.peak_rss_bytes}
-    row["quantize_cpu_s"] = report.get("cpu_seconds", {}).get("quantize")
+    run, report = run_quantize(args.model, recipe, args.calib, out, {}, [])
+    row: Row = {"bpw": report["bpw"], **asdict(run)}
     row["checkpoint_bytes"] = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     kept = work / f"logits-{args.text.stem}.safetensors"
     return row | in_fresh_process(score, out, args.model, args.text, kept)
