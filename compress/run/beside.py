@@ -1,6 +1,7 @@
-"""Quantize what a plan has beside the text model, one linear at a time, into a shard of its own.
+"""Quantize what a plan has beside the text model, one linear at a time, into shards of its own.
 
-It happens once all blocks are done (compress/run/beside_plan.py says what it is).
+It happens once all blocks are done (compress/run/beside_plan.py says what it is). It needs no data and takes little
+time, so that a run that goes on does it anew.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from compress.storage.checkpoint import write_shard
 from compress.storage.workdir import Output
 from compress.types import LayerPlan, Stats
 
-SHARD = "model-beside.safetensors"
+SHARD = "model-beside-{:05}.safetensors"
 
 
 @torch.no_grad()
 def write(output: Output, run: RunState, progress: Progress) -> None:
-    """Quantize what the plan has beside the text model, write its shard, and add to the run what has become of it."""
-    skeleton, plan, tensors = run.prepared.skeleton, run.prepared.plan, dict[str, torch.Tensor]()
+    """Quantize what the plan has beside the text model, write its shards, and add to the run what has become of it."""
+    skeleton, plan = run.prepared.skeleton, run.prepared.plan
+    tensors, nbytes, shards = dict[str, torch.Tensor](), 0, 0
     for number, layer in enumerate(plan.beside):
         name, started = layer.spec.name, time.monotonic()
         progress(f"quantizing {name}", number, len(plan.beside))
@@ -38,10 +40,13 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
         row = report.measure(layer, weight, result.weight, None, result.notes)
         run.layers.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
         tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in result.weight.tensors.items()}
+        nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-    if tensors:
-        run.hashes[SHARD] = write_shard(output.model / SHARD, tensors)
+        if nbytes >= memory_plan.BESIDE_NBYTES or layer is plan.beside[-1]:
+            shard = SHARD.format(shards)
+            run.hashes[shard] = write_shard(output.model / shard, tensors)
+            tensors, nbytes, shards = {}, 0, shards + 1
 
 
 def _statistics(layer: LayerPlan, run: RunState) -> InputStatistics:

@@ -43,6 +43,7 @@ TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: p
 COMPILING = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
 BACKWARD = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
+BESIDE_NBYTES = 256 << 20  # of packed weights beside the text model, after which they are written
 MARGIN = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
 
 
@@ -236,6 +237,7 @@ class _MemoryModel:
                 self.packed[layer.spec.block] += layer.nbytes
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
         self.tables = self._tables(plan)
+        self.beside = self._beside(plan)
         self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
         self.gradients = [_gradients(layers, item) for layers in self.by_block]
@@ -266,6 +268,16 @@ class _MemoryModel:
         chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in plan.tables]
         packed = 2 * sum(table.nbytes for table in plan.tables)  # in parts, and joined
         return self.rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
+
+    def _beside(self, plan: Plan) -> int:
+        """Return the bytes of quantizing what is beside the text model: a linear, and what waits to be written."""
+        if not plan.beside:
+            return 0
+        weights = max(layer.spec.numel for layer in plan.beside) * self.item
+        packed = max(layer.nbytes for layer in plan.beside)
+        waiting = min(sum(layer.nbytes for layer in plan.beside), BESIDE_NBYTES + packed)
+        hessians = max(statistics(plan.beside).values(), default=0)
+        return weights + self.converted + hessians + _workspace(plan.beside, False) + waiting
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""
@@ -318,7 +330,7 @@ class _MemoryModel:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
-        later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables)
+        later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.beside)
         work = max(stream + int(MARGIN * max(blocks, first)), int(MARGIN * later))
         program = self.base + SLACK + self.kept
         total = max(self.base + self.reading, program + work)

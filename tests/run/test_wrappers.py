@@ -15,7 +15,7 @@ from compress import api
 from compress.errors import RecipeError
 from compress.model.load import load_model
 from compress.model.skeleton import BESIDE, Skeleton
-from compress.run import verify
+from compress.run import memory_plan, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from runs import GPTQ, RTN, job, report_of, stored_tensors
@@ -74,12 +74,14 @@ def test_text_alone_is_opened_by_its_own_class(tmp_path: Path) -> None:
     assert error(model, whole, input_ids=TOKENS) < 1e-6
 
 
-def test_a_tower_is_packed_on_request(tmp_path: Path) -> None:
+def test_a_tower_is_packed_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory_plan, "BESIDE_NBYTES", 2500)
     source, out = saved("llava", tmp_path / "model"), tmp_path / "out"
     api.quantize(job(source, GPTQ.set(IN_TOWER % "vision_tower."), out))
     model = AutoModelForImageTextToText.from_pretrained(out)
     original = AutoModelForImageTextToText.from_pretrained(source)
     in_tower = [name for name in packed(model) if "vision_tower" in name]
+    assert len(list(out.glob("model-beside-*.safetensors"))) > 1
     assert len(in_tower) == 12 and "model.multi_modal_projector.linear_1" not in packed(model)
     inputs = wrappers.with_image("llava", model)
     with torch.no_grad():
