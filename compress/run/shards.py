@@ -99,11 +99,14 @@ def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, pref
                 tensor = parameter.detach().to("cpu", torch.promote_types(source.dtype, parameter.dtype))
                 if not torch.equal(source.read().to(parameter.dtype).to(tensor.dtype), tensor):
                     changed[source.name] = tensor
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, Experts):
-            state = submodule.fuse(skeleton.dtype).state_dict(prefix=f"{prefix}{name}.")
+    experts = {f"{prefix}{name}.": each for name, each in module.named_modules() if isinstance(each, Experts)}
+    for own, submodule in experts.items():
+        groups = (group for name, group in skeleton.sources.items() if name.startswith(own))
+        unpacked = {source.name for group in groups for source in group} & kept.keys()
+        if unpacked:
+            state = submodule.fuse(skeleton.dtype).state_dict(prefix=own)
             stored = revert_weight_conversion(skeleton.model, state)
-            changed.update({key: tensor for key, tensor in stored.items() if key in kept})
+            changed.update({key: tensor for key, tensor in stored.items() if key in unpacked})
     return changed
 
 
