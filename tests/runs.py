@@ -50,8 +50,9 @@ class Setup:
         return Setup(self.name, (*self.overrides, *overrides))
 
 
-RTN = Setup("int8")  # 8 bits, one scale for a row, no data
-GPTQ = Setup("int4", ("group_size=32", "calibration.num_samples=8", "calibration.seq_len=32"))
+KEEP_TABLES = ("embeddings={keep: true}", "head={keep: true}")
+RTN = Setup("int8", KEEP_TABLES)  # 8 bits, one scale for a row, no data; linears of the blocks alone
+GPTQ = Setup("int4", (*KEEP_TABLES, "group_size=32", "calibration.num_samples=8", "calibration.seq_len=32"))
 
 
 def job(model: Path, setup: Setup, out: Path) -> Job:
