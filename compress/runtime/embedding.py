@@ -20,6 +20,7 @@ from compress.types import Stored
 LIKE = "like"  # an empty tensor that is stored beside the table; its type is that of the rows, and of the model
 SCALED = "embed_scale"  # the attribute of an embedding whose rows are multiplied by a number
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BEFORE = "_tied_weights_keys_before"  # the attribute of a model in which what `swap` replaces is kept
 PROBE = (8, 4)  # rows and columns of the table on which an embedding is tried
 
 
@@ -164,6 +165,7 @@ def _tie_stored(model: nn.Module, names: set[str], keys: list[str]) -> None:
         for table in ("_tied_weights_keys", "all_tied_weights_keys"):
             pairs = getattr(module, table, None)
             if isinstance(pairs, dict) and any({start + a, start + b} <= names for a, b in pairs.items()):
+                vars(module).setdefault(BEFORE, vars(module).get("_tied_weights_keys"))
                 setattr(module, table, _replaced(pairs, start, names, keys))
 
 
@@ -185,7 +187,11 @@ def restore(model: nn.Module, dtype: torch.dtype) -> None:
     for name in packed:
         model.set_submodule(name, cast(PackedEmbedding, model.get_submodule(name)).to_embedding(dtype))
     for module in model.modules() if packed else ():
-        if vars(module).pop("_tied_weights_keys", None) is not None:
+        if BEFORE in vars(module):
+            own = vars(module).pop(BEFORE)  # None: the class says it
+            vars(module).pop("_tied_weights_keys", None)
             owner = cast(Any, module)
+            if own is not None:
+                owner._tied_weights_keys = own
             owner.all_tied_weights_keys = owner.get_expanded_tied_weights_keys(all_submodels=True)
             owner.tie_weights()

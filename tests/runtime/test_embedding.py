@@ -66,9 +66,12 @@ def test_its_weight_is_refused_in_words() -> None:
         _ = layer.weight
 
 
-def test_a_tied_model_is_tied_in_what_is_stored() -> None:
-    """After `swap`, transformers ties the words and scales of head and embeddings."""
+@pytest.mark.parametrize("is_of_class", [True, False])
+def test_a_tied_model_is_tied_in_what_is_stored(is_of_class: bool) -> None:
+    """After `swap`, transformers ties the words and scales of head and embeddings; `restore` undoes it."""
     model = PICO["llama_tied"]()
+    if not is_of_class:  # some models say it of themselves
+        model._tied_weights_keys = dict(model._tied_weights_keys)
     table = {"model.embed_tokens": stored.to_dict(round_to_nearest(torch.randn(264, 64), 8, 32).stored)}
     hf.swap(model, hf.CompressConfig(default=table["model.embed_tokens"], modules={"model.embed_tokens": {}}))
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
@@ -81,6 +84,8 @@ def test_a_tied_model_is_tied_in_what_is_stored() -> None:
     embedding.restore(model, torch.float32)
     assert type(model.get_input_embeddings()) is nn.Embedding
     assert model.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert ("_tied_weights_keys" in vars(model)) == (not is_of_class)
+    assert model._tied_weights_keys == type(model)._tied_weights_keys
 
 
 def test_a_head_alone_cannot_be_packed_where_it_is_tied() -> None:
