@@ -95,9 +95,9 @@ def _read_parquet(path: Path, column: str, chat: Chat) -> Iterator[str]:
             wanted = chats.COLUMN if column not in fields and chat is not None else column
             if wanted not in fields:
                 raise CalibrationError(f"{path} has no column {column!r}; its columns: {cut(', '.join(fields))}")
-            for batch in file.iter_batches(columns=[wanted], batch_size=256):
-                for row in batch.to_pylist():
-                    yield _text_of(row, wanted, chat, str(path))
+            batches = file.iter_batches(columns=[wanted], batch_size=256)
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+                yield _text_of(row, wanted, chat, f"{path}, row {number}")
     except pyarrow.ArrowInvalid as error:
         raise CalibrationError(f"{path} is not a readable parquet file ({first_line(error)})") from error
 
@@ -109,8 +109,8 @@ def _read_dataset(source: str, column: str, chat: Chat) -> Iterator[str]:
     _check_json(Path(name))
     try:
         with _quiet():
-            for row in _stream(name, config or None, split or "train"):
-                yield _text_of(row, column, chat, f"data set {source}")
+            for number, row in enumerate(_stream(name, config or None, split or "train"), 1):
+                yield _text_of(row, column, chat, f"data set {source}, row {number}")
     except (ConnectionError, FileNotFoundError, HFValidationError) as error:
         raise CalibrationError(_unreachable(source)) from error
     except (ValueError, RuntimeError, StopIteration) as error:  # no such configuration or split, a damaged or empty

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from compress.model.beside import OUTSIDE
 from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.runtime import embedding
 from compress.runtime.linear import is_plain_linear
@@ -44,7 +45,7 @@ def _table(skeleton: Skeleton, roles: tuple[str, ...], modules: dict[str, nn.Mod
     names += [name.removesuffix(".weight") for name in weights if name != f"{names[0]}.weight"]
     sources = tuple(stored for name in weights for stored in skeleton.sources.get(name, []))
     shape = (weight.shape[0], weight.shape[1])
-    spec = LinearSpec(names[0], shape, skeleton.dtype, -1, names[0])
+    spec = LinearSpec(names[0], shape, skeleton.dtype, OUTSIDE, names[0])
     return Table(spec, roles, tuple(names), sources, _refused(roles, modules, names, sources, shape))
 
 

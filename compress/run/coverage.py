@@ -72,9 +72,9 @@ def matrices_of(skeleton: Skeleton) -> dict[str, int]:
     skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _own(m)}
     text = called_modules(skeleton.config, skeleton.dtype)
     decoder = {f"{name}." for name, module in model.named_modules() if module is model.get_decoder()}
+    prefixes = (f"{skeleton.blocks_name}.", *(decoder if not text else ()))
     found: dict[str, int] = {}
     for name, module in model.named_modules():
-        prefixes = (f"{skeleton.blocks_name}.",) if text else tuple(decoder)
         if name not in text and not name.startswith(prefixes):
             continue
         numel = sum(p for key, p in _sizes(module) if id(module.get_parameter(key)) not in skipped)

@@ -330,7 +330,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="has no column 'text'; its columns: content, url"):
         pico_calibration(source)
     parquet.write_table(pyarrow.table({"text": ["x", None]}), source)
-    with pytest.raises(CalibrationError, match="field 'text' is NoneType, not text"):
+    with pytest.raises(CalibrationError, match="row 2: field .text. is NoneType, not text"):
         pico_calibration(source)
     with pytest.raises(CalibrationError, match="is not a readable parquet file"):
         pico_calibration(write(source, b"no parquet at all"))
