@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sweep.tables import SIZES, SPECIAL, VARIANTS, VOCABULARY, WRAPPERS
 
 MOST_PARAMETERS = 40_000_000
+TOWER = re.compile(r"image|vision|visual|audio|speech")  # in the names of parameters that no text reaches
 NARROWEST = 16  # rows or columns of a matrix that counts
 WITHOUT = {  # settings for which None says: without
     *("q_lora_rank", "sliding_window", "num_experts", "moe_intermediate_size", "attention_chunk_size", "chunk_size"),
@@ -205,20 +206,22 @@ def matrices(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def count(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers in the matrices of the text model, and in the others."""
-    text = {id(p) for p in model.get_decoder().parameters()}
+    """Return the numbers in the matrices of the text model, and in the others: towers may be inside of the decoder."""
+    text = {id(p) for name, p in model.get_decoder().named_parameters() if not TOWER.search(name)}
     sizes = [(id(p) in text, p.numel()) for p in matrices(model).values()]
     return sum(n for inside, n in sizes if inside), sum(n for inside, n in sizes if not inside)
 
 
 def packed(name: str, directory: Path, base: Path) -> int:
-    """Return the numbers of the weights that config.json lists as packed, by the shapes of the original model."""
+    """Return the numbers of the matrices that config.json lists as packed, by the shapes of the original model."""
     listed = json.loads((directory / "config.json").read_text()).get("quantization_config", {}).get("modules", {})
     with torch.device("meta"):
         model = opener(name).from_config(AutoConfig.from_pretrained(base))
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     total = 0
-    for module in listed:
+    for module in listed.keys() - tables:
         if (weight := parameters.get(f"{module}.weight")) is not None:
             total += weight.numel()
             continue
