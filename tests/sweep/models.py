@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sweep.tables import SIZES, SPECIAL, VARIANTS, VOCABULARY, WRAPPERS
+from sweep.tables import SIZES, SPECIAL, UNDECLARED, VARIANTS, VOCABULARY, WRAPPERS
 
 MOST_PARAMETERS = 40_000_000
 TOWER = re.compile(r"image|vision|visual|audio|speech")  # in the names of parameters that no text reaches
@@ -104,6 +104,8 @@ def configuration(name: str) -> Any:
             getattr(config, part).out_hidden_size = text.hidden_size
     if hasattr(config, "is_decoder") and not getattr(config, "is_encoder_decoder", False):
         config.is_decoder = True
+    for key, value in UNDECLARED.get(architecture, {}).items():
+        setattr(config, key, value)
     return config
 
 

@@ -99,6 +99,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_text": MROPE,
     "gemma4_text_moe": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 128},
 }  # fmt: skip
+# What generating reads of a configuration, that checkpoints have and its class does not declare.
+UNDECLARED = {"qwen2_5_omni_thinker": {"vision_start_token_id": 3, "audio_start_token_id": 4}}
 # Variants of one architecture that are worth a row of their own: name -> (architecture, overrides)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama (tied)": ("llama", {"tie_word_embeddings": True}),
