@@ -90,12 +90,17 @@ def _weight_rows(weights: Tensor | None, inputs: Tensor, chunk: int) -> Sequence
     """Return the weights [tokens, 1] of each of the `_rows` of the inputs, or None for each."""
     if weights is None:
         return [None] * len(_rows(inputs, chunk))
+    return _rows(_fitting(weights, inputs).reshape(-1, 1), chunk)
+
+
+def _fitting(weights: Tensor, inputs: Tensor) -> Tensor:
+    """Return the weights. Raises UnsupportedModelError where the inputs are not those of as many tokens."""
     if weights.numel() * inputs.shape[-1] != inputs.numel():
         raise UnsupportedModelError(
             f"a linear reads {inputs.numel() // inputs.shape[-1]} rows of a batch of {weights.numel()} tokens: which "
-            "tokens they are is not known; set calibration.importance to none"
+            "tokens they are is not known; set calibration.importance to none or auto"
         )
-    return _rows(weights.reshape(-1, 1), chunk)
+    return weights
 
 
 def shrink(stats: Stats) -> tuple[Stats, str | None]:
@@ -145,12 +150,14 @@ def collect(
     weights: Tensor | None = None,
     experts: Mapping[str, tuple[Experts, int]] | None = None,
     pass_end: PassEnd | None = None,
+    is_weight_needed: bool = True,
 ) -> AbstractContextManager[None]:
     """While active, add the input of each forward pass of `linears[key]` to `sums[key]`.
 
     weights: float32 [batch, tokens], what the tokens of the one batch that passes count. experts: for each key that
     belongs to an expert, which is given some tokens only, the module of all experts and the number of the expert.
-    pass_end: where the output of the pass is not needed; it may end by InputsSeenError.
+    pass_end: where the output of the pass is not needed; it may end by InputsSeenError. is_weight_needed: raise
+    UnsupportedModelError for inputs of which it is not known which tokens they are; else these count alike.
     """
     selecting = experts if weights is not None and experts is not None else {}
     given: dict[Experts, tuple[Tensor, ...]] = {}  # what each module of experts was called with last
@@ -158,12 +165,21 @@ def collect(
     def note(module: Experts, *inputs: Tensor) -> None:
         given[module] = inputs
 
-    def add(key: str, inputs: Tensor) -> None:
-        token_weights = weights
-        if weights is not None and key in selecting:
+    def weights_of(key: str, inputs: Tensor) -> Tensor | None:
+        if weights is None:
+            return None
+        try:
+            if key not in selecting:
+                return _fitting(weights, inputs)
             module, number = selecting[key]
-            token_weights = _routed(weights, module.tokens(number, *given[module]))
-        sums[key].add(inputs, chunk, token_weights)
+            return _routed(weights, module.tokens(number, *given[module]))
+        except UnsupportedModelError:
+            if is_weight_needed:
+                raise
+            return None
+
+    def add(key: str, inputs: Tensor) -> None:
+        sums[key].add(inputs, chunk, weights_of(key, inputs))
         if pass_end is not None:
             pass_end.see(key)
 
@@ -183,7 +199,7 @@ def _routed(weights: Tensor, tokens: ExpertTokens) -> Tensor:
     if tokens.count != weights.numel():
         raise UnsupportedModelError(
             f"experts are chosen for {tokens.count} rows of a batch of {weights.numel()} tokens: which tokens they "
-            "are is not known; set calibration.importance to none"
+            "are is not known; set calibration.importance to none or auto"
         )
     return weights.flatten()[tokens.index]
 

@@ -29,6 +29,7 @@ FIRST = 8  # `first_tokens` are one in so many: the first eighth of a sequence
 INPUTS_PER_TOKEN = 8  # at most so many inputs of a linear for each effective token
 BISECTIONS = 40
 
+AUTO = "auto"  # in the place of a score
 Score = Callable[[nn.Module, str, BlockInputs, Tensor], Tensor]
 
 
@@ -40,18 +41,24 @@ def weights(
     tokens: Tensor,
     minimum: float,
     skip_first: bool = False,
-) -> tuple[Tensor, str | None]:
+) -> tuple[Tensor | None, str | None]:
     """Return token weights [samples, seq_len] float32 on the CPU, mean 1 over each sequence; and a note or None.
 
-    name: a key of SCORES_OF; block: loaded and not quantized, called `where` in messages; tokens: int64
-    [samples, seq_len], what the batches were made of; minimum: the weight of the least important token before the
-    division, above 0 and at most 1; skip_first: the first token, which often receives most of the attention, does not
-    set the maximum.
+    name: a key of SCORES_OF, or AUTO: attention, and no weights where a block's attention cannot be seen; block: loaded
+    and not quantized, called `where` in messages; tokens: int64 [samples, seq_len], what the batches were made of;
+    minimum: the weight of the least important token before the division, above 0 and at most 1; skip_first: the first
+    token, which often receives most of the attention, does not set the maximum.
 
     `minimum` is raised until the effective number of tokens, (sum r)^2 / sum r^2, is an eighth of the inputs of the
     block's widest linear. Raises UnsupportedModelError where a block's attention cannot be seen.
     """
-    relative = _relative(SCORES_OF[name](block, where, batches, tokens).double(), skip_first)
+    try:
+        scores = SCORES_OF["attention" if name == AUTO else name](block, where, batches, tokens)
+    except UnsupportedModelError as error:
+        if name != AUTO:
+            raise
+        return None, f"its tokens count alike: {str(error).removesuffix(f'; {_OTHERWISE}')}"
+    relative = _relative(scores.double(), skip_first)
     columns = max((m.in_features for m in block.modules() if isinstance(m, nn.Linear)), default=0)
     found, needed = effective(_mapped(relative, minimum)), columns / INPUTS_PER_TOKEN
     if found >= needed:
@@ -148,7 +155,7 @@ SCORES_OF: dict[str, Score] = {
     score.__name__: score
     for score in (attention, first_tokens, activation_norm, input_output_difference, token_rarity, token_similarity)
 }
-_OTHERWISE = f"set calibration.importance to none or one of {', '.join(list(SCORES_OF)[1:])}"
+_OTHERWISE = f"set calibration.importance to auto, none or one of {', '.join(list(SCORES_OF)[1:])}"
 
 
 # ---------------------------------------------------------------- attention

@@ -5,7 +5,7 @@
     calibration:               # CalibrationConfig
       num_samples: 128
       seq_len: 2048
-      importance: none         # attention: tokens weigh what attention pays to them (RSQ)
+      importance: none         # attention: tokens weigh what attention pays to them (RSQ); auto: where that is known
     transform:                 # in order, each a method of compress/transform and its `Config`; none by default
       - method: rotate
     quantize:                  # a method of compress/quant and its settings (its `Config`)

@@ -25,6 +25,7 @@ OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what
 
 Importance = Literal[
     "none",
+    "auto",  # attention, where it can be seen
     "attention",
     "first_tokens",
     "activation_norm",

@@ -110,7 +110,7 @@ class CalibrationStream:
         return memory_plan.split(sizes, self.prepared.arrangement.statistics_nbytes)
 
     def importance(self, index: int, block: nn.Module) -> tuple[Tensor | None, str | None]:
-        """Return the weights of the tokens [samples, seq_len] in this block, None if all are 1; and a note."""
+        """Return the weights of the tokens [samples, seq_len] in this block, None if all count alike; and a note."""
         settings = self.job.recipe.calibration
         if self.tokens is None or settings.importance == "none":
             return None, None
@@ -150,7 +150,8 @@ class CalibrationStream:
 
         def watch(samples: slice) -> AbstractContextManager[None]:
             of_batch = None if weights is None else weights[samples].to(self.device)
-            return calib_stats.collect(linears, sums, self.prepared.seq_len, of_batch, experts, pass_end)
+            needed = self.job.recipe.calibration.importance != token_importance.AUTO
+            return calib_stats.collect(linears, sums, self.prepared.seq_len, of_batch, experts, pass_end, needed)
 
         target = FULL if self.paired and last and index + 1 < len(self.skeleton.blocks) else None
         collected = None if self.parted else target  # where the output of the collecting pass goes

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import problems
 from compress.calib import token_importance
 from compress.calib.data import Calibration, expanded, rolled
-from compress.calib.token_importance import SCORES_OF, Probabilities, effective, mass, weights
+from compress.calib.token_importance import AUTO, SCORES_OF, Probabilities, effective, mass, weights
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockArgs, BlockInputs, run_block
 from compress.recipe import schema
@@ -169,8 +169,18 @@ def test_attention_that_cannot_be_seen_is_refused() -> None:
         UnsupportedModelError, match=r"no attention of h\.1 goes through .* none or one of first_tokens"
     ):
         weights("attention", *arguments, 0.005)
+    found, note = weights("auto", *arguments, 0.005)
+    assert found is None and note is not None and note.startswith("its tokens count alike: no attention of h.1 goes")
     for name in list(SCORES_OF)[1:]:
         assert weights(name, *arguments, 0.5)[0].shape == tokens.shape
+
+
+@torch.no_grad()
+def test_auto_is_attention_where_it_can_be_seen() -> None:
+    model, tokens = build("llama"), text()
+    arguments = (blocks(model)[0], "block", received(model, 0, tokens), tokens, 0.005)
+    (found, _), (wanted, _) = (weights(name, *arguments) for name in ("auto", "attention"))
+    assert found is not None and wanted is not None and torch.equal(found, wanted)
 
 
 @torch.no_grad()
@@ -246,7 +256,7 @@ def test_column_sums_of_a_sequence_do_not_depend_on_the_others() -> None:
 
 
 def test_recipes_know_the_scores() -> None:
-    assert typing.get_args(schema.Importance) == ("none", *SCORES_OF)
+    assert typing.get_args(schema.Importance) == ("none", AUTO, *SCORES_OF)
 
 
 @torch.no_grad()

@@ -236,6 +236,13 @@ def test_weights_of_other_tokens_are_refused() -> None:
     with collect(linears, sums, 6, torch.ones(7), {"0.gate_proj": (experts, 0)}):  # noqa: SIM117
         with pytest.raises(UnsupportedModelError, match="6 rows of a batch of 7 tokens"):
             experts(*inputs)
+    plain, others = (HessianSum(64, torch.device("cpu")) for _ in range(2))
+    with collect(linears, {"0.gate_proj": plain}, 6):
+        experts(*inputs)
+    options = {"experts": {"0.gate_proj": (experts, 0)}, "is_weight_needed": False}
+    with collect(linears, {"0.gate_proj": others}, 6, torch.ones(7), **options):
+        experts(*inputs)
+    assert torch.equal(plain.total, others.total) and plain.count == others.count == 6
 
 
 def mixture() -> Experts:
