@@ -3,7 +3,8 @@
     python benchmarks/real_model.py MODEL [ENTRY ...] --calib TEXT --text TEXT [--samples 16] [--blocks 6]
     python benchmarks/real_model.py show
 
-An ENTRY is `recipe` or `recipe+change+change`; the changes are those of CHANGES: `int3+rotate+attention`. Without
+An ENTRY is `recipe` or `recipe+change+change`; the changes are those of CHANGES: `int3+rotate+attention`. Of a recipe in
+BASES it is a plain form that is changed, with groups that divide 576; `recipe+as_is` is the recipe as it stands. Without
 entries: every change alone at int3, int4 and vq2bit. Rows go to --json as they finish, and those that are there with
 the same options are not measured again. --blocks: only that many decoder blocks are quantized, spread evenly from the
 first to the last. The model is scored on the first windows of --text in float32, against the model as it was.
@@ -26,12 +27,15 @@ Row = dict[str, Any]
 SEQ_LEN, WINDOWS = 1024, 8
 GROUP_64 = {"group_size": 64}  # 576 columns do not divide by 128
 KEPT = {"embeddings": {"keep": True}, "head": {"keep": True}}
+ALIKE = {"calibration": {"importance": "none"}}  # all tokens count alike
+PLAIN = {"quantize": {**GROUP_64, "incoherence": False}, **ALIKE, **KEPT}
 BASES: dict[str, Row] = {
-    "int4": {"quantize": GROUP_64, **KEPT},
-    "int3": {"quantize": GROUP_64, **KEPT},
-    "vq2bit": {"quantize": {"state_bits": 14}},
+    **{name: PLAIN for name in ("int4", "int3", "int2")},
+    "vq2bit": {"quantize": {"state_bits": 14}, **ALIKE},
+    **{name: ALIKE for name in ("vq3bit", "trellis4bit")},
 }
 ROTATE = {"method": "rotate"}
+AS_IS = "as_is"  # in the place of changes
 CHANGES: dict[str, Row] = {  # name -> sections of a recipe that are changed
     "rotate": {"transform": [ROTATE]},
     "seeds": {"transform": [{**ROTATE, "seeds": 8}]},
@@ -127,7 +131,8 @@ def recipe_of(entry: str, samples: int, left_out: set[int]) -> Row:
     name, *changes = entry.split("+")
     recipe: Row = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
     recipe["calibration"] = {**recipe.get("calibration", {}), "num_samples": samples, "seq_len": SEQ_LEN}
-    for change in (BASES.get(name, {}), *(CHANGES[change] for change in changes)):
+    made = [BASES.get(name, {}), *(CHANGES[change] for change in changes)] if changes != [AS_IS] else []
+    for change in made:
         for section, value in change.items():
             before = recipe.get(section)
             if section in KEPT:

@@ -52,7 +52,8 @@ class Setup:
 
 KEEP_TABLES = ("embeddings={keep: true}", "head={keep: true}")
 RTN = Setup("int8", KEEP_TABLES)  # 8 bits, one scale for a row, no data; linears of the blocks alone
-GPTQ = Setup("int4", (*KEEP_TABLES, "group_size=32", "calibration.num_samples=8", "calibration.seq_len=32"))
+SMALL = ("calibration.num_samples=8", "calibration.seq_len=32", "calibration.importance=none")
+GPTQ = Setup("int4", (*KEEP_TABLES, *SMALL, "group_size=32"))
 
 
 def job(model: Path, setup: Setup, out: Path) -> Job:
