@@ -3,11 +3,11 @@
     python benchmarks/real_model.py MODEL [ENTRY ...] --calib TEXT --text TEXT [--samples 16] [--blocks 6]
     python benchmarks/real_model.py show
 
-An ENTRY is `recipe` or `recipe+change+change`; the changes are those of CHANGES: `int3+rotate+attention`. Of a recipe in
-BASES it is a plain form that is changed, with groups that divide 576; `recipe+as_is` is the recipe as it stands. Without
-entries: every change alone at int3, int4 and vq2bit. Rows go to --json as they finish, and those that are there with
-the same options are not measured again. --blocks: only that many decoder blocks are quantized, spread evenly from the
-first to the last. The model is scored on the first windows of --text in float32, against the model as it was.
+An ENTRY is `recipe` or `recipe+change+change`; the changes are those of CHANGES: `int3+rotate+attention`. Of a recipe
+in BASES a plain form is taken and changed, with groups that divide 576; `recipe+as_is` is the recipe as it stands.
+Without entries: every change alone at int3, int4 and vq2bit. Rows go to --json as they finish, and those that are there
+with the same options are not measured again. --blocks: only that many decoder blocks are quantized, spread evenly from
+the first to the last. The model is scored on the first windows of --text in float32, against the model as it was.
 """
 
 from __future__ import annotations
