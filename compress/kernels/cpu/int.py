@@ -11,7 +11,8 @@ sixteen rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import product as pairs
 from typing import Any
@@ -47,12 +48,12 @@ def span_blocks(params: Params) -> int:
     return blocks if fields % blocks == 0 else 1
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Int | None:
     """Return the product with a weight of any width, if its groups are whole blocks of TW columns."""
-    return _Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
+    return Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
 
 
-class _Int(Product):
+class Int(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, columns = int_format.padded_shape(params, shape)
         span = span_blocks(params) * params.tile_words
@@ -71,6 +72,18 @@ class _Int(Product):
     def decoder(self, dtype: torch.dtype) -> Decoder:
         sizes = (self.shape[1], *self.sizes[1:])
         return row_decoder.in_rows(llvm.function(_Decode, *self._settings, dtype), self.stored, sizes, self.shape[1])
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows ids [n] of the weight, [n, in], as bfloat16, float16 or float32; ids must be rows of it."""
+        ids = ids.long().contiguous()
+        out = torch.empty(len(ids), self.shape[1], dtype=dtype, device="cpu")
+        write, pointers = llvm.function(_LookUp, *self._settings, dtype), (out.data_ptr(), ids.data_ptr())
+
+        def work(first: int, last: int) -> None:
+            write(*self.stored, *pointers, first, last, 0, 0, self.shape[1], *self.sizes[1:])
+
+        llvm.parallel(work, len(ids), -(-row_decoder.THREAD // self.shape[1]))
+        return out
 
 
 class _Sums(emitter.Emitter):
@@ -212,6 +225,8 @@ class _Sums(emitter.Emitter):
 class _Decode(row_decoder.Writer):
     """void decode(words..., scales, zeros, out, first, last, start, stop, in features, rows, group, tiles, tail)."""
 
+    further = 0  # pointers behind `out`
+
     def __init__(
         self,
         bits: int,
@@ -222,29 +237,36 @@ class _Decode(row_decoder.Writer):
         has_tail: bool,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__("decode", len(PLANES[bits]) + 3, 9, dtype)
+        count = len(PLANES[bits])
+        super().__init__("decode", count + 3 + self.further, 9, dtype)
         self.bits, self.tile_words, self.span, self.symmetric = bits, tile_words, span, symmetric
         self.scale_dtype = getattr(torch, scale_dtype)
-        planes, (self.scales, self.zeros, self.out) = self.pointers[:-3], self.pointers[-3:]
-        first, last, self.start, stop, self.features, self.rows, self.group, tiles, tail = self.integers
+        planes, (self.scales, self.zeros, self.out) = self.pointers[:count], self.pointers[count : count + 3]
+        self.features, self.rows, self.group, tiles, tail = self.integers[-5:]
         fields = max(FIELDS[w] for w in PLANES[bits])
         self.columns = fields * tile_words  # of a tile
         self.whole = self.b.mul(tiles, self.i64(self.columns))
         in_row = self.b.add(self.whole, self.b.mul(tail, self.i64(NARROW)))
         self.planar = Planar(self, planes, PLANES[bits], tile_words, in_row)
         self.narrow = NarrowTiles(self, planes, PLANES[bits], NARROW, in_row, self.whole)
-        with self.rows_between(first, last, stop) as row:
-            self.in_chunks(self.smaller(self.features, self.whole), self.columns, partial(self._tile, row))
+        with self.each_row() as (row, line):
+            self.in_chunks(self.smaller(self.features, self.whole), self.columns, partial(self._tile, row, line))
             if has_tail:
                 with self.loop(tail) as tile:
-                    self._narrow(row, tile)
+                    self._narrow(row, line, tile)
         self.b.ret_void()
 
-    def _tile(self, row: Any, first: Any, rest: Any) -> None:
+    @contextmanager
+    def each_row(self) -> Iterator[tuple[Any, Any]]:
+        """Loop over the rows that are written: the number of each, and where it begins in `out`."""
+        first, last, start, stop = self.integers[:4]
+        with self.rows_between(first, last, stop) as row:
+            yield row, self.b.mul(self.b.sub(row, start), self.features)
+
+    def _tile(self, row: Any, line: Any, first: Any, rest: Any) -> None:
         """Write the columns of a tile that begin at `first`, only `rest` of them if it is given."""
         b, lanes = self.b, self.planar.lanes
         tile = b.udiv(first, self.i64(self.columns))
-        line = b.mul(b.sub(row, self.start), self.features)
         values: Callable[[Any], Any] = self.rounded
         for position in range(0, self.columns, lanes):
             column = b.add(first, self.i64(position))
@@ -254,11 +276,11 @@ class _Decode(row_decoder.Writer):
             left = None if rest is None else b.sub(rest, self.i64(position))
             self.store_some(weights, self.out, b.add(line, column), left)
 
-    def _narrow(self, row: Any, tile: Any) -> None:
+    def _narrow(self, row: Any, line: Any, tile: Any) -> None:
         """Write the columns of a tile of the tail, without those past the features."""
         b, lanes = self.b, self.planar.lanes
         column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
-        values, line = self._values(row, column), b.mul(b.sub(row, self.start), self.features)
+        values = self._values(row, column)
         for first in range(0, NARROW, lanes):
             place = b.add(column, self.i64(first))
             weights = values(self.narrow.codes(tile, row, first, lanes))
@@ -292,3 +314,15 @@ class _Decode(row_decoder.Writer):
         if self.symmetric:
             return scale, self.float(2.0 ** (self.bits - 1))
         return scale, b.uitofp(self.bit_field(self.zeros, cell, self.bits), self.float)
+
+
+class _LookUp(_Decode):
+    """void decode(words..., scales, zeros, out, ids, first, last, 0, 0, in features, rows, group, tiles, tail)."""
+
+    further = 1
+
+    @contextmanager
+    def each_row(self) -> Iterator[tuple[Any, Any]]:
+        ids, (first, last) = self.pointers[-1], self.integers[:2]
+        with self.loop(last, first) as i:
+            yield self.load(ids, i, self.index), self.b.mul(i, self.features)
