@@ -1,10 +1,10 @@
 """Time packed tables of embeddings and packed heads beside plain ones, and 3-bit layers beside their padded layout.
 
-    python benchmarks/tables.py [--device cuda] [--threads 1] [--parts lookup head tail] [--repeats 15]
+    python benchmarks/tables.py [--device cuda] [--threads 1] [--parts lookup head tail] [--repeats 11]
     python benchmarks/tables.py show [--json FILE]
 
 - lookup: rows of a packed table beside nn.Embedding in bfloat16;
-- head: the product with a packed table beside nn.Linear in the type of the activations;
+- head: the product with a packed table for bfloat16 activations beside nn.Linear, all bfloat16 or all float32;
 - tail: a 3-bit layer whose rows end in tiles of 32 columns beside one that is padded to whole tiles.
 
 All weights are in the format `int`, with random codes, and so many copies of each that none is found in a cache. The
@@ -49,7 +49,7 @@ class Row:
     bits: int
     group_size: int
     tokens: int
-    dtype: str
+    dtype: str  # of the plain one
     seconds: float
     plain_s: float
     ratio: float  # plain over ours
@@ -131,9 +131,10 @@ def time_heads(shape: tuple[int, int], bits: int, group: int, device: str, repea
     for dtype in (torch.bfloat16, torch.float32):
         weights = plain(shape, dtype, device)
         for tokens in BATCHES:
-            x = torch.randn(tokens, shape[1], device=device).to(dtype)
+            x = torch.randn(tokens, shape[1], device=device).bfloat16()
+            same = x.to(dtype)
             packed = [lambda head=head, x=x: head(x) for head in heads]
-            others = [lambda weight=weight, x=x: F.linear(x, weight) for weight in weights]
+            others = [lambda weight=weight, x=same: F.linear(x, weight) for weight in weights]
             figures = paired(packed, others, device, repeats)
             rows.append(Row("head", shape, bits, group, tokens, str(dtype).removeprefix("torch."), *figures))
     return rows
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--repeats", type=int, default=15, help="pairs of a row, on a CPU")
+    parser.add_argument("--repeats", type=int, default=11, help="pairs of a row, on a CPU")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/tables_<device>.json")
     args = parser.parse_args()
     if args.mode == "show":
@@ -185,16 +186,16 @@ def main() -> None:
         "head": (time_heads, HEADS),
         "tail": (time_tails, TAILS),
     }
-    rows = []
-    with torch.inference_mode():
-        for part in args.parts:
-            measure_part, cases = measured[part]
-            for case in cases:
-                for row in measure_part(*case, args.device, args.repeats):
-                    print(line(asdict(row)), flush=True)
-                    rows.append(asdict(row))
     facts = {"threads": args.threads, "torch": torch.__version__}
-    result_file.write_for_device("tables", args.device, args.json, facts, rows)
+    rows = []
+    for part in args.parts:
+        measure_part, cases = measured[part]
+        for case in cases:
+            with torch.inference_mode():
+                some = [asdict(row) for row in measure_part(*case, args.device, args.repeats)]
+            print("\n".join(map(line, some)), flush=True)
+            rows += some
+            result_file.write_for_device("tables", args.device, args.json, facts, rows)
 
 
 if __name__ == "__main__":

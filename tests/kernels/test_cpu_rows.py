@@ -98,3 +98,19 @@ def test_an_id_that_is_no_row_is_an_error(wrong: int, group: int) -> None:
     with pytest.raises(TokenIdError, match=f"token id {wrong} is not in the table of 33 rows") as caught:
         dispatch.rows(torch.tensor([0, wrong, 1]), tensors, "int", params, shape, torch.float32)
     assert isinstance(caught.value, IndexError) and isinstance(caught.value, CompressError)
+
+
+@compiled
+@pytest.mark.usefixtures("small_weights_too")
+@pytest.mark.parametrize(("bits", "group"), [(3, 64), (3, 32), (3, 16), (5, 48), (7, -1)])
+def test_tiles_of_16_words(bits: int, group: int) -> None:
+    """Vectors of two fields, where groups allow them; rows and products are right."""
+    shape, params = (40, 700), Params(bits, group, False, 16, narrow_tail=group % 32 == 0 or group == -1)
+    tensors = random_weight("int", params, shape).tensors
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = int_format.decode_rows(tensors, params, shape, IDS, dtype)
+        assert torch.equal(dispatch.rows(IDS, tensors, "int", params, shape, dtype), wanted)
+    x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = x.double() @ int_format.decode(tensors, params, shape, torch.float64).T
+    found = dispatch.product(x, tensors, "int", params, shape).double()
+    assert (found - exact).norm() < 4e-3 * exact.norm()
