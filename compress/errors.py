@@ -103,6 +103,10 @@ class UnreadCacheError(CompressError, AttributeError):
     """A cache of stored codes was given to an attention that looks into keys and values as tensors."""
 
 
+class TokenIdError(CompressError, IndexError):
+    """A token id was looked up that the table of embeddings does not have."""
+
+
 class NotMeasuredError(CompressError):
     """A measurement is missing that the job must not make."""
 

@@ -7,6 +7,13 @@ A kernel for a format on a device is the file `compress/kernels/<folder of the d
 None means that the weight has to be decoded by its format. The file is found by its name: a kernel for an existing
 format is one new file and no changed line elsewhere (tests/kernels/test_kernel_contract.py adds one).
 
+A kernel that looks single rows of a weight up is the file `rows_<format>.py` in the same folder, with the function
+
+    look_up(tensors, params, shape, ids, dtype) -> Tensor | None
+
+It returns the rows ids [n], contiguous and of any integer type, as [n, in] of `dtype`, to the bit what `decode_rows` of
+the format gives. None means that the format has to decode them.
+
 `prepare` must not read the elements of the tensors. They may be on the meta device, where dispatch asks what a kernel
 would do, and their elements may change afterwards as long as they stay where they are.
 """

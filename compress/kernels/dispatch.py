@@ -1,9 +1,10 @@
 """Find the kernel that multiplies activations with a stored weight, by device and format, or decode the weight.
 
 Kernels are files, `compress/kernels/<folder of the device>/<format>.py` (compress/kernels/contract.py), and so are
-those that read keys and values, `kv_<name>.py`. Where there is no kernel, or where there are more rows of activations
-than it is good for, or a gradient to pass back, the weight is decoded: always possible and always right. (Traced by
-torch.compile, a product that passes a gradient back still takes the kernel: the operator cannot tell.)
+those that look rows up, `rows_<format>.py`, and those that read keys and values, `kv_<name>.py`. Where there is no
+kernel, or where there are more rows of activations than it is good for, or a gradient to pass back, the weight is
+decoded: always possible and always right. (Traced by torch.compile, a product that passes a gradient back still takes
+the kernel: the operator cannot tell.)
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compress import formats
+from compress.errors import TokenIdError
 from compress.formats import transforms as operations
 from compress.formats.stored import params_from_dict
 from compress.kernels import llvm
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
-from compress.types import WeightTransforms
+from compress.types import PackedWeight, Stored, WeightTransforms
 
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
@@ -161,6 +163,34 @@ def _decoded_product(kernel: Prepared, x: Tensor) -> Tensor:
         write(weights, first)
         y[..., first : first + rows] = F.linear(x, weights)
     return y
+
+
+def rows(
+    ids: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape, dtype: torch.dtype
+) -> Tensor:
+    """Return the rows ids [n] of a stored weight [out, in] of a format with rows: [n, in] of `dtype`, by kernel or not.
+
+    No other row is read. Raises TokenIdError on a CPU for an id that is no row; a GPU is not waited for, its kernel
+    gives rows of NaN.
+    """
+    if ids.is_cpu and ids.numel():
+        _check_ids(ids, shape[0])
+    module = _module(processor(ids.device), f"rows_{format}")
+    if module is not None and ids.numel() and all(_readable(t, ids) for t in tensors.values()):
+        with _on(ids.device):
+            found = module.look_up(tensors, params, shape, ids.contiguous(), dtype)
+        if found is not None:
+            return cast(Tensor, found)
+    return formats.decode_rows(PackedWeight(Stored(format, params), dict(tensors), shape), ids.long(), dtype)
+
+
+def _check_ids(ids: Tensor, count: int) -> None:
+    lowest, highest = (int(end) for end in ids.aminmax())
+    if lowest < 0 or highest >= count:
+        raise TokenIdError(
+            f"token id {lowest if lowest < 0 else highest} is not in the table of {count} rows; "
+            "give ids of the tokenizer that lies beside the checkpoint"
+        )
 
 
 class Weight:
@@ -311,3 +341,15 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, list[None], None]:
 
 
 linear.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("compress::rows", mutates_args=())
+def traced_rows(ids: Tensor, tensors: list[Tensor], description: str, dtype: torch.dtype) -> Tensor:
+    """Run `rows` as an operator; arguments as those of `linear`."""
+    format, params, shape, names = _read(description)
+    return rows(ids, dict(zip(names, tensors, strict=True)), format, params, shape, dtype)
+
+
+@traced_rows.register_fake
+def _(ids: Tensor, tensors: list[Tensor], description: str, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty(ids.shape[0], _read(description)[2][1], dtype=dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
+from compress.kernels import dispatch
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.runtime.packed import PackedModule
 from compress.types import Stored
@@ -45,6 +46,7 @@ class PackedEmbedding(PackedModule):
         self.num_embeddings, self.embedding_dim = self.shape
         self.padding_idx = original.padding_idx
         self.factors = _factors(original)
+        self._described = dispatch.described(stored.format, stored.params, self.shape)
         vars(self)["original"] = original  # not a child; its weight is on meta, or about to be freed
         table = dict(self._parameters)
         self._parameters.clear()
@@ -52,13 +54,22 @@ class PackedEmbedding(PackedModule):
         self._parameters.update(table)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the rows [..., embedding_dim] of token ids [...] of any integer type."""
+        """Return the rows [..., embedding_dim] of token ids [...] of any integer type.
+
+        Raises TokenIdError on a CPU for an id that the table does not have; on a GPU its row is NaN.
+        """
         if self._unchecked is not None:
             self.check(self._unchecked)
         dtype = self.like.dtype
-        rows = formats.decode_rows(self.packed(), input_ids.reshape(-1).long(), dtype)
-        rows = rows.view(*input_ids.shape, self.embedding_dim)
+        rows = self._rows(input_ids.reshape(-1), dtype).view(*input_ids.shape, self.embedding_dim)
         return rows if self.factors is None else rows * self.factors[dtype]
+
+    def _rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows [n, embedding_dim] of ids [n]; traced as one operator."""
+        tensors = self.tensors
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return dispatch.traced_rows(ids, list(tensors.values()), self._described, dtype)
+        return dispatch.rows(ids, tensors, self.format, self.params, self.shape, dtype)
 
     def to_embedding(self, dtype: torch.dtype) -> nn.Embedding:
         """Return the embedding that this one stands for, with the decoded table in `dtype`."""

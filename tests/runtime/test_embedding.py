@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, TokenIdError
 from compress.formats import stored
 from compress.runtime import embedding, hf
 from compress.runtime.embedding import PackedEmbedding
@@ -94,3 +94,19 @@ def test_a_head_alone_cannot_be_packed_where_it_is_tied() -> None:
     with pytest.raises(CheckpointError, match="lm_head is listed as packed, but its weight is tied"):
         hf.swap(model, hf.CompressConfig(default=entry, modules={"lm_head": {}}))
     assert type(model.get_output_embeddings()) is nn.Linear
+
+
+def test_ids_of_other_types_and_a_compiled_lookup() -> None:
+    layer, table = packed_as(nn.Embedding(264, 64))
+    assert torch.equal(layer(IDS.int()), table[IDS])
+    for dynamic in (False, True):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for ids in (IDS, IDS.int(), IDS[0, :3]):
+            assert torch.equal(compiled(ids), table[ids])
+
+
+@pytest.mark.parametrize("token", [-1, 264])
+def test_a_token_id_that_the_table_does_not_have_is_refused(token: int) -> None:
+    layer, _ = packed_as(nn.Embedding(264, 64))  # stored with 272 rows
+    with pytest.raises(TokenIdError, match=f"token id {token} is not in the table of 264 rows"):
+        layer(torch.tensor([[1, token]]))

@@ -11,7 +11,8 @@ sixteen rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product as pairs
 from typing import Any
@@ -26,7 +27,7 @@ from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.small_matmul import Layout, Product
-from compress.kernels.cpu.unpack import NarrowTiles, Planar, lanes
+from compress.kernels.cpu.unpack import NarrowTiles, Planar, ShortTiles, lanes
 from compress.numerics.packing import FIELDS
 
 SHORTS = 32  # int16 of a register of 512 bits
@@ -47,19 +48,36 @@ def span_blocks(params: Params) -> int:
     return blocks if fields % blocks == 0 else 1
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+def vector_lanes(tile_words: int, span: int) -> int:
+    """Return the codes of a vector: those of several fields, where a tile has few words and they share their scales."""
+    return SHORTS if span % SHORTS == 0 else lanes(tile_words)
+
+
+def whole_tiles(
+    e: emitter.Emitter, planes: Sequence[Any], bits: int, tile_words: int, in_row: Any, vector: int
+) -> Callable[[Any, Any, int], Any]:
+    """Return the function of (tile, row, column of the tile) that reads `vector` codes of whole tiles."""
+    if vector > tile_words:
+        short = ShortTiles(e, planes, PLANES[bits], tile_words, in_row)
+        return lambda tile, row, column: short.codes(tile, row, column, vector)
+    planar = Planar(e, planes, PLANES[bits], tile_words, in_row)
+    return lambda tile, row, column: planar.codes(tile, row, *divmod(column, tile_words))
+
+
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Int | None:
     """Return the product with a weight of any width, if its groups are whole blocks of TW columns."""
-    return _Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
+    return Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
 
 
-class _Int(Product):
+class Int(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, columns = int_format.padded_shape(params, shape)
         span = span_blocks(params) * params.tile_words
         spans, (tiles, tail) = -(-columns // span), params.split(columns)
         zeros = tensors["scales" if params.symmetric else "zeros"]
         words = [tensors[f"words{width}"] for width in PLANES[params.bits]]
-        layout = Layout(shape[1], shape[0], spans * span, rows, span, lanes(params.tile_words), spans * ROWS)
+        vector = vector_lanes(params.tile_words, span)
+        layout = Layout(shape[1], shape[0], spans * span, rows, span, vector, spans * ROWS)
         group = columns if params.group_size == -1 else params.group_size
         stored = [t.data_ptr() for t in (*words, tensors["scales"], zeros)]
         super().__init__(tensors, params, shape, layout, stored, (spans, rows, group, tiles, tail))
@@ -71,6 +89,18 @@ class _Int(Product):
     def decoder(self, dtype: torch.dtype) -> Decoder:
         sizes = (self.shape[1], *self.sizes[1:])
         return row_decoder.in_rows(llvm.function(_Decode, *self._settings, dtype), self.stored, sizes, self.shape[1])
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows ids [n] of the weight, [n, in], as bfloat16, float16 or float32; ids must be rows of it."""
+        ids = ids.long().contiguous()
+        out = torch.empty(len(ids), self.shape[1], dtype=dtype, device="cpu")
+        write, pointers = llvm.function(_LookUp, *self._settings, dtype), (out.data_ptr(), ids.data_ptr())
+
+        def work(first: int, last: int) -> None:
+            write(*self.stored, *pointers, first, last, 0, 0, self.shape[1], *self.sizes[1:])
+
+        llvm.parallel(work, len(ids), -(-row_decoder.THREAD // self.shape[1]))
+        return out
 
 
 class _Sums(emitter.Emitter):
@@ -90,9 +120,9 @@ class _Sums(emitter.Emitter):
         self.floats16 = self.vector(self.float, LANES)
         self.whole = self.b.mul(self.tiles, self.i64(self.fields * tile_words))  # columns of whole tiles
         in_row = self.b.add(self.whole, self.b.mul(self.tail, self.i64(NARROW)))
-        self.planar = Planar(self, self.planes, PLANES[bits], tile_words, in_row)
+        self.lanes = vector_lanes(tile_words, span)
+        self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes)
         self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
-        self.lanes = self.planar.lanes
         sums = self.vector(self.float, self.lanes // 2)
         self.together = TOGETHER[tokens]
         self.sums = [[self.variable(sums) for _ in range(tokens)] for _ in range(self.together)]
@@ -146,13 +176,12 @@ class _Sums(emitter.Emitter):
             self.store(self.total(b.load(self.sums[r][m])), self.out, b.add(line, row))
 
     def _span(self, tile: Any, number: Any, part: int, u: Any, row: Any) -> None:
-        b, blocks = self.b, self.span // self.tile_words
+        b = self.b
         column = b.mul(tile, self.i64(self.fields * self.tile_words))
         totals = self._no_sums()
-        for block in range(part * blocks, (part + 1) * blocks):
-            for first in range(0, self.tile_words, self.lanes):
-                place = b.add(column, self.i64(block * self.tile_words + first))
-                self._add(totals, place, number, partial(self._codes, tile, block, first))
+        for position in range(part * self.span, (part + 1) * self.span, self.lanes):
+            place = b.add(column, self.i64(position))
+            self._add(totals, place, number, partial(self._codes, tile, position))
         self._scale(totals, u, row)
 
     def _narrow(self, tile: Any, number: Any, row: Any) -> None:
@@ -166,8 +195,8 @@ class _Sums(emitter.Emitter):
                 self._add(totals, place, number, partial(self._narrow_codes, tile, first))
             self._scale(totals, b.udiv(b.add(column, self.i64(begin)), self.i64(self.span)), row)
 
-    def _codes(self, tile: Any, block: int, first: int, row: Any) -> Any:
-        return self.planar.codes(tile, row, block, first)
+    def _codes(self, tile: Any, position: int, row: Any) -> Any:
+        return self.read(tile, row, position)
 
     def _narrow_codes(self, tile: Any, first: int, row: Any) -> Any:
         return self.narrow.codes(tile, row, first, self.lanes)
@@ -212,6 +241,8 @@ class _Sums(emitter.Emitter):
 class _Decode(row_decoder.Writer):
     """void decode(words..., scales, zeros, out, first, last, start, stop, in features, rows, group, tiles, tail)."""
 
+    further = 0  # pointers behind `out`
+
     def __init__(
         self,
         bits: int,
@@ -222,43 +253,51 @@ class _Decode(row_decoder.Writer):
         has_tail: bool,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__("decode", len(PLANES[bits]) + 3, 9, dtype)
+        count = len(PLANES[bits])
+        super().__init__("decode", count + 3 + self.further, 9, dtype)
         self.bits, self.tile_words, self.span, self.symmetric = bits, tile_words, span, symmetric
         self.scale_dtype = getattr(torch, scale_dtype)
-        planes, (self.scales, self.zeros, self.out) = self.pointers[:-3], self.pointers[-3:]
-        first, last, self.start, stop, self.features, self.rows, self.group, tiles, tail = self.integers
+        planes, (self.scales, self.zeros, self.out) = self.pointers[:count], self.pointers[count : count + 3]
+        self.features, self.rows, self.group, tiles, tail = self.integers[-5:]
         fields = max(FIELDS[w] for w in PLANES[bits])
         self.columns = fields * tile_words  # of a tile
         self.whole = self.b.mul(tiles, self.i64(self.columns))
         in_row = self.b.add(self.whole, self.b.mul(tail, self.i64(NARROW)))
-        self.planar = Planar(self, planes, PLANES[bits], tile_words, in_row)
+        self.lanes = vector_lanes(tile_words, span)
+        self.read = whole_tiles(self, planes, bits, tile_words, in_row, self.lanes)
         self.narrow = NarrowTiles(self, planes, PLANES[bits], NARROW, in_row, self.whole)
-        with self.rows_between(first, last, stop) as row:
-            self.in_chunks(self.smaller(self.features, self.whole), self.columns, partial(self._tile, row))
+        with self.each_row() as (row, line):
+            self.in_chunks(self.smaller(self.features, self.whole), self.columns, partial(self._tile, row, line))
             if has_tail:
                 with self.loop(tail) as tile:
-                    self._narrow(row, tile)
+                    self._narrow(row, line, tile)
         self.b.ret_void()
 
-    def _tile(self, row: Any, first: Any, rest: Any) -> None:
+    @contextmanager
+    def each_row(self) -> Iterator[tuple[Any, Any]]:
+        """Loop over the rows that are written: the number of each, and where it begins in `out`."""
+        first, last, start, stop = self.integers[:4]
+        with self.rows_between(first, last, stop) as row:
+            yield row, self.b.mul(self.b.sub(row, start), self.features)
+
+    def _tile(self, row: Any, line: Any, first: Any, rest: Any) -> None:
         """Write the columns of a tile that begin at `first`, only `rest` of them if it is given."""
-        b, lanes = self.b, self.planar.lanes
+        b, lanes = self.b, self.lanes
         tile = b.udiv(first, self.i64(self.columns))
-        line = b.mul(b.sub(row, self.start), self.features)
         values: Callable[[Any], Any] = self.rounded
         for position in range(0, self.columns, lanes):
             column = b.add(first, self.i64(position))
             if position % self.span == 0:
                 values = self._values(row, column)
-            weights = values(self.planar.codes(tile, row, *divmod(position, self.tile_words)))
+            weights = values(self.read(tile, row, position))
             left = None if rest is None else b.sub(rest, self.i64(position))
             self.store_some(weights, self.out, b.add(line, column), left)
 
-    def _narrow(self, row: Any, tile: Any) -> None:
+    def _narrow(self, row: Any, line: Any, tile: Any) -> None:
         """Write the columns of a tile of the tail, without those past the features."""
-        b, lanes = self.b, self.planar.lanes
+        b, lanes = self.b, self.lanes
         column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
-        values, line = self._values(row, column), b.mul(b.sub(row, self.start), self.features)
+        values = self._values(row, column)
         for first in range(0, NARROW, lanes):
             place = b.add(column, self.i64(first))
             weights = values(self.narrow.codes(tile, row, first, lanes))
@@ -269,7 +308,7 @@ class _Decode(row_decoder.Writer):
 
         Where 2 to 5 bits meet registers of 512, that is a table in one: half of the time.
         """
-        lanes = self.planar.lanes
+        lanes = self.lanes
         scale, zero = (self.splat(each, lanes) for each in self._scale_and_zero(row, column))
 
         def computed(codes: Any) -> Any:
@@ -292,3 +331,15 @@ class _Decode(row_decoder.Writer):
         if self.symmetric:
             return scale, self.float(2.0 ** (self.bits - 1))
         return scale, b.uitofp(self.bit_field(self.zeros, cell, self.bits), self.float)
+
+
+class _LookUp(_Decode):
+    """void decode(words..., scales, zeros, out, ids, first, last, 0, 0, in features, rows, group, tiles, tail)."""
+
+    further = 1
+
+    @contextmanager
+    def each_row(self) -> Iterator[tuple[Any, Any]]:
+        ids, (first, last) = self.pointers[-1], self.integers[:2]
+        with self.loop(last, first) as i:
+            yield self.load(ids, i, self.index), self.b.mul(i, self.features)

@@ -84,12 +84,20 @@ class NarrowTiles:
         return whole
 
     def _plane(self, plane: Any, width: int, tile: Any, row: Any, columns: range) -> Any:
+        return self._fields(plane, width, self.columns // FIELDS[width], tile, row, columns)
+
+    def _fields(self, plane: Any, width: int, count: int, tile: Any, row: Any, columns: range) -> Any:
+        """Codes of the columns of a tile of a plane, `count` words."""
         e, b = self.e, self.e.b
-        count, fields = self.columns // FIELDS[width], self.e.i64(FIELDS[width])
+        fields = self.e.i64(FIELDS[width])
         in_row = b.udiv(self.in_row, fields)
         start = b.add(b.mul(row, b.mul(in_row, e.i64(WORDS[width]))), b.udiv(self.before, fields))
         start = b.add(start, b.mul(tile, e.i64(count)))
-        words = [e.load(plane, b.add(start, b.mul(in_row, e.i64(i))), e.short, count) for i in range(WORDS[width])]
+        starts = [b.add(start, b.mul(in_row, e.i64(i))) for i in range(WORDS[width])]
+        words = [e.load(plane, each, e.short, count) for each in starts]
+        if columns[0] == 0 and len(columns) < count * FIELDS[width]:  # the first vector of several
+            for each in starts:
+                e.prefetch(plane, b.add(each, e.i64(AHEAD)), e.short)
         places = [divmod(column, count) for column in columns]  # field, word
         mask = e.constant(e.short, len(columns), (1 << width) - 1)
         if width != 3:
@@ -106,6 +114,20 @@ class NarrowTiles:
 
     def _constants(self, values: list[int]) -> Any:
         return self.e.ir.Constant(self.e.vector(self.e.short, len(values)), values)
+
+
+class ShortTiles(NarrowTiles):
+    """Reads codes of whole tiles of so few words that a vector takes several fields of each."""
+
+    def __init__(self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, in_row: Any):
+        super().__init__(emitter, planes, widths, tile_words * max(FIELDS[w] for w in widths), in_row, emitter.i64(0))
+        self.tile_words = tile_words
+
+    def _plane(self, plane: Any, width: int, tile: Any, row: Any, columns: range) -> Any:
+        b, size = self.e.b, self.tile_words * FIELDS[width]  # columns of a tile of this plane
+        skipped, first = divmod(columns[0], size)
+        own = b.add(b.mul(tile, self.e.i64(self.columns // size)), self.e.i64(skipped))
+        return self._fields(plane, width, self.tile_words, own, row, range(first, first + len(columns)))
 
 
 def field_codes(emitter: Emitter, width: int, field: int, word: Callable[[int], Any]) -> Any:

@@ -78,8 +78,8 @@ class _Int(Product):
         scales, block = tensors["scales"], most_words(params)
         out = torch.empty(self.shape, dtype=dtype, device=scales.device)
         _int.decode[-(-outputs // DECODE_ROWS), tiles * (params.tile_words // block) + narrow](
-            *_planes(tensors, params), scales, tensors.get("zeros", scales), out, inputs, outputs, rows, tiles,
-            **_layout(params), NARROW=narrow, BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
+            *planes(tensors, params), scales, tensors.get("zeros", scales), out, inputs, outputs, rows, tiles,
+            **layout(params), NARROW=narrow, BLOCK_N=DECODE_ROWS, BLOCK_WORDS=block,
         )  # fmt: skip
         return out
 
@@ -127,7 +127,7 @@ def launch(
     sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
     hidden, factor = (x, x) if added is None else added
     _int.multiply[-(-rows // config.block_n), plan.parts](
-        x, *_planes(tensors, params), scales, tensors.get("zeros", scales), sums, hidden, factor,
+        x, *planes(tensors, params), scales, tensors.get("zeros", scales), sums, hidden, factor,
         out, workspace.partials, workspace.counters,
         x.shape[0], out.shape[1], rows, tiles, plan.parts,
         **static, RANK=0 if added is None else hidden.shape[1], NARROW=narrow, BF16=x.dtype == torch.bfloat16,
@@ -140,7 +140,7 @@ def launch(
 def constants(params: Params, plan: Launch) -> dict[str, Any]:
     """The constants of the kernel that depend on the weight and the plan only."""
     return {
-        **_layout(params),
+        **layout(params),
         "SUMMED": not params.symmetric and plan.rows > LOOP_SUMS,
         "BLOCK_N": plan.config.block_n,
         "BLOCK_M": plan.rows,
@@ -157,7 +157,8 @@ def most_words(params: Params) -> int:
     return words
 
 
-def _layout(params: Params) -> dict[str, Any]:
+def layout(params: Params) -> dict[str, Any]:
+    """Return the constants of a kernel that say how codes, scales and zero points lie."""
     a, b, c = (*PLANES[params.bits], 0, 0)[:3]
     group = 0 if params.group_size == -1 else params.group_size
     return {"A": a, "B": b, "C": c, "GROUP": group, "SYMMETRIC": params.symmetric, "TILE_WORDS": params.tile_words}
@@ -168,10 +169,10 @@ def _fields(params: Params) -> int:
     return max(FIELDS[width] for width in PLANES[params.bits])
 
 
-def _planes(tensors: Mapping[str, Tensor], params: Params) -> tuple[Tensor, Tensor, Tensor]:
-    """The planes of words, the first in place of those that the width does not have."""
-    planes = [tensors[f"words{width}"] for width in PLANES[params.bits]]
-    first, second, third = (planes + planes[:1] * 2)[:3]
+def planes(tensors: Mapping[str, Tensor], params: Params) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the planes of words, the first in place of those that the width does not have."""
+    known = [tensors[f"words{width}"] for width in PLANES[params.bits]]
+    first, second, third = (known + known[:1] * 2)[:3]
     return first, second, third
 
 

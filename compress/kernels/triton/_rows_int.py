@@ -1,0 +1,72 @@
+"""The kernel of compress/kernels/triton/rows_int.py; imported when it is first launched, because it needs triton.
+
+A program makes BLOCK columns of one row, in their order: each column finds the words that hold its code, so that groups
+may have any size and a row may end in a narrow tail. Columns that share a word read it together, from the cache.
+"""
+
+# ruff: noqa: ANN001, ANN202, PLR0913, PLR0917
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from compress.kernels.triton._int import _zero
+from compress.kernels.triton.unpack import fields, narrow_words
+
+
+@triton.jit
+def _plane(words, row, c, mask, whole, stored, WIDTH: tl.constexpr, TILE_WORDS: tl.constexpr, NARROW: tl.constexpr):
+    """Codes int32 of the columns c of a plane; a row has `stored` columns, those from `whole` on in narrow tiles."""
+    F: tl.constexpr = fields(WIDTH)
+    field = c // TILE_WORDS % F
+    at = c // (TILE_WORDS * F) * TILE_WORDS + c % TILE_WORDS
+    if NARROW:
+        COUNT: tl.constexpr = narrow_words(WIDTH, 1)
+        k = c - whole
+        field = tl.where(k < 0, field, k // COUNT % F)
+        at = tl.where(k < 0, at, whole // F + k // 32 * COUNT + k % COUNT)
+    many = stored // F
+    if WIDTH == 3:
+        start = words + row * (3 * many) + at
+        code = tl.load(start + tl.minimum(field // 5, 2) * many, mask=mask, other=0).to(tl.int32) >> field % 5 * 3 & 7
+        last = mask & (field == 15)
+        spare = tl.load(start, mask=last, other=0).to(tl.int32) >> 15 & 1
+        spare |= tl.load(start + many, mask=last, other=0).to(tl.int32) >> 14 & 2
+        spare |= tl.load(start + 2 * many, mask=last, other=0).to(tl.int32) >> 13 & 4
+        return tl.where(last, spare, code)
+    else:
+        word = tl.load(words + row * many + at, mask=mask, other=0).to(tl.int32)
+        return word >> field * WIDTH & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def look_up(ids, words_a, words_b, words_c, scales, zeros, out, rows, in_features, stored_rows, whole, stored,
+            A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
+            TILE_WORDS: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out [n, in_features] = the rows ids [n] of scale * (code - zero); program (id, block of columns).
+
+    The weight has `rows` rows, `stored_rows` with padding. An id that is none of them gives a row of NaN.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < in_features
+    row = tl.load(ids + i).to(tl.int64)  # a table may have more than 2**31 words
+    is_row = (row >= 0) & (row < rows)
+    row = tl.where(is_row, row, 0)
+    BITS: tl.constexpr = A + B + C
+    code = _plane(words_a, row, c, mask, whole, stored, A, TILE_WORDS, NARROW)
+    if B != 0:
+        code = code << B | _plane(words_b, row, c, mask, whole, stored, B, TILE_WORDS, NARROW)
+    if C != 0:
+        code = code << C | _plane(words_c, row, c, mask, whole, stored, C, TILE_WORDS, NARROW)
+    if GROUP == 0:
+        group = row * 0  # one number: a scale for the whole row
+    else:
+        group = (tl.minimum(c, in_features - 1) // GROUP).to(tl.int64)
+    if SYMMETRIC:
+        code -= 1 << (BITS - 1)
+    else:
+        code -= _zero(zeros, group, row, stored_rows, BITS).to(tl.int32)
+    scale = tl.load(scales + (group * stored_rows + row)).to(tl.float32)
+    value = tl.where(is_row, code.to(tl.float32) * scale, float("nan"))
+    tl.store(out + i * in_features + c, value.to(out.dtype.element_ty), mask=mask)
