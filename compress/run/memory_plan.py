@@ -265,7 +265,8 @@ class _MemoryModel:
             return 0
         chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in plan.tables]
         packed = 2 * sum(table.nbytes for table in plan.tables)  # in parts, and joined
-        return self.rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
+        rest = self.embedding if plan.is_rejoined else self.rest
+        return rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""

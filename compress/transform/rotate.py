@@ -97,12 +97,6 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
     config = replace(config, residual=bool(config.residual and not obstacle))
     if config.residual:
         skeleton.untie()
-        if skeleton.is_untied:
-            nbytes = skeleton.model.get_output_embeddings().weight.numel() * skeleton.dtype.itemsize
-            says.append(
-                "the rotation unties the output head from the embeddings, which are then stored both: "
-                f"+ {nbytes / (1 << 20):.1f} MiB before either is packed"
-            )
     return Rotation(skeleton, config, graph, seed, tuple(says))
 
 
@@ -213,14 +207,40 @@ class Rotation:
         for name in self.graph.outside.norms:
             self._clear(name, model.get_submodule(name), moved=False)
 
+    def table_ops(self) -> WeightTransforms | str:
+        """Return the operations of a table E that serves as embeddings, Q e, and as output head, E diag(g) Q^T."""
+        if self.config.learn:
+            return "a learned rotation is a matrix, and no fast transform"
+        embeddings = self.skeleton.model.get_input_embeddings()
+        if embeddings not in [self.skeleton.model.get_submodule(name) for name in self.graph.outside.writers]:
+            return "the embeddings go through a linear on their way to the stream"
+        return WeightTransforms(input=tuple(self._table_transforms()))
+
+    def table_tensors(self) -> dict[str, Tensor]:
+        return {f"in_{name}": stored for name, stored in self._table_transforms().items() if stored is not None}
+
+    def _table_transforms(self) -> dict[str, Tensor | None]:
+        """Return name -> stored tensor of what turns the head's input back and multiplies it by the norm's weight."""
+        assert isinstance(self.basis, Basis), "it is drawn, not learned"
+        has_weight = f"{self._last_norm}.weight" in self.skeleton.sources
+        scale: dict[str, Tensor | None] = {"channel_scale": self._last_weight().float()} if has_weight else {}
+        return {**self.basis.undoing(), **scale}
+
+    @property
+    def _last_norm(self) -> str:
+        (name,) = self.graph.outside.norms
+        return name
+
+    def _last_weight(self) -> Tensor:
+        """Return the factors of the final norm, float64 [hidden], or [1] of a norm without weights."""
+        stored = self.skeleton.sources.get(f"{self._last_norm}.weight")
+        return stored[0].read().double() + (1 if self.offset else 0) if stored else torch.ones(1).double()
+
     def head(self) -> Callable[[Tensor], Tensor]:
         """Return the change of the output head's rows [rows, hidden]: the final norm's weight, and the new basis."""
         if self.basis is None:
             return lambda rows: rows
-        basis = self.basis
-        (name,) = self.graph.outside.norms
-        stored = self.skeleton.sources.get(f"{name}.weight")
-        weight = stored[0].read().double() + (1 if self.offset else 0) if stored else torch.ones(1)
+        basis, weight = self.basis, self._last_weight()
         return lambda rows: basis.forward(_wide(rows) * weight.to(_wide(rows))).to(rows.dtype)
 
     @torch.no_grad()
