@@ -40,6 +40,7 @@ CHANGES: dict[str, Row] = {  # name -> sections of a recipe that are changed
     "rotate": {"transform": [ROTATE]},
     "seeds": {"transform": [{**ROTATE, "seeds": 8}]},
     "learn": {"transform": [{**ROTATE, "learn": 32}]},
+    "tables": {"embeddings": {"bits": 8}, "head": {"bits": 8}},
     "incoherence": {"quantize": {"incoherence": True}},
     "plain": {"quantize": {"incoherence": False}},
     "attention": {"calibration": {"importance": "attention"}},

@@ -22,7 +22,8 @@ class LinearSpec:
     block: int  # index of the decoder block; -1: outside of the blocks
     input_key: str
     is_expert: bool = False
-    parameters: tuple[str, ...] = ()  # of the model, that an expert's weight, and its bias if any, are parts of
+    parameters: tuple[str, ...] = ()  # of the model, that an expert's weight, and its bias if any, are parts of; or
+    # all that a table is stored for
 
     @property
     def numel(self) -> int:
@@ -269,6 +270,8 @@ class Plan:
     chosen_numel: int = 0  # weights of the linears that could be packed, and that the recipe leaves as they are
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks: embeddings, the output head, or one table for both
     looked_up: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
+    is_rejoined: bool = False  # `tables` is one for embeddings and head, with which a transform computes as two
+    says: tuple[str, ...] = ()  # what is to be known of it before anything is done
     written_numel: int = 0  # parameters of the model that is written
     numel: int = 0  # parameters of the original, a tied table counted once
 

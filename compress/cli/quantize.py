@@ -137,7 +137,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     print(f"predicted peak memory {peak}, time {duration(predicted)}")
     if base:
         print(f"base: {base}")
-    for line in prepared.skeleton.edits.says if prepared.skeleton.edits is not None else ():
+    for line in prepared.says:
         print(line)
     if cache is not None:
         print(tables.cache_line(cache))

@@ -112,19 +112,25 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def has_rows(stored: Stored) -> bool:
-    """Return whether single rows of a weight can be decoded: its format can, and nothing lies around or beside it."""
-    is_bare = not stored.ops and stored.activations is None and stored.lowrank is None
-    return is_bare and hasattr(get(stored.format), "decode_rows")
+    """Return whether single rows of a weight can be decoded.
+
+    Its format must be able to, and nothing may be beside the matrix, nor around it that rows have in common.
+    """
+    lies_alone = not stored.ops.output and stored.activations is None and stored.lowrank is None
+    return lies_alone and hasattr(get(stored.format), "decode_rows")
 
 
 def decode_rows(weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [n] int64 of the dequantized weight, [n, in]; `has_rows` must hold."""
+    """Return rows [n] int64 of the stored matrix, [n, in], without the transforms around it; `has_rows` must hold."""
     format: Any = get(weight.format)
     return cast(Tensor, format.decode_rows(weight.tensors, weight.params, weight.shape, rows, dtype))
 
 
 def join_rows(parts: Sequence[PackedWeight]) -> dict[str, Tensor]:
-    """Return the tensors of a weight from those of its rows, in order; of several parts `has_rows` must hold."""
+    """Return the tensors of a weight from those of its rows, in order.
+
+    Of several parts `has_rows` must hold, and nothing may be around the matrix.
+    """
     format: Any = get(parts[0].format)
     return parts[0].tensors if len(parts) == 1 else format.join_rows([part.tensors for part in parts])
 

@@ -1,11 +1,18 @@
-"""Apply orthogonal transforms to the inputs and outputs of a stored matrix, by their names.
+"""Apply transforms to the inputs and outputs of a stored matrix, by their names.
 
-    signs       a diagonal of +-1, stored as the uint8 bitmap [ceil(n / 8)], lowest bit first, 1 for -1
-    hadamard    the transform of compress/numerics/hadamard.py; nothing is stored
-    head_mix/D  that transform over the heads of D channels each, channel by channel; nothing is stored
+    signs                a diagonal of +-1, stored as the uint8 bitmap [ceil(n / 8)], lowest bit first, 1 for -1
+    hadamard             the transform H of compress/numerics/hadamard.py; nothing is stored
+    hadamard_transposed  its transpose, which is its inverse; nothing is stored
+    head_mix/D           H over the heads of D channels each, channel by channel; nothing is stored
+    reflection           x - 2 v v^T x with the unit vector v, stored as float32 [n]; v = 0 for none
+    channel_scale        a diagonal, stored as float32 [n]; the only one that is not orthogonal
 
 The tensor of a transform is named after its side, `in_signs` or `out_signs`. A new transform is one entry of
 `TRANSFORMS`; one with a number in its name is found by `find`. config.json lists them under the key "ops".
+
+A table of embeddings M may have input transforms, too. With In their product, the row e of M that is looked up becomes
+In^T e. Where the table is also that of the output head, which computes M In x, its channel_scale is the head's alone: a
+row that is looked up passes the others (`of_rows`).
 """
 
 from __future__ import annotations
@@ -28,11 +35,12 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Transform:
-    """An orthogonal matrix T [n, n]; `forward` and `transpose` take vectors [..., n] and keep their type."""
+    """A matrix T [n, n]; `forward` and `transpose` take vectors [..., n] and keep their type."""
 
     spec: Callable[[int], Spec | None]  # what is stored for size n; ValueError if the size cannot be
     forward: Callable[[Tensor, Tensor | None], Tensor]  # (x, stored tensor) -> T x
     transpose: Callable[[Tensor, Tensor | None], Tensor]  # -> T^T x
+    is_orthogonal: bool = True
 
 
 def pack_signs(negative: Tensor) -> Tensor:
@@ -63,9 +71,33 @@ def _hadamard_spec(n: int) -> None:
     hadamard.order(n)
 
 
+def _vector_spec(n: int) -> Spec:
+    return (n,), torch.float32
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _reflect(x: Tensor, normal: Tensor | None) -> Tensor:
+    assert normal is not None
+    wide, normal = _wide(x), normal.to(_wide(x))
+    return (wide - 2 * (wide @ normal)[..., None] * normal).to(x.dtype)
+
+
+def _scale(x: Tensor, factors: Tensor | None) -> Tensor:
+    assert factors is not None
+    return (_wide(x) * factors).to(x.dtype)
+
+
 TRANSFORMS: dict[str, Transform] = {
     "signs": Transform(lambda n: ((-(-n // 8),), torch.uint8), _flip, _flip),
     "hadamard": Transform(_hadamard_spec, lambda x, _: hadamard.transform(x), lambda x, _: hadamard.transpose(x)),
+    "hadamard_transposed": Transform(
+        _hadamard_spec, lambda x, _: hadamard.transpose(x), lambda x, _: hadamard.transform(x)
+    ),
+    "reflection": Transform(_vector_spec, _reflect, _reflect),
+    "channel_scale": Transform(_vector_spec, _scale, _scale, is_orthogonal=False),
 }
 
 
@@ -136,6 +168,16 @@ def apply_output(y: Tensor, transforms: WeightTransforms, tensors: Mapping[str, 
     return _forward(y, "out", transforms.output, tensors)
 
 
+def of_rows(transforms: WeightTransforms) -> WeightTransforms:
+    """Return the transforms that a row passes where it is looked up: the orthogonal ones of the inputs."""
+    return WeightTransforms(input=tuple(name for name in transforms.input if _get(name).is_orthogonal))
+
+
+def apply_rows(rows: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return rows [..., in] of a stored table of embeddings as they are looked up, of the same floating type."""
+    return _transpose(rows, "in", of_rows(transforms).input, tensors)
+
+
 def effective(matrix: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the weight Out M In of a stored matrix M [out, in], float32 (float64 stays), a new tensor."""
     return _around(
@@ -146,7 +188,11 @@ def effective(matrix: Tensor, transforms: WeightTransforms, tensors: Mapping[str
 
 
 def rotate(weight: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return Out^T W In^T of a weight W [out, in], the inverse of `effective`: float32 or float64, a new tensor."""
+    """Return Out^T W In^T of a weight W [out, in], the inverse of `effective`: float32 or float64, a new tensor.
+
+    All transforms must be orthogonal.
+    """
+    assert all(_get(name).is_orthogonal for name in (*transforms.input, *transforms.output)), "it is no inverse"
     return _around(
         weight,
         lambda row: _forward(row, "in", transforms.input, tensors),
@@ -187,15 +233,19 @@ def _around(
 def _forward(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in names:
         stored = tensors.get(f"{side}_{name}")
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        x = multiply(x, stored, name, False) if traced else _get(name).forward(x, stored)
+        x = multiply(x, stored, name, False) if _traced() else _get(name).forward(x, stored)
     return x
 
 
 def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in reversed(names):
-        x = _get(name).transpose(x, tensors.get(f"{side}_{name}"))
+        stored = tensors.get(f"{side}_{name}")
+        x = multiply(x, stored, name, True) if _traced() else _get(name).transpose(x, stored)
     return x
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 # For torch.compile: one operator, opaque to the compiler.

@@ -63,8 +63,9 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
             if stored.name not in replaced:
                 tensors[stored.name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     causal = type(skeleton.model)
-    for kind in (causal, *_named_classes(skeleton.config, causal)):
-        config = copy.deepcopy(skeleton.model.config if kind is causal else skeleton.config)
+    of_model, whole = skeleton.tied_configs if plan.is_rejoined else (skeleton.model.config, skeleton.config)
+    for kind in (causal, *_named_classes(whole, causal)):
+        config = copy.deepcopy(of_model if kind is causal else whole)
         config.quantization_config = packed
         try:
             model = _load(kind, config=config, state_dict=tensors, dtype=skeleton.dtype)

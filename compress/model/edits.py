@@ -25,6 +25,15 @@ class Edits(Protocol):
     def begin(self, device: torch.device) -> None:
         """Prepare, once and before anything is loaded."""
 
+    def table_ops(self) -> WeightTransforms | str:
+        """Return the operations at run time with which embeddings and output head stay one table, as it was.
+
+        A reason, which goes on behind "because", where there are none.
+        """
+
+    def table_tensors(self) -> dict[str, Tensor]:
+        """Return the stored tensors of these operations, on the CPU, once `choose` has decided."""
+
     def head(self) -> Callable[[Tensor], Tensor]:
         """Return the change of rows [rows, hidden] of the output head."""
 

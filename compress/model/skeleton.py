@@ -8,6 +8,7 @@ the experts, which transformers stores as three-dimensional parameters and which
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class Skeleton:
         self.blocks = text_path.Blocks(blocks, self.text_path.skipped) if self.text_path.skipped else blocks
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
+        self.tied_configs = (self.model.config, self.config)  # of the model, and of the whole, before that
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
@@ -195,6 +197,7 @@ class Skeleton:
         if head is None or not any(p is q for p in _parameters(head) for q in _parameters(embeddings)):
             return
         name = next(name for name, module in self.model.named_modules() if module is head) + ".weight"
+        self.tied_configs = copy.deepcopy(self.tied_configs)
         for config in (self.model.config, self.config, self.config.get_text_config()):
             config.tie_word_embeddings = False
         tied = next(group for group in self.aliases if name in group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from torch import nn
@@ -34,6 +35,14 @@ def find(skeleton: Skeleton) -> list[Table]:
         if weight is not None and weight.dim() == 2:
             found[id(weight)] = (*found.get(id(weight), ()), role)
     return [_table(skeleton, roles, modules) for roles in found.values()]
+
+
+def rejoined(embeddings: Table, head: Table) -> Table:
+    """Return the table that embeddings and head were before the head was untied."""
+    names = (*embeddings.names, *head.names)
+    spec = dataclasses.replace(embeddings.spec, parameters=tuple(f"{name}.weight" for name in names))
+    refused = embeddings.refused or head.refused
+    return Table(spec, (*embeddings.roles, *head.roles), names, (*embeddings.sources, *head.sources), refused)
 
 
 def _table(skeleton: Skeleton, roles: tuple[str, ...], modules: dict[str, nn.Module | None]) -> Table:

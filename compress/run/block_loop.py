@@ -121,10 +121,9 @@ class BlockLoop:
         """Let the transform of the whole model, if there is one, decide what it will do; return what it says."""
         if (edits := self.skeleton.edits) is None:
             return []
-        batch, limit = self.prepared.arrangement.batch, self.job.max_memory
-        return edits.choose(
-            EditContext(self.device, self.stream.tokens, self.prepared.plan, batch, self.folder, limit, self.meter.say)
-        )
+        plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.job.max_memory
+        bench = EditContext(self.device, self.stream.tokens, plan, batch, self.folder, limit, self.meter.say)
+        return [*plan.says, *edits.choose(bench)]
 
     def _gradients(self) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""

@@ -61,6 +61,12 @@ class Prepared:
     samples: int  # calibration samples asked for; 0: the recipe needs no data
     seq_len: int  # tokens of each
 
+    @property
+    def says(self) -> tuple[str, ...]:
+        """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
+        edits = self.skeleton.edits
+        return (*self.plan.says, *(edits.says if edits is not None else ()))
+
 
 @dataclass
 class RunState:

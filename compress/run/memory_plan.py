@@ -267,7 +267,8 @@ class _MemoryModel:
             return 0
         chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in plan.tables]
         packed = 2 * sum(table.nbytes for table in plan.tables)  # in parts, and joined
-        return self.rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
+        rest = self.embedding if plan.is_rejoined else self.rest
+        return rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
 
     def _beside(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is beside the text model: a linear, and what waits to be written."""

@@ -1,4 +1,9 @@
-"""Apply the sections `embeddings` and `head` of a recipe to a model: how each table is stored, and its exact bytes."""
+"""Apply the sections `embeddings` and `head` of a recipe to a model: how each table is stored, and its exact bytes.
+
+A transform that puts the model in another basis needs two tables, where embeddings and output head were one. It stays
+one on disk if it is packed: the table as it was, with operations that are left to run time around it. Otherwise both
+are stored, which is said with the reason.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,8 @@ from compress.recipe.schema import Recipe
 from compress.run import memory_plan
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
+PLAIN = "a plain checkpoint has no place for operations at run time"  # why a head is untied
+
 PlanWeight = Callable[[LinearSpec, Scheme], LayerPlan]
 
 
@@ -29,34 +36,97 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
     written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
     plan = dataclasses.replace(plan, written_numel=written, numel=written - twice)
     is_asked = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
-    found = tables.find(skeleton) if is_asked else []
-    read = read_weights(skeleton.config, skeleton.dtype, (name for table in found for name in table.names))
+    found = _found(recipe, skeleton) if is_asked else []
+    if head is not None:
+        one = _rejoined(recipe, skeleton, found, plan_weight) if plan.layers else PLAIN
+        if not isinstance(one, str):
+            return _with(dataclasses.replace(plan, is_rejoined=True, written_numel=plan.numel), *one)
+        plan = dataclasses.replace(plan, says=(*plan.says, _untied(one, head.weight.numel() * skeleton.dtype.itemsize)))
     for table in found:
         scheme = _scheme(recipe, table)
         if scheme is None:
             continue
-        refused = table.refused or (READ if read & set(table.names) else None)
-        if refused is not None or _is_ignored(recipe, table):
-            plan.kept[table.spec.name] = refused or plan.CHOSEN
+        if table.refused is not None:
+            plan.kept[table.spec.name] = table.refused
             continue
         layer = plan_weight(table.spec, scheme)
         if "embeddings" in table.roles:
             _check_rows(table, layer)
             _check_data(table, layer)
-        copies = {stored.name for stored in table.sources}
-        plan = dataclasses.replace(
-            plan,
-            tables=(*plan.tables, layer),
-            looked_up=(*plan.looked_up, *([table.spec.name] if "embeddings" in table.roles else [])),
-            kept_nbytes={name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in copies},
-        )
+        plan = _with(plan, table, layer)
     return plan
+
+
+def _found(recipe: Recipe, skeleton: Skeleton) -> list[Table]:
+    """Return the tables of a model, refused where the recipe ignores them or the model's own code reads them, too."""
+    found = tables.find(skeleton)
+    read = read_weights(skeleton.config, skeleton.dtype, (name for table in found for name in table.names))
+    return [
+        table._replace(
+            refused=table.refused
+            or (READ if read & set(table.names) else None)
+            or (Plan.CHOSEN if _is_ignored(recipe, table) else None)
+        )
+        for table in found
+    ]
+
+
+def _with(plan: Plan, table: Table, layer: LayerPlan) -> Plan:
+    """Return the plan with one more packed table."""
+    copies = {stored.name for stored in table.sources}
+    return dataclasses.replace(
+        plan,
+        tables=(*plan.tables, layer),
+        looked_up=(*plan.looked_up, *([table.spec.name] if "embeddings" in table.roles else [])),
+        kept_nbytes={name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in copies},
+    )
+
+
+def _rejoined(
+    recipe: Recipe, skeleton: Skeleton, found: list[Table], plan_weight: PlanWeight
+) -> tuple[Table, LayerPlan] | str:
+    """Return the table that is packed in the place of those of embeddings and an untied head; why not, if not."""
+    assert skeleton.edits is not None, "they have untied the head"
+    ops = skeleton.edits.table_ops()
+    if isinstance(ops, str):
+        return ops
+    if not found:
+        return "the recipe packs neither; with its section embeddings they stay one"
+    table = tables.rejoined(*found)
+    scheme = None if _differ(recipe, table) else _scheme(recipe, table)
+    if scheme is None:
+        return "the recipe's sections embeddings and head store them in two ways"
+    if table.refused is not None:
+        return f"they are not both packed ({table.refused})"
+    bare = plan_weight(table.spec, scheme)
+    if not formats.has_rows(bare.stored):
+        return f"{scheme.method} as the recipe has it stores no rows that could be looked up"
+    stored = dataclasses.replace(bare.stored, ops=ops)
+    return table, dataclasses.replace(bare, stored=stored, nbytes=formats.nbytes(stored, table.spec.shape))
+
+
+def _untied(reason: str, nbytes: int) -> str:
+    """Say that a head has been untied; nbytes: of its weight as it is."""
+    return (
+        f"the transform unties the output head from the embeddings, because {reason}; both are then stored: "
+        f"+ {nbytes / (1 << 20):.1f} MiB before either is packed"
+    )
+
+
+def _asked(recipe: Recipe, table: Table) -> dict[str, Scheme]:
+    return {role: scheme for role in table.roles if (scheme := getattr(recipe, role)) is not None}
+
+
+def _differ(recipe: Recipe, table: Table) -> bool:
+    """Return whether the recipe stores a table that has two roles in two ways."""
+    asked = _asked(recipe, table)
+    return len(asked) == 2 and _storage(asked["embeddings"]) != _storage(asked["head"])
 
 
 def _scheme(recipe: Recipe, table: Table) -> Scheme | None:
     """Return how the recipe stores a table; of one that is tied the two sections must not say different things."""
-    asked = {role: scheme for role in table.roles if (scheme := getattr(recipe, role)) is not None}
-    if len(asked) == 2 and _storage(asked["embeddings"]) != _storage(asked["head"]):
+    asked = _asked(recipe, table)
+    if _differ(recipe, table):
         raise RecipeError(
             f"{table.spec.name} is embeddings and output head in one and is stored once, but the sections embeddings "
             "and head of the recipe differ in format, bits, group_size or symmetric; make them equal, or remove one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from compress import formats
-from compress.types import LayerPlan
+from compress.types import NO_TRANSFORMS, LayerPlan
 
 CHUNK = 1 << 24  # weights that are quantized at a time, at least
 ROW_MULTIPLE = 16  # of the rows of all chunks but the last
@@ -23,7 +23,12 @@ def chunk_rows(layer: LayerPlan) -> int:
 
 
 def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
-    """Return the plan of so many rows of a table."""
+    """Return the plan of so many rows of a table.
+
+    It is that of the matrix alone: what a transform leaves to run time lies around all rows.
+    """
     shape = (rows, layer.spec.shape[1])
     spec = dataclasses.replace(layer.spec, shape=shape)
-    return dataclasses.replace(layer, spec=spec, nbytes=formats.nbytes(layer.stored, shape))
+    ops = layer.stored.ops if layer.scheme.incoherence else NO_TRANSFORMS
+    stored = dataclasses.replace(layer.stored, ops=ops)
+    return dataclasses.replace(layer, spec=spec, stored=stored, nbytes=formats.nbytes(stored, shape))

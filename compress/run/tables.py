@@ -2,6 +2,9 @@
 
 It happens once all blocks are done. The Hessian of a head is that of the hidden states which the last block gives,
 behind everything that the model does to them before its head. Large tables are quantized some rows at a time.
+
+A tied table that a rotation of the model leaves one (`Plan.is_rejoined`) is quantized as it was, in the original basis.
+What the head multiplies it with is what it reads, turned back by the operations that are stored around it.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from torch import Tensor, nn
 from compress import formats, process_memory
 from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
+from compress.formats import transforms
 from compress.model import lm_head
 from compress.model.skeleton import Skeleton
 from compress.run import memory_plan, quantize_linear, report, table_sizes
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
-from compress.types import LayerPlan, LayerReport, PackedWeight, Plan, Quantized
+from compress.types import NO_TRANSFORMS, LayerPlan, LayerReport, PackedWeight, Plan, Quantized
 
 
 class PackedTables(NamedTuple):
@@ -46,17 +50,21 @@ def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
     head = skeleton.model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "the plan has found a head"
     total = calib_stats.HessianSum(head.in_features, stream.device)
-    name = next(table.spec.name for table in plan.tables if memory_plan.needs_statistics(table))
+    table = next(table for table in plan.tables if memory_plan.needs_statistics(table))
+    around = _around(skeleton, plan, stream.device)
+    ops = table.stored.ops if plan.is_rejoined else NO_TRANSFORMS
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
     try:
         for samples in stream.slices:
             hidden = stream.states.read(samples.start, samples.stop - samples.start).to(stream.device)
-            total.add(lm_head.inputs(skeleton, head, hidden), stream.prepared.seq_len)
+            read = lm_head.inputs(skeleton, head, hidden)
+            total.add(transforms.apply_input(read, ops, around), stream.prepared.seq_len)
             process_memory.check(stream.job.max_memory)
     finally:
         skeleton.free()
-    return finish_statistics(total, name, None, stream.states.samples * stream.prepared.seq_len, stream.job.seed)
+    tokens = stream.states.samples * stream.prepared.seq_len
+    return finish_statistics(total, table.spec.name, None, tokens, stream.job.seed)
 
 
 @torch.no_grad()
@@ -66,7 +74,8 @@ def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Ca
     packed, rows = dict[str, PackedWeight](), list[LayerReport]()
     if not plan.tables:
         return PackedTables(packed, rows)
-    with _loaded(skeleton, device):
+    around = _around(skeleton, plan, device)
+    with _loaded(skeleton, plan, device):
         for layer in plan.tables:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
@@ -74,25 +83,39 @@ def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Ca
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
                 raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
             given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
-            result, row = _quantize(layer, weight, given, run.job.seed)
+            result, row = _quantize(layer, weight, given, around, run.job.seed)
             packed[layer.spec.name] = result
             rows.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
             process_memory.check(run.job.max_memory)
     return PackedTables(packed, rows)
 
 
+def _around(skeleton: Skeleton, plan: Plan, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the tensors of what the edits of a model leave to run time around its table, {} for nothing."""
+    if not plan.is_rejoined:
+        return {}
+    assert skeleton.edits is not None, "they have untied the head"
+    return {name: tensor.to(device) for name, tensor in skeleton.edits.table_tensors().items()}
+
+
 @contextmanager
-def _loaded(skeleton: Skeleton, device: torch.device) -> Iterator[None]:
-    """Load all outside of the blocks, as transforms have left it."""
+def _loaded(skeleton: Skeleton, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Load all outside of the blocks, as transforms have left it; of two tables that are rejoined one, as it was."""
     try:
-        lm_head.load(skeleton, device)
+        if plan.is_rejoined:
+            with lm_head.edited_by(skeleton, None):
+                skeleton.load_rest(device)
+        else:
+            lm_head.load(skeleton, device)
         yield
     finally:
         skeleton.free()
 
 
-def _quantize(layer: LayerPlan, weight: Tensor, given: InputStatistics, seed: int) -> tuple[PackedWeight, LayerReport]:
-    """Quantize and measure one table [tokens, hidden], some rows at a time.
+def _quantize(
+    layer: LayerPlan, weight: Tensor, given: InputStatistics, around: Mapping[str, Tensor], seed: int
+) -> tuple[PackedWeight, LayerReport]:
+    """Quantize and measure one table [tokens, hidden], some rows at a time; around: tensors that are stored beside.
 
     All at once where the scales of some rows need another type than those of others.
     """
@@ -101,7 +124,8 @@ def _quantize(layer: LayerPlan, weight: Tensor, given: InputStatistics, seed: in
         if len({chunk.result.weight.stored for chunk in chunks}) == 1:
             break
     tensors = formats.join_rows([chunk.result.weight for chunk in chunks])
-    packed = PackedWeight(chunks[0].result.weight.stored, tensors, layer.spec.shape)
+    stored = dataclasses.replace(chunks[0].result.weight.stored, ops=layer.stored.ops)
+    packed = PackedWeight(stored, {**tensors, **around}, layer.spec.shape)
     assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
     notes = tuple(dict.fromkeys(note for chunk in chunks for note in chunk.result.notes))
     return packed, report.row(layer, packed, _mean(chunks), given.stats, notes)

@@ -1,11 +1,14 @@
 """A token embedding whose table stays packed in memory: a lookup decodes the rows that are asked for, and no other.
 
-A table that is tied to the output head is stored once: the head is a PackedLinear that holds the same parameters.
+A table that is tied to the output head is stored once: the head is a PackedLinear that holds the same parameters. What
+transforms (compress/formats/transforms.py) leave to run time around such a table is the head's; a row that is looked up
+passes those of them that turn it.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, NoReturn, cast
 
 import torch
@@ -13,10 +16,11 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
+from compress.formats import transforms
 from compress.kernels import dispatch
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.runtime.packed import PackedModule
-from compress.types import Stored
+from compress.types import PackedWeight, Stored
 
 LIKE = "like"  # an empty tensor that is stored beside the table; its type is that of the rows, and of the model
 SCALED = "embed_scale"  # the attribute of an embedding whose rows are multiplied by a number
@@ -46,6 +50,7 @@ class PackedEmbedding(PackedModule):
         self.num_embeddings, self.embedding_dim = self.shape
         self.padding_idx = original.padding_idx
         self.factors = _factors(original)
+        self._matrix = list(formats.get(stored.format).specs(stored.params, self.shape))  # tensors of the table alone
         self._described = dispatch.described(stored.format, stored.params, self.shape)
         vars(self)["original"] = original  # not a child; its weight is on meta, or about to be freed
         table = dict(self._parameters)
@@ -61,15 +66,23 @@ class PackedEmbedding(PackedModule):
         if self._unchecked is not None:
             self.check(self._unchecked)
         dtype = self.like.dtype
-        rows = self._rows(input_ids.reshape(-1), dtype).view(*input_ids.shape, self.embedding_dim)
+        rows = self._rows(input_ids.reshape(-1), dtype)
+        if self.stored.ops:
+            rows = transforms.apply_rows(rows, self.stored.ops, self.tensors)
+        rows = rows.view(*input_ids.shape, self.embedding_dim)
         return rows if self.factors is None else rows * self.factors[dtype]
 
     def _rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows [n, embedding_dim] of ids [n]; traced as one operator."""
-        tensors = self.tensors
+        """Return rows [n, embedding_dim] of ids [n] of the stored matrix; traced as one operator."""
+        tensors = {name: self.get_parameter(name) for name in self._matrix}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return dispatch.traced_rows(ids, list(tensors.values()), self._described, dtype)
         return dispatch.rows(ids, tensors, self.format, self.params, self.shape, dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the table as it is looked up, decoded anew."""
+        stored = dataclasses.replace(self.stored, ops=transforms.of_rows(self.stored.ops))
+        return formats.decode(PackedWeight(stored, self.tensors, self.shape), dtype)
 
     def to_embedding(self, dtype: torch.dtype) -> nn.Embedding:
         """Return the embedding that this one stands for, with the decoded table in `dtype`."""
@@ -193,8 +206,15 @@ def _replaced(pairs: dict[str, str], start: str, names: set[str], keys: list[str
 
 
 def restore(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace packed embeddings by those that they stand for, decoded, and tie them as before `swap`."""
-    packed = [name for name, module in model.named_modules() if isinstance(module, PackedEmbedding)]
+    """Replace packed embeddings by those that they stand for, decoded, and tie them as before `swap`.
+
+    With transforms around the table, what was one is a table of embeddings and another one of the head.
+    """
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedEmbedding)}
+    if any(module.stored.ops for module in packed.values()):
+        config = cast(Any, model).config
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
     for name in packed:
         model.set_submodule(name, cast(PackedEmbedding, model.get_submodule(name)).to_embedding(dtype))
     for module in model.modules() if packed else ():

@@ -16,7 +16,8 @@ differ from `default`) where inputs are not quantized, and "lowrank", the fields
 low-rank part. What is not listed is loaded as transformers always does. A checkpoint that does not fit its list is an
 error, never random weights.
 
-An embedding whose table is also the output head's is listed once, under its own name.
+An embedding whose table is also the output head's is listed once, under its own name. Its "ops" are those of the head;
+a row that is looked up passes the transposes of the orthogonal ones.
 
 "experts", absent where there are none, names the modules of experts that a token may go without, with the fields of
 `Pruning` of compress/types.py. Their linears must be listed.

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from compress.formats import transforms
 from compress.model.edits import Edits
 from compress.model.graph import Attention, Graph
 from compress.model.skeleton import Skeleton
@@ -38,6 +39,7 @@ class Basis(Orthogonal):
 
     def __init__(self, size: int, seed: int, keep_mean: bool = False) -> None:
         super().__init__()
+        self.keep_mean = keep_mean
         generator = torch.Generator().manual_seed(seed)
         self.signs = 1.0 - 2.0 * torch.randint(2, (size,), generator=generator).double()
         self.normal: Tensor | None = None  # of the reflection, of length 1
@@ -52,6 +54,12 @@ class Basis(Orthogonal):
 
     def transpose(self, x: Tensor) -> Tensor:
         return hadamard.transpose(self._reflected(x)) * self.signs.to(x)
+
+    def undoing(self) -> dict[str, Tensor | None]:
+        """Return the transforms at run time whose product is Q^T: name -> what is stored of it, in their order."""
+        normal = torch.zeros_like(self.signs) if self.normal is None else self.normal
+        reflection: dict[str, Tensor | None] = {"reflection": normal.float()} if self.keep_mean else {}
+        return {**reflection, "hadamard_transposed": None, "signs": transforms.pack_signs(self.signs < 0)}
 
     def _reflected(self, x: Tensor) -> Tensor:
         if self.normal is None:

@@ -16,6 +16,10 @@ Differences from the released code, and why:
   embeddings and swaps norms; on models with RMSNorm its centring changes the function.
 - A norm's bias b goes into its readers' biases where all have one, else it stays, as Q (b / weight).
 - Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
+- Embeddings that are the output head, too, become two tables, E Q^T and E diag(g) Q^T with the final norm's weight g.
+  Where the recipe packs them, E is stored once, as it was: its rows are turned when they are looked up, and what the
+  head reads is turned back and multiplied by g at run time (`table_ops`). compress/run/table_plan.py decides, and says
+  why where two are stored. The released code unties always.
 - Sizes that are no power of two have Hadamard matrices of their own (compress/numerics/hadamard.py), never padding.
 
 Refused: norms with weights between a block's output and the stream (their weight cannot be moved past Q), and all else
@@ -46,7 +50,7 @@ from compress.model.graph import Attention, Block, Graph, norm_kind, trace
 from compress.model.lm_head import edited_by
 from compress.model.skeleton import Skeleton
 from compress.quant.incoherence import derived_seed
-from compress.storage.checkpoint import read_header, write_shard
+from compress.storage.checkpoint import Readable, read_header, write_shard
 from compress.transform import rotation_search, spin, widened
 from compress.transform.bases import Basis, Orthogonal, value_rows
 from compress.types import WeightTransforms
@@ -60,8 +64,8 @@ CHUNK = 1 << 20  # numbers of a matrix that are widened at a time
 
 @dataclass(frozen=True)
 class Config:
-    residual: bool | Literal["auto"] = True  # R1: rotate the residual stream; merged into weights; unties embeddings;
-    # auto: where the model allows it
+    residual: bool | Literal["auto"] = True  # R1: rotate the residual stream; merged into weights; auto:
+    # where the model allows it. Embeddings that are the head, too, become two tables unless the recipe packs them
     values: bool = True  # R2: rotate the values of each head; merged into weights
     online: bool = True  # R4 and head mixing: Hadamard transforms at run time of the inputs of quantized down and
     # output projections
@@ -97,12 +101,6 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
     config = replace(config, residual=bool(config.residual and not obstacle))
     if config.residual:
         skeleton.untie()
-        if skeleton.is_untied:
-            nbytes = skeleton.model.get_output_embeddings().weight.numel() * skeleton.dtype.itemsize
-            says.append(
-                "the rotation unties the output head from the embeddings, which are then stored both: "
-                f"+ {nbytes / (1 << 20):.1f} MiB before either is packed"
-            )
     return Rotation(skeleton, config, graph, seed, tuple(says))
 
 
@@ -213,14 +211,39 @@ class Rotation:
         for name in self.graph.outside.norms:
             self._clear(name, model.get_submodule(name), moved=False)
 
+    def table_ops(self) -> WeightTransforms | str:
+        """Return the operations of a table E that serves as embeddings, Q e, and as output head, E diag(g) Q^T."""
+        if self.config.learn:
+            return "a learned rotation is a matrix, and no fast transform"
+        embeddings = self.skeleton.model.get_input_embeddings()
+        if embeddings not in [self.skeleton.model.get_submodule(name) for name in self.graph.outside.writers]:
+            return "the embeddings go through a linear on their way to the stream"
+        assert isinstance(self.basis, Basis), "it is drawn, not learned"
+        scale = ("channel_scale",) if self._last_norm() is not None else ()
+        return WeightTransforms(input=(*self.basis.undoing(), *scale))
+
+    def table_tensors(self) -> dict[str, Tensor]:
+        """Return the stored tensors of these operations, the final norm's weight g read from the checkpoint."""
+        assert isinstance(self.basis, Basis), "it is drawn, not learned"
+        scale = {"in_channel_scale": self._last_weight().float()} if self._last_norm() is not None else {}
+        return {**{f"in_{name}": x for name, x in self.basis.undoing().items() if x is not None}, **scale}
+
+    def _last_norm(self) -> Readable | None:
+        """Return the stored weight of the final norm, None if it has none."""
+        (name,) = self.graph.outside.norms
+        stored = self.skeleton.sources.get(f"{name}.weight")
+        return stored[0] if stored else None
+
+    def _last_weight(self) -> Tensor:
+        """Return the factors of the final norm, float64 [hidden], or [1] of a norm without weights."""
+        stored = self._last_norm()
+        return torch.ones(1).double() if stored is None else stored.read().double() + (1 if self.offset else 0)
+
     def head(self) -> Callable[[Tensor], Tensor]:
         """Return the change of the output head's rows [rows, hidden]: the final norm's weight, and the new basis."""
         if self.basis is None:
             return lambda rows: rows
-        basis = self.basis
-        (name,) = self.graph.outside.norms
-        stored = self.skeleton.sources.get(f"{name}.weight")
-        weight = stored[0].read().double() + (1 if self.offset else 0) if stored else torch.ones(1)
+        basis, weight = self.basis, self._last_weight()
         return lambda rows: basis.forward(_wide(rows) * weight.to(_wide(rows))).to(rows.dtype)
 
     @torch.no_grad()
