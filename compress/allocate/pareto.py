@@ -68,6 +68,7 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
         "text": text or "the calibration text",
         "tokens": evaluator.samples * evaluator.seq_len,
         "uniform": uniform_rows,
+        "with tables": any(unit.is_table for unit in table.units),  # at their largest options in the uniform models
         "allocated": allocated,
         "chosen": chosen,
     }

@@ -80,7 +80,7 @@ class BlockLoop:
                 self.layers[layer.spec.block].append(layer)
         self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
         self.seconds: list[float] = []  # of each block computed in this run
-        self.reads_head = False  # statistics of the output head's input are taken, behind the last block
+        self.reads_head = ""  # name of the output head, where statistics of what it reads are taken behind the blocks
         self.head = NO_STATISTICS
 
     def run(self, consumer: BlockConsumer) -> None:
@@ -98,7 +98,7 @@ class BlockLoop:
                 for index in range(count):
                     self._block(index, consumer, index >= last)
                 if self.reads_head:
-                    self.head = tables.statistics(self.stream, self.prepared.plan)
+                    self.head = tables.statistics(self.stream, self.reads_head)
             finally:
                 self.stream.states.close()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from compress import formats, plugins
 from compress.errors import RecipeError
@@ -19,6 +20,16 @@ from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 PlanWeight = Callable[[LinearSpec, Scheme], LayerPlan]
 
 
+class TableOptions(NamedTuple):
+    """A table at each option of an allocation that it can have."""
+
+    spec: LinearSpec
+    roles: tuple[str, ...]  # "embeddings", "head", or both where it is tied
+    layers: Mapping[int, LayerPlan]  # number of the option -> how it is stored; empty where it stays as it is
+    sources: Mapping[str, int]  # stored tensor -> bytes of the table as it is
+    refused: str | None  # why it stays as it is
+
+
 def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeight) -> Plan:
     """Return the plan with the tables that the recipe packs, and the numbers of parameters.
 
@@ -29,20 +40,16 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
     written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
     plan = dataclasses.replace(plan, written_numel=written, numel=written - twice)
     is_asked = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
-    found = tables.find(skeleton) if is_asked else []
-    read = read_weights(skeleton.config, skeleton.dtype, (name for table in found for name in table.names))
-    for table in found:
+    for table, refused in _found(recipe, skeleton) if is_asked else ():
         scheme = _scheme(recipe, table)
         if scheme is None:
             continue
-        refused = table.refused or (READ if read & set(table.names) else None)
-        if refused is not None or _is_ignored(recipe, table):
-            plan.kept[table.spec.name] = refused or plan.CHOSEN
+        if refused is not None:
+            plan.kept[table.spec.name] = refused
             continue
         layer = plan_weight(table.spec, scheme)
-        if "embeddings" in table.roles:
-            _check_rows(table, layer)
-            _check_data(table, layer)
+        if (unfit := _unfit(table, layer)) is not None:
+            raise RecipeError(unfit)
         copies = {stored.name for stored in table.sources}
         plan = dataclasses.replace(
             plan,
@@ -51,6 +58,44 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
             kept_nbytes={name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in copies},
         )
     return plan
+
+
+def options(
+    recipe: Recipe, skeleton: Skeleton, schemes: Sequence[Scheme | None], plan_weight: PlanWeight
+) -> list[TableOptions]:
+    """Return the tables of a model, each at those of the schemes that it can have; None keeps a table as it is.
+
+    Embeddings cannot have what needs statistics of inputs, nor what has no rows. Raises RecipeError for a table that
+    can have none.
+    """
+    made = []
+    for table, refused in _found(recipe, skeleton) if any(schemes) else ():
+        planned = {n: plan_weight(table.spec, scheme) for n, scheme in enumerate(schemes) if scheme and not refused}
+        unfit = {number: why for number, layer in planned.items() if (why := _unfit(table, layer)) is not None}
+        layers = {number: layer for number, layer in planned.items() if number not in unfit}
+        if planned and not layers:
+            raise RecipeError(
+                f"allocate: no option of tables is one for {table.spec.name}: {next(iter(unfit.values()))}"
+            )
+        sources = {stored.name: stored.nbytes for stored in table.sources}
+        made.append(TableOptions(table.spec, table.roles, layers, sources, refused))
+    return made
+
+
+def smallest(plan: Plan, tables: Sequence[TableOptions]) -> Plan:
+    """Return a plan with every table at its smallest option, to find out whether transformers loads packed tables."""
+    layers = [min(table.layers.values(), key=lambda layer: layer.nbytes) for table in tables if table.layers]
+    looked_up = [table.spec.name for table in tables if table.layers and "embeddings" in table.roles]
+    return dataclasses.replace(plan, tables=(*plan.tables, *layers), looked_up=(*plan.looked_up, *looked_up))
+
+
+def _found(recipe: Recipe, skeleton: Skeleton) -> Iterator[tuple[Table, str | None]]:
+    """Yield every table of a model with the reason why it stays as it is, None where it can be packed."""
+    found = tables.find(skeleton)
+    read = read_weights(skeleton.config, skeleton.dtype, (name for table in found for name in table.names))
+    for table in found:
+        refused = table.refused or (READ if read & set(table.names) else None)
+        yield table, refused or (Plan.CHOSEN if _is_ignored(recipe, table) else None)
 
 
 def _scheme(recipe: Recipe, table: Table) -> Scheme | None:
@@ -75,18 +120,19 @@ def _is_ignored(recipe: Recipe, table: Table) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in recipe.ignore)
 
 
-def _check_data(table: Table, layer: LayerPlan) -> None:
-    if "head" not in table.roles and memory_plan.needs_statistics(layer):
-        raise RecipeError(
-            f"embeddings: {layer.scheme.method} works by statistics of inputs, which a look-up has none of; give a "
-            "method that needs no data"
-        )
-
-
-def _check_rows(table: Table, layer: LayerPlan) -> None:
+def _unfit(table: Table, layer: LayerPlan) -> str | None:
+    """Return why the rows of a table that is stored so could not be looked up, None if they can be, or need not be."""
+    if "embeddings" not in table.roles:
+        return None
     if not formats.has_rows(layer.stored):
         where = "embeddings" if len(table.roles) == 1 else "head, which the embeddings are tied to,"
-        raise RecipeError(
+        return (
             f"{where}: {layer.scheme.method} stores no rows that could be looked up; give a method that writes "
             "format int, with neither incoherence, activations nor lowrank"
         )
+    if "head" not in table.roles and memory_plan.needs_statistics(layer):
+        return (
+            f"embeddings: {layer.scheme.method} works by statistics of inputs, which a look-up has none of; give a "
+            "method that needs no data"
+        )
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from compress.model import lm_head
 from compress.model.skeleton import Skeleton
 from compress.run import memory_plan, quantize_linear, report, table_sizes
 from compress.run.calibration_stream import CalibrationStream
-from compress.run.job import RunState
+from compress.run.job import Job, RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
-from compress.types import LayerPlan, LayerReport, PackedWeight, Plan, Quantized
+from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized
 
 
 class PackedTables(NamedTuple):
@@ -34,19 +34,18 @@ class PackedTables(NamedTuple):
     rows: list[LayerReport]
 
 
-def needs_statistics(plan: Plan) -> bool:
-    """Return whether a head is quantized by the hidden states that reach it."""
-    return any(map(memory_plan.needs_statistics, plan.tables))
+def read_head(layers: Iterable[LayerPlan]) -> str:
+    """Return the name of the head that is quantized by the hidden states that reach it, "" without one."""
+    return next((layer.spec.name for layer in layers if memory_plan.needs_statistics(layer)), "")
 
 
 @torch.no_grad()
-def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
-    """Return the statistics of what the output head reads, the stream being behind the last block."""
+def statistics(stream: CalibrationStream, name: str) -> InputStatistics:
+    """Return the statistics of what the output head `name` reads, the stream being behind the last block."""
     skeleton = stream.skeleton
     head = skeleton.model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "the plan has found a head"
     total = calib_stats.HessianSum(head.in_features, stream.device)
-    name = next(table.spec.name for table in plan.tables if memory_plan.needs_statistics(table))
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
     try:
@@ -59,26 +58,34 @@ def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
     return finish_statistics(total, name, None, stream.states.samples * stream.prepared.seq_len, stream.job.seed)
 
 
-@torch.no_grad()
-def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Callable[[str], None]) -> PackedTables:
+def quantize(run: RunState, head: InputStatistics, say: Callable[[str], None]) -> PackedTables:
     """Quantize the tables of a plan; head: the statistics of the input of the output head."""
-    plan, skeleton = run.prepared.plan, run.prepared.skeleton
-    packed, rows = dict[str, PackedWeight](), list[LayerReport]()
-    if not plan.tables:
-        return PackedTables(packed, rows)
-    with _loaded(skeleton, device):
-        for layer in plan.tables:
+    made = list(quantize_each(run.job, run.prepared.skeleton, run.prepared.plan.tables, head, say))
+    return PackedTables({row.name: weight for weight, row in made}, [row for _, row in made])
+
+
+@torch.no_grad()
+def quantize_each(
+    job: Job,
+    skeleton: Skeleton,
+    layers: Sequence[LayerPlan],
+    head: InputStatistics,
+    say: Callable[[str], None],
+) -> Iterator[tuple[PackedWeight, LayerReport]]:
+    """Yield each of these layers, which are tables, quantized; one table may be among them in several ways."""
+    if not layers:
+        return
+    with _loaded(skeleton, torch.device(job.device)):
+        for layer in layers:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
             weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
                 raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
             given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
-            result, row = _quantize(layer, weight, given, run.job.seed)
-            packed[layer.spec.name] = result
-            rows.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
-            process_memory.check(run.job.max_memory)
-    return PackedTables(packed, rows)
+            packed, row = _quantize(layer, weight, given, job.seed)
+            process_memory.check(job.max_memory)
+            yield packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
 
 
 @contextmanager
