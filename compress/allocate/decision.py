@@ -127,7 +127,7 @@ def described(
     return {
         "method": allocation.method,
         "target": target.text,
-        "with tables": any(unit.is_table for unit in table.units),  # in what the target counts
+        **({"with tables": True} if store.opened.tables else {}),  # in what the target counts
         "bpw": table.bpw(result.choice),
         "nbytes": table.nbytes(result.choice),
         "weights by option": {option: numel / sum(shares.values()) for option, numel in shares.items()},

@@ -171,13 +171,14 @@ def check(opened: Options, folder: Path) -> None:
     """
     estimator = getattr(opened.allocation.config, "estimator", AUTO)
     budget, samples = opened.asked.budget, min(opened.allocation.samples, opened.prepared.samples)
-    if budget is None or not any(work(opened, estimator, samples)):
+    if budget is None:
         return
     if estimator == AUTO:
-        if opened.tables:
+        if opened.tables and not (folder / FILE).is_file():
             _check_least(opened, budget, samples)
         return
-    if _is_measured(folder, estimator, samples) and (not opened.tables or _is_measured(folder, TABLE_KL, samples)):
+    is_linear = any(_linears_work(opened, estimator, samples)) and not _is_measured(folder, estimator, samples)
+    if not is_linear and (not opened.tables or _is_measured(folder, TABLE_KL, samples)):
         return
     known = speed(opened)
     seconds = known.seconds(work(opened, estimator, samples), opened.asked.processes)
@@ -247,6 +248,8 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
         try:
             chosen, said = best(opened, speed(opened), samples, left)
         except UnsupportedModelError as error:  # its blocks are run together only
+            if opened.tables:  # which cannot be measured then
+                raise
             chosen, said = Cost(BEST_FIRST[-1], samples, 0.0), f"damages are by {BEST_FIRST[-1]}: {error}"
         if asked.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in said:
             note(said)

@@ -298,6 +298,15 @@ def test_in_a_rotated_basis_both_tables_are_units(pico_dir: Callable[..., Path],
     assert kept == [0, 0] and all(0 < kl < 1e-2 for kl in nearly), "at 8 bits nearly the original"
 
 
+def test_a_cache_shares_the_target_with_tables(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    text = RECIPE + "kv_cache: {method: kivi, bits: 2, sink: 2, residual_length: 16, flush: 8}\n"
+    overrides = ("allocate.target=90KiB", "allocate.context=64", "allocate.cache_bits=[2, 4]", "calibration.seq_len=96")
+    job = asked(pico_dir("llama"), tmp_path, *overrides, text=text)
+    facts = decide.decided(job, silent).allocation
+    assert facts is not None and facts["nbytes"] <= 90 << 10 and "lm_head" in facts["units"]
+    assert api.quantize(job)["nbytes"]["total"] == facts["nbytes"] - facts["cache"]["nbytes"]
+
+
 def test_the_command_line_says_what_a_target_counts(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     model, out, file = pico_dir("llama"), tmp_path / "out", tmp_path / "mine.yaml"
     file.write_text(RECIPE)
