@@ -7,12 +7,13 @@ from typing import Any
 
 from compress import process_memory
 from compress.allocate.joint_kl import JointKL
+from compress.allocate.prepare_options import KEPT
 from compress.allocate.problem import Choice
 from compress.allocate.sensitivity import Measurements
 from compress.allocate.table import SensitivityTable
+from compress.allocate.table_units import TABLE_KL
 from compress.allocate.variants import FIXED
 from compress.errors import NotMeasuredError
-from compress.recipe.schema import KEEP
 
 
 class TableChoices:
@@ -39,16 +40,23 @@ class TableChoices:
         return kls
 
     def shares(self, choice: Choice) -> list[float]:
-        """Return each unit's share of KL(original || choice) on all sequences, nats a token."""
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token.
+
+        The share of a table outside of the blocks is its KL alone.
+        """
         found = self.store.evaluators.shares(self.assignment(choice), self.samples)
         process_memory.trim()
         process_memory.check(self.max_memory)
-        return [sum(found.get(name, 0.0) for name in unit.members) for unit in self.table.units]
+        pairs = zip(self.table.units, choice, strict=True)
+        return [
+            unit.entries[i].damage[TABLE_KL] if unit.is_table else sum(found.get(name, 0.0) for name in unit.members)
+            for unit, i in pairs
+        ]
 
     def assignment(self, choice: Choice) -> dict[str, Any]:
         """Return linear -> variant; what is kept is left out."""
         numbers = self.table.option_numbers(choice)
-        return {**self.fixed, **{name: str(n) for name, n in numbers.items() if self.table.options[n] != KEEP}}
+        return {**self.fixed, **{name: str(n) for name, n in numbers.items() if self.table.options[n] not in KEPT}}
 
 
 def evaluator(store: Measurements, table: SensitivityTable, text: str | None = None, tokens: int = 0) -> TableChoices:

@@ -39,7 +39,7 @@ def decided(asked: Job, progress: Progress) -> Job:
     with session(asked, progress) as store:
         facts = decision(store, store.opened.allocation, allocation.target)
         facts["predicted_peak"] = store.evaluators.predicted_peak
-    recipe = prepare_options.chosen(asked.recipe, facts.pop("choices"))
+        recipe = prepare_options.chosen(asked.recipe, facts.pop("choices"), store.opened.tables)
     if "cache" in facts:
         recipe = kv_share.applied(recipe, allocation, facts["cache"])
     return dataclasses.replace(asked, recipe=recipe, allocation=facts)

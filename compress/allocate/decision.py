@@ -53,7 +53,8 @@ def _stored(path: Path, allocation: Allocation) -> dict[str, Any]:
     facts = read_json(path)
     layout = {"choices": {str: INTEGER}, "units": {str: TEXT}, "notes": [TEXT]}
     wrong = json_text.mismatch(facts, {**layout, **({} if allocation.context is None else {"cache": OBJECT})})
-    if wrong or not all(0 <= option < len(allocation.options) for option in facts["choices"].values()):
+    count = len(allocation.options) + len(allocation.tables)
+    if wrong or not all(0 <= option < count for option in facts["choices"].values()):
         raise CheckpointError(f"{path} is damaged, or of another version ({wrong or 'choices'}); remove it")
     return facts
 
@@ -126,13 +127,14 @@ def described(
     return {
         "method": allocation.method,
         "target": target.text,
+        **({"with tables": True} if store.opened.tables else {}),  # in what the target counts
         "bpw": table.bpw(result.choice),
         "nbytes": table.nbytes(result.choice),
         "weights by option": {option: numel / sum(shares.values()) for option, numel in shares.items()},
         "units": {unit.name: entry.option for unit, entry in zip(table.units, entries, strict=True)},
         "measured on": {"tokens": table.tokens, **table.facts},
         "database_nbytes": store.database.nbytes,
-        "notes": list(result.notes),
+        "notes": [*store.opened.notes, *result.notes],
         "trace": [dict(row) for row in result.trace],
         **result.facts,
         "choices": table.option_numbers(result.choice),

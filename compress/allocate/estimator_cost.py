@@ -21,6 +21,7 @@ from compress.allocate.block_scores import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.reference_logprobs import TOP_K, predictions
+from compress.allocate.table_units import TABLE_KL
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
 from compress.importers import open_checkpoint
 from compress.model import blockwise, lm_head
@@ -28,6 +29,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.progress import duration, note
 from compress.recipe.schema import KEEP, Allocation
+from compress.recipe.table_options import IN_NATS
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT
@@ -71,7 +73,23 @@ class Cost(NamedTuple):
 
 
 def work(opened: Options, estimator: str, samples: int) -> Work:
-    """Count what an estimator computes on so many samples; nothing for those measured while options are made."""
+    """Count what measuring damages computes on so many samples, those of tables outside of the blocks included.
+
+    Nothing for what is measured while options are made.
+    """
+    linears, tables = _linears_work(opened, estimator, samples), _tables_work(opened, samples)
+    return Work(linears.block_tokens + tables.block_tokens, linears.head_tokens + tables.head_tokens)
+
+
+def _tables_work(opened: Options, samples: int) -> Work:
+    """Count the passes of `table_kl`: one an option of the embeddings, and one in all of a head of its own."""
+    tokens, blocks = samples * opened.prepared.seq_len, len(opened.prepared.skeleton.blocks)
+    passes = [len(table.layers) if "embeddings" in table.roles else 1 for table in opened.tables]
+    return Work(tokens * blocks * sum(passes), tokens * sum(len(table.layers) for table in opened.tables))
+
+
+def _linears_work(opened: Options, estimator: str, samples: int) -> Work:
+    """Count what an estimator computes of linears."""
     groups, blocks = table.open_groups(opened), len(opened.prepared.skeleton.blocks)
     tokens = samples * opened.prepared.seq_len
     offered = [prepare_options.offered(opened, group.members) for group in groups]
@@ -129,6 +147,8 @@ def costs(opened: Options, known: Speed, samples: int) -> Iterator[Cost]:
     for estimator in BEST_FIRST:
         if estimator in excluded:  # taken already, or not of the weights as they are stored
             continue
+        if opened.tables and estimator not in IN_NATS:  # cannot be added to the KL of tables
+            continue
         count = samples
         while count:
             yield Cost(estimator, count, known.seconds(work(opened, estimator, count), opened.asked.processes))
@@ -136,11 +156,11 @@ def costs(opened: Options, known: Speed, samples: int) -> Iterator[Cost]:
 
 
 def best(opened: Options, known: Speed, samples: int, left: float) -> tuple[Cost, str]:
-    """Return the best estimator that takes at most `left` seconds, and a sentence that says which and why."""
+    """Return the best estimator that takes at most `left` seconds, else the last one, and a sentence that says why."""
     first, *others = costs(opened, known, samples)
     if first.seconds <= left:
         return first, f"damages are measured by {first.text}"
-    found = next((cost for cost in others if cost.seconds <= left), others[-1])
+    found = next((cost for cost in others if cost.seconds <= left), [first, *others][-1])
     return found, f"damages are measured by {found.text}: {first.text} does not fit into the {duration(left)} there are"
 
 
@@ -151,9 +171,14 @@ def check(opened: Options, folder: Path) -> None:
     """
     estimator = getattr(opened.allocation.config, "estimator", AUTO)
     budget, samples = opened.asked.budget, min(opened.allocation.samples, opened.prepared.samples)
-    if budget is None or estimator == AUTO or not any(work(opened, estimator, samples)):
+    if budget is None:
         return
-    if _is_measured(folder, estimator, samples):
+    if estimator == AUTO:
+        if opened.tables and not (folder / FILE).is_file():
+            _check_least(opened, budget, samples)
+        return
+    is_linear = any(_linears_work(opened, estimator, samples)) and not _is_measured(folder, estimator, samples)
+    if not is_linear and (not opened.tables or _is_measured(folder, TABLE_KL, samples)):
         return
     known = speed(opened)
     seconds = known.seconds(work(opened, estimator, samples), opened.asked.processes)
@@ -162,6 +187,16 @@ def check(opened: Options, folder: Path) -> None:
         raise BudgetError(
             f"estimator {estimator} of the recipe takes about {duration(seconds)}, more than --budget "
             f"{duration(budget)}; raise it, or use estimator: {other.estimator} ({duration(other.seconds)}), or auto"
+        )
+
+
+def _check_least(opened: Options, budget: float, samples: int) -> None:
+    """Raise BudgetError where even the cheapest estimator in the unit of tables alone takes more than --budget."""
+    *_, least = costs(opened, speed(opened), samples)
+    if least.seconds > budget:
+        raise BudgetError(
+            f"the least that tables can be allocated by, {least.text}, takes more than --budget {duration(budget)}; "
+            "raise it, or remove allocate.tables"
         )
 
 
@@ -213,6 +248,8 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
         try:
             chosen, said = best(opened, speed(opened), samples, left)
         except UnsupportedModelError as error:  # its blocks are run together only
+            if opened.tables:  # which cannot be measured then
+                raise
             chosen, said = Cost(BEST_FIRST[-1], samples, 0.0), f"damages are by {BEST_FIRST[-1]}: {error}"
         if asked.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in said:
             note(said)

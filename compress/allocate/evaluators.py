@@ -44,7 +44,12 @@ def _left(opened: Options, limit: int) -> int:
 
 def _sizes(opened: Options) -> memory_split.Sizes:
     prepared = opened.prepared
-    return memory_split.sizes(prepared.skeleton, prepared.seq_len, Resources().top_k, FLOAT32)
+    return memory_split.sizes(prepared.skeleton, prepared.seq_len, Resources().top_k, FLOAT32, _largest_table(opened))
+
+
+def _largest_table(opened: Options) -> int:
+    """Return the weights of the largest table outside of the blocks that has options."""
+    return max((table.spec.numel for table in opened.tables), default=0)
 
 
 def _predicted_peak(opened: Options, samples: int, allowed: int) -> int:
@@ -114,5 +119,5 @@ class Evaluators:
         if limit is not None:  # the least was found to fit before anything was measured
             allowed = max(_left(self.opened, limit), job.processes * _sizes(self.opened).least)
         self.predicted_peak = max(self.predicted_peak, _predicted_peak(self.opened, len(tokens), allowed))
-        resources = Resources(job.device, job.processes, max_memory=allowed)
+        resources = Resources(job.device, job.processes, max_memory=allowed, table=_largest_table(self.opened))
         return JointKL(self.source, tokens, folder, resources, lambda text: self.progress(text, 0, 0))

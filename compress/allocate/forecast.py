@@ -31,6 +31,8 @@ class Unmeasured:
     seconds: float = 0.0  # of quantizing every linear at every option, from timing one block
     estimator: str = ""  # what damages will be measured by, on how many samples and in what time
     uniform: tuple[dict[str, Any], ...] = ()  # of each option everywhere: option, bpw, nbytes of the whole model
+    tables: tuple[str, ...] = ()  # outside of the blocks, that the target counts and whose options are measured, too
+    table_options: int = 0  # of each of them
 
 
 def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
@@ -58,12 +60,12 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         problem = sizes.problem(allocation.target)
         if not needs:
             numbers = sizes.option_numbers(module.allocate(problem, allocation.config, None).choice)
-            return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, numbers))
+            return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, numbers, opened.tables))
     progress("timing one block", 0, 0)
     seconds = quantize_options.predict_seconds(opened)
     return Unmeasured(
-        len(sizes.options),
-        sum(len(unit.members) for unit in sizes.units),
+        len(opened.names),
+        sum(len(unit.members) for unit in sizes.units if not unit.is_table),
         tokens,
         "measure" if is_plain and JOINT not in needs else "allocate",
         allocation.target.text,
@@ -74,4 +76,6 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
             for name in sizes.options
             if (choice := sizes.uniform(name)) is not None
         ),
+        tuple(table.spec.name for table in opened.tables),
+        len(opened.table_names),
     )

@@ -25,7 +25,8 @@ class Sizes(NamedTuple):
     rest: int  # all outside the blocks
     loading: int  # what the largest of these takes beside its weights while it is loaded
     passing: int  # one sample on its way through a block, one weight of which is decoded
-    comparing: int  # the logits that are compared at a time, with the original's predictions for a sample
+    comparing: int  # the logits that are compared at a time, with the original's predictions for a sample; a table that
+    # is decoded
 
     @property
     def least(self) -> int:
@@ -38,8 +39,11 @@ class Sizes(NamedTuple):
         return self.whole + max(self.loading, self.passing, self.comparing)
 
 
-def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int) -> Sizes:
-    """Return the sizes for samples of seq_len tokens and `item` bytes a weight."""
+def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int, table: int = 0) -> Sizes:
+    """Return the sizes for samples of seq_len tokens and `item` bytes a weight.
+
+    table: weights of the largest table outside of the blocks that has variants.
+    """
     whole = {id(p): p.numel() * item for p in skeleton.model.parameters()}
     blocks = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
     prefix = f"{skeleton.blocks_name}."
@@ -59,7 +63,9 @@ def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int) -> Sizes:
         rest=sum(whole.values()) - sum(blocks),
         loading=max(stored_rest, stored_block),
         passing=item * seq_len * token + DECODING * item * largest,
-        comparing=LOGITS * 4 * positions * config.vocab_size + seq_len * min(top_k, config.vocab_size) * 16,
+        comparing=LOGITS * 4 * positions * config.vocab_size
+        + seq_len * min(top_k, config.vocab_size) * 16
+        + DECODING * item * table,
     )
 
 

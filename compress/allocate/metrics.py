@@ -8,6 +8,7 @@ block by block where it takes long, so that a killed run goes on (gradients need
     noise                        alpha t^2: the slope of the KL in random noise on the unit, times the relative error
     gradient, fisher             sum |g dW| with the mean gradient g of the loss; sum F dW^2 with its mean square F
     kl_shares                    share of the KL with every unit at that option (compress/allocate/kl_shares.py)
+    table_kl                     KL(original || model) with one table outside of the blocks at one option
     lim, zd                      scores of whole blocks (compress/allocate/block_scores.py)
 """
 
@@ -27,21 +28,23 @@ from compress.allocate import table as tables
 from compress.allocate.groups import LinearGroup
 from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
+from compress.allocate.table_units import TABLE_KL
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
 
 
 def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable:
     """Return the table with these damages and scores, measured now where they are not known yet."""
-    for name in sorted(needs.difference({*WITH_OPTIONS, JOINT})):
+    wanted = needs.difference({*WITH_OPTIONS, JOINT}) | ({TABLE_KL} if store.opened.tables else set())
+    for name in sorted(wanted):
         if any(name in known for known in store.read()):
             continue
-        if name not in METRICS:
+        if name not in METRICS and name != TABLE_KL:
             raise RecipeError(f"there is no measurement {name!r}; known: {', '.join([*WITH_OPTIONS, *METRICS])}")
         if not store.opened.asked.measures:
             raise NotMeasuredError(f"{store.database.folder} has no {name}")
         started = time.monotonic()
-        METRICS[name](store)
+        (_table_kl if name == TABLE_KL else METRICS[name])(store)
         store.seconds[name] = round(time.monotonic() - started, 2)
     measured = store.table()
     tables.save(measured, store.database.folder)
@@ -159,6 +162,24 @@ def _kl_shares(store: Measurements) -> None:
             known[group.name][option] = max(0.0, sum(found.get(member.name, 0.0) for member in group.members))
         done = option + 1
         store.keep(KL_SHARES, done == count, damages={KL_SHARES: known}, samples=store.samples, options=done)
+
+
+def _table_kl(store: Measurements) -> None:
+    """Measure KL(original || model) with each table at each of its options alone."""
+    tables, first, count = store.opened.tables, len(store.opened.names), len(store.opened.allocation.tables)
+    before = store.kept(TABLE_KL)
+    known = before.get("damages", {}).get(TABLE_KL, {})
+    evaluator = store.evaluators.on_calibration(store.samples)
+    start = evaluator.forwards - before.get("forwards", 0.0)
+    for number, table in enumerate(tables):
+        name = table.spec.name
+        if name not in known:
+            store.progress("trying one table at a time", number, len(tables))
+            kls = evaluator.divergence([{name: str(first + i)} for i in table.layers], range(store.samples))
+            found = dict(zip(table.layers, kls, strict=True))
+            known[name] = [max(0.0, found.get(i, 0.0)) for i in range(count)]
+        done, forwards = number + 1 == len(tables), evaluator.forwards - start
+        store.keep(TABLE_KL, done, damages={TABLE_KL: known}, samples=store.samples, forwards=forwards)
 
 
 def _lim(store: Measurements) -> None:

@@ -68,6 +68,7 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
         "text": text or "the calibration text",
         "tokens": evaluator.samples * evaluator.seq_len,
         "uniform": uniform_rows,
+        **({"with tables": True} if store.opened.tables else {}),  # at their largest options in the uniform models
         "allocated": allocated,
         "chosen": chosen,
     }
@@ -75,7 +76,10 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
 
 def _knapsack(settings: Any) -> Any:
     """Return settings without a search, which would take too long for every point."""
-    config = plugins.load("allocate", "knapsack").Config(estimator=settings.config.estimator)
+    if settings.method == "knapsack":
+        config = dataclasses.replace(settings.config, rounds=0)
+    else:
+        config = plugins.load("allocate", "knapsack").Config(estimator=settings.config.estimator)
     return dataclasses.replace(settings, method="knapsack", config=config)
 
 

@@ -1,9 +1,10 @@
 """Run many variants of a model block by block in one process, and compute only once what agrees up to a block.
 
-A `VariantPath` says for each block which of its linears are changed, and to which variant. Paths that begin alike form
-a tree; each of its nodes is computed once from its parent's hidden states, with the changed linears' weights in place
-of the original ones. A node's states take its parent's place as soon as no other child needs them, so that there are
-never more than there are paths; past a limit they are in a file.
+A `VariantPath` says for each block which of its linears are changed, and to which variant; in front of the blocks it
+says so of the token embeddings, behind them of the output head. Paths that begin alike form a tree; each of its nodes
+is computed once from its parent's hidden states, with the changed linears' weights in place of the original ones. Paths
+that differ in their head alone share all nodes. A node's states take its parent's place as soon as no other child needs
+them, so that there are never more than there are paths; past a limit they are in a file.
 
 Blocks are loaded one at a time, or all are kept where memory allows. Then samples go through the model as many at a
 time as their states stay in memory; otherwise all go together, so that a block is loaded once.
@@ -17,10 +18,10 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ from compress.numerics import kl
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 
 Variant = Hashable  # what a linear is at; None: as it is
-BlockVariants = tuple[tuple[str, Variant], ...]  # full name of a linear of one block, and its variant
-VariantPath = tuple[BlockVariants, ...]  # of every block
+BlockVariants = tuple[tuple[str, Variant], ...]  # full name of a linear of one block (or of a table), and its variant
+VariantPath = tuple[BlockVariants, ...]  # of the embeddings, of every block, of the output head
 
 
 class VariantWeights(Protocol):
@@ -56,29 +57,43 @@ ModelSource = Callable[
 
 
 def path(skeleton: Skeleton, assignment: Mapping[str, Variant]) -> VariantPath:
-    """Return the path of an assignment linear -> variant; None, and what is not named, stays original."""
-    parts: list[list[tuple[str, Variant]]] = [[] for _ in skeleton.blocks]
+    """Return the path of an assignment linear -> variant; None, and what is not named, stays original.
+
+    The embeddings and the output head go by the names of their modules; a tied table has the name of either.
+    """
+    parts: list[list[tuple[str, Variant]]] = [[] for _ in range(len(skeleton.blocks) + 2)]
     for name, variant in sorted(assignment.items()):
-        inner = name.removeprefix(f"{skeleton.blocks_name}.")
-        number = inner.partition(".")[0]
-        if inner == name or not number.isdigit() or int(number) >= len(parts):
-            raise ValueError(f"{name} is no linear of the blocks {skeleton.blocks_name}")
-        if variant is not None:
-            parts[int(number)].append((name, variant))
+        for stage in _stages(skeleton, name):
+            if variant is not None:
+                parts[stage].append((name, variant))
     return tuple(map(tuple, parts))
+
+
+def _stages(skeleton: Skeleton, name: str) -> list[int]:
+    """Return where in a path a linear or a table stands: one place, or both ends for a tied table."""
+    inner = name.removeprefix(f"{skeleton.blocks_name}.")
+    number = inner.partition(".")[0]
+    if inner != name and number.isdigit() and int(number) < len(skeleton.blocks):
+        return [1 + int(number)]
+    ends = {0: skeleton.model.get_input_embeddings(), -1: skeleton.model.get_output_embeddings()}
+    with suppress(AttributeError):  # there is no such module, or it has no weight
+        weight = skeleton.model.get_submodule(name).weight
+        if found := [stage for stage, module in ends.items() if getattr(module, "weight", None) is weight]:
+            return found
+    raise ValueError(f"{name} is no linear of the blocks {skeleton.blocks_name}, and no table outside of them")
 
 
 def passes(paths: Sequence[VariantPath]) -> int:
     """Count the block passes that these paths take: the nodes of their tree."""
-    depth = len(paths[0]) if paths else 0
-    return sum(len({one[: index + 1] for one in paths}) for index in range(depth))
+    blocks = range(1, len(paths[0]) - 1) if paths else ()
+    return sum(len({one[: index + 1] for one in paths}) for index in blocks)
 
 
 @dataclass
 class _Node:
     """Paths that are the same so far."""
 
-    slot: int  # of its states; -1: the embedded tokens
+    slot: int  # of its states; below 0: the embedded tokens, -1 those of the first embeddings
     members: list[int]
     waiting: int = 0  # children that are still to be computed
 
@@ -149,6 +164,7 @@ class Resources:
     max_memory: int | None = None  # bytes of all processes for weights and hidden states; None: 80% of what is free
     memory: MemorySplit | None = None  # of each process, in place of what max_memory gives
     dtype: str = "float32"  # that blocks compute in, or "auto": as stored
+    table: int = 0  # weights of the largest table outside of the blocks that has variants
 
     def __post_init__(self) -> None:
         for name in ("processes", "top_k"):
@@ -162,7 +178,7 @@ class Resources:
         assert self.memory is not None or self.max_memory is not None, "joint_kl.py sets one"
         if self.memory is not None:
             return self.memory
-        needed = memory_split.sizes(skeleton, seq_len, self.top_k, skeleton.dtype.itemsize)
+        needed = memory_split.sizes(skeleton, seq_len, self.top_k, skeleton.dtype.itemsize, self.table)
         return MemorySplit.within(needed, (self.max_memory or 0) // self.processes)
 
 
@@ -183,15 +199,17 @@ class PathEvaluator:
         self.decoded = _Decoded(variants, self.memory.decoded)
         self.loaded: set[int] = set()  # blocks that are kept
         self.has_head = False
-        self.embedded: blockwise.HiddenStates | None = None
-        self.calls: blockwise.ModelArgs  # set with `embedded`
+        self.embedded: dict[BlockVariants, blockwise.HiddenStates] = {}  # what variants of the embeddings give
+        self.calls: blockwise.ModelArgs  # set with the first of them, the original's
 
     @torch.no_grad()
     def per_sample(
         self, paths: Sequence[VariantPath], samples: Sequence[int], reference: reference_logprobs.ReferenceLogprobs
     ) -> list[list[float]]:
         """Return for each path KL(original || variant) of each sample, nats a token; the paths differ."""
-        self._embed()
+        for variants in dict.fromkeys([(), *(one[0] for one in paths)]):
+            if variants not in self.embedded:
+                self._embed(variants)
         kls: list[list[float]] = [[] for _ in paths]
         for some in self._windows(len(paths), samples):
             for row, new in zip(kls, self._window(paths, some, reference), strict=True):
@@ -204,19 +222,29 @@ class PathEvaluator:
         self.loaded.clear()
         self.has_head = False
         self.decoded.kept.clear()
-        if self.embedded is not None:
-            self.embedded.close()
-            self.embedded = None
+        while self.embedded:
+            self.embedded.popitem()[1].close()
 
-    def _embed(self) -> None:
-        """Keep what reaches the first block, and what every block is called with."""
-        if self.embedded is not None:
-            return
-        samples = self.tokens.shape[0]
-        file = self.folder / f"embedded-{os.getpid()}"
-        fits = samples * self._sample_nbytes() <= self.memory.states // 2
-        self.embedded = blockwise.HiddenStates(samples, None if fits else file)
-        self.calls = blockwise.record_inputs(self.skeleton, self.tokens, 1, self.embedded, self.device)
+    def _embed(self, variants: BlockVariants) -> None:
+        """Keep what reaches the first block behind these embeddings, and what every block is called with."""
+        samples, number = self.tokens.shape[0], len(self.embedded)
+        file = self.folder / f"embedded-{os.getpid()}-{number}"
+        fits = (number + 1) * samples * self._sample_nbytes() <= self.memory.states // 2
+        stream = blockwise.HiddenStates(samples, None if fits else file)
+        self.loaded.clear()  # all weights are freed
+        self.has_head = False
+        with ExitStack() as failed, ExitStack() as changed:
+            failed.callback(stream.close)
+
+            def change() -> None:
+                module = self.skeleton.model.get_input_embeddings()
+                changed.enter_context(self._changed([(module, *variant) for variant in variants]))
+
+            calls = blockwise.record_inputs(self.skeleton, self.tokens, 1, stream, self.device, change)
+            if not variants:
+                self.calls = calls
+            self.embedded[variants] = stream
+            failed.pop_all()
 
     def _sample_nbytes(self) -> int:
         """Return the bytes of the hidden states of one sample."""
@@ -238,10 +266,14 @@ class PathEvaluator:
         file = self.folder / f"states-{os.getpid()}"
         states = _States(len(paths), len(samples), len(samples) * self._sample_nbytes(), self.memory.states, file)
         try:
-            nodes = [_Node(-1, list(range(len(paths))))]
+            roots = [(-1 - n, [i for i, one in enumerate(paths) if one[0] == v]) for n, v in enumerate(self.embedded)]
+            nodes = [_Node(slot, members) for slot, members in roots if members]
             for index in range(len(self.skeleton.blocks)):
                 nodes = self._through(index, nodes, paths, samples, states)
-            kls = self._compare(nodes, samples, states, reference)
+            kls: dict[int, list[float]] = {}
+            for variants in dict.fromkeys(one[-1] for one in paths):
+                slots = {i: leaf.slot for leaf in nodes for i in leaf.members if paths[i][-1] == variants}
+                kls |= self._compare(slots, variants, samples, states, reference)
         finally:
             states.close()
         return (kls[number] for number in range(len(paths)))
@@ -254,14 +286,14 @@ class PathEvaluator:
         for node in nodes:
             children: dict[BlockVariants, list[int]] = {}
             for member in node.members:
-                children.setdefault(paths[member][index], []).append(member)
+                children.setdefault(paths[member][index + 1], []).append(member)
             for variants, members in children.items():
                 parents.setdefault(variants, []).append((node, members))
             node.waiting = len(children)
         made = []
         with self._block(index) as block:
             for variants, pairs in parents.items():
-                with self._changed(block, variants):
+                with self._changed([(self.skeleton.linear(block, name), name, at) for name, at in variants]):
                     for parent, members in pairs:
                         parent.waiting -= 1
                         is_last = parent.waiting == 0 and parent.slot >= 0
@@ -274,32 +306,36 @@ class PathEvaluator:
         self, index: int, block: nn.Module, slots: tuple[int, int], samples: Sequence[int], states: _States
     ) -> None:
         """Run the block on the states of one slot, sample by sample, into the other."""
-        name = self.skeleton.block_prefix(index).rstrip(".")
+        name, embedded = self.skeleton.block_prefix(index).rstrip("."), list(self.embedded.values())
         for position, sample in enumerate(samples):
-            embedded = cast(blockwise.HiddenStates, self.embedded)
-            hidden = embedded.read(sample, 1).clone() if slots[0] < 0 else states.read(slots[0], position, 1)
+            start = slots[0]
+            hidden = embedded[-1 - start].read(sample, 1).clone() if start < 0 else states.read(start, position, 1)
             states.write(
                 slots[1], position, blockwise.run_block(block, self.calls[index][1], hidden.to(self.device), name)
             )
 
     def _compare(
         self,
-        leaves: list[_Node],
+        slots: Mapping[int, int],
+        head: BlockVariants,
         samples: Sequence[int],
         states: _States,
         reference: reference_logprobs.ReferenceLogprobs,
     ) -> dict[int, list[float]]:
-        """Return number of the path -> the mean divergence of each sample behind the last block."""
-        kls: dict[int, list[float]] = {leaf.members[0]: [] for leaf in leaves}
+        """Return number of the path -> the mean divergence of each sample behind the last block and this head.
+
+        slots: of the paths with this head, where their states are.
+        """
+        kls: dict[int, list[float]] = {number: [] for number in slots}
         length = self.tokens.shape[1]
         parts = kl.slices(length, self.skeleton.vocab_size)
-        with self._head() as logits:
+        with self._head(head) as logits:
             for position, sample in enumerate(samples):
                 row = reference.row(sample, self.device)
-                for leaf in leaves:
-                    hidden = states.read(leaf.slot, position, 1).to(self.device)
+                for number, slot in slots.items():
+                    hidden = states.read(slot, position, 1).to(self.device)
                     sums = [reference_logprobs.divergence(row, part, logits(hidden[:, part])) for part in parts]
-                    kls[leaf.members[0]].append(sum(sums) / length)
+                    kls[number].append(sum(sums) / length)
         return kls
 
     @contextmanager
@@ -320,28 +356,30 @@ class PathEvaluator:
                 self.skeleton.free()
 
     @contextmanager
-    def _changed(self, block: nn.Module, variants: BlockVariants) -> Iterator[None]:
-        """Give these linears of the block the weights of their variants while active."""
-        before: list[tuple[nn.Linear, Tensor]] = []
+    def _changed(self, variants: Sequence[tuple[nn.Module, str, Variant]]) -> Iterator[None]:
+        """Give these loaded modules, each with its name, the weights of their variants while active."""
+        before: list[tuple[nn.Parameter, Tensor]] = []
         try:
-            for name, variant in variants:
-                linear = self.skeleton.linear(block, name)
-                original = linear.weight.data
+            for module, name, variant in variants:
+                parameter = module.get_parameter("weight")
+                original = parameter.data
                 new = self.decoded.weight(name, variant, original)
-                before.append((linear, original))
-                linear.weight.data = new
+                before.append((parameter, original))
+                parameter.data = new
             yield
         finally:
-            for linear, original in before:
-                linear.weight.data = original
+            for parameter, original in before:
+                parameter.data = original
 
     @contextmanager
-    def _head(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield the function hidden states [1, tokens, hidden] -> logits."""
+    def _head(self, variants: BlockVariants) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yield the function hidden states [1, tokens, hidden] -> logits, with a variant of the head."""
         with ExitStack() as stack:
             if not self.memory.keeps:
                 stack.callback(self.skeleton.free)
             if not self.has_head:
                 lm_head.load(self.skeleton, self.device)
                 self.has_head = self.memory.keeps
+            head = self.skeleton.model.get_output_embeddings()
+            stack.enter_context(self._changed([(head, name, variant) for name, variant in variants]))
             yield lambda hidden: lm_head.logits(self.skeleton, hidden)[0]

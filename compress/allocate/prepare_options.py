@@ -16,14 +16,16 @@ from compress.errors import RecipeError, shown
 from compress.model.skeleton import Skeleton
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
-from compress.run import prepare, source
+from compress.run import plan, prepare, source
 from compress.run.identity import identity
 from compress.run.job import Job, Prepared
+from compress.run.table_plan import TableOptions
 from compress.storage import paths
 from compress.types import LayerPlan, LinearSpec
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it
 
+KEPT = (KEEP, f"table {KEEP}")  # names of the options of linears and of tables that leave a weight as it is
 NAME_LENGTH = 150  # characters of the model's and the recipe's name in that of a folder
 
 
@@ -37,6 +39,22 @@ class Options:
     names: list[str]  # of all options
     levels: dict[str, PlannedOptions]  # linear -> its options, in ascending order; without keeping it
     dense_nbytes: dict[str, int]  # linear -> bytes as it is stored now
+    tables: tuple[TableOptions, ...] = ()  # outside of the blocks, that the allocation decides on
+    notes: tuple[str, ...] = ()  # why a table is none of them
+
+    @property
+    def table_names(self) -> list[str]:
+        """The names of the options of tables, which are numbered behind those of linears."""
+        return [f"table {name}" for name in option_names(self.allocation.tables)]
+
+    @property
+    def table_layers(self) -> dict[str, LayerPlan]:
+        """Each table at each of its options: "<table>@<number>" -> how it is stored."""
+        return {
+            f"{table.spec.name}@{len(self.names) + number}": layer
+            for table in self.tables
+            for number, layer in table.layers.items()
+        }
 
 
 def options(asked: Job) -> Options:
@@ -58,10 +76,11 @@ def options(asked: Job) -> Options:
         for option in quantizing.values()
     ]
     plain = dataclasses.replace(asked, recipe=recipes[0])
-    prepared, plans = prepare.prepare_all(plain, recipes, every=True)
+    prepared, plans = prepare.prepare_all(plain, recipes, every=True, tables=allocation.tables)
+    tables = plan.table_options(plain.recipe, prepared.skeleton, allocation.tables)
     levels: dict[str, PlannedOptions] = {}
-    for number, plan in zip(quantizing, plans, strict=True):
-        for layer in plan.layers:
+    for number, planned in zip(quantizing, plans, strict=True):
+        for layer in planned.layers:
             if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
                 levels.setdefault(layer.spec.name, {})[number] = layer
     if not levels:
@@ -70,7 +89,9 @@ def options(asked: Job) -> Options:
         if layer.spec.name not in levels:
             levels[layer.spec.name] = {FIXED: layer}
     dense = {layer.spec.name: _stored_nbytes(prepared.skeleton, layer.spec) for layer in plans[0].layers}
-    return Options(plain, allocation, prepared, option_names(allocation.options), levels, dense)
+    open_tables = tuple(table for table in tables if table.refused is None)
+    notes = tuple(f"{table.spec.name} stays as it is: {table.refused}" for table in tables if table.refused)
+    return Options(plain, allocation, prepared, option_names(allocation.options), levels, dense, open_tables, notes)
 
 
 def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
@@ -96,7 +117,13 @@ def _fingerprint(recipe: Recipe, allocation: Allocation | None) -> str:
     if allocation is not None:
         former: Any = "swap"  # as folders that were measured before its renaming spell the default cache_estimator
         allocation = Allocation(
-            "", _Nothing(), allocation.options, units=allocation.units, samples=0, cache_estimator=former
+            "",
+            _Nothing(),
+            allocation.options,
+            units=allocation.units,
+            samples=0,
+            cache_estimator=former,
+            tables=allocation.tables,
         )
     return fingerprint(dataclasses.replace(recipe, experts=None, kv_cache=None, allocate=allocation))
 
@@ -119,14 +146,29 @@ def nbytes(opened: Options, members: Sequence[LinearSpec], option: int) -> int:
     return sum(level.nbytes if level is not None else kept for level, kept in zip(levels, dense, strict=True))
 
 
-def chosen(recipe: Recipe, choices: dict[str, int]) -> Recipe:
-    """Return the recipe with choices, linear -> number of its option, as rules: nothing is left to allocate."""
+def chosen(recipe: Recipe, choices: dict[str, int], tables: Sequence[TableOptions]) -> Recipe:
+    """Return the recipe with choices, linear or table -> number of its option: nothing is left to allocate.
+
+    Those of linears become rules, those of tables the sections `embeddings` and `head`; `head` alone for a tied table.
+    """
     assert recipe.allocate is not None, "the caller has checked"
-    rules = list(recipe.rules)
-    for number, option in enumerate(recipe.allocate.options):
+    rules, options = list(recipe.rules), recipe.allocate.options
+    for number, option in enumerate(options):
         if names := tuple(name for name, choice in choices.items() if choice == number):
             rules.append(Rule(names, option))
-    return dataclasses.replace(recipe, rules=tuple(rules), allocate=None)
+    sections = {
+        "head" if "head" in table.roles else "embeddings": recipe.allocate.tables[
+            choices[table.spec.name] - len(options)
+        ]
+        for table in tables
+    }
+    return dataclasses.replace(
+        recipe,
+        rules=tuple(rules),
+        allocate=None,
+        embeddings=sections.get("embeddings", recipe.embeddings),
+        head=sections.get("head", recipe.head),
+    )
 
 
 def folder_of(asked: Job) -> Path:

@@ -39,15 +39,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that are stored alike."""
+    """Linears that are stored alike, or a table outside of the blocks."""
 
     name: str  # model.layers.0.self_attn.{q_proj,k_proj,v_proj}
     members: tuple[str, ...]  # full names
-    block: int
+    block: int  # of a table: one behind the last
     numel: int  # weights
     entries: tuple[Entry, ...]  # ascending in bytes
     is_expert: bool = False
     scores: Mapping[str, float] = field(default_factory=dict)  # of the unit, whatever the entry (lim, zd, share ...)
+    is_table: bool = False
 
     @property
     def kind(self) -> str:

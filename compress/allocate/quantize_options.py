@@ -21,7 +21,7 @@ from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
 from compress.progress import Progress, silent
-from compress.run import memory_plan, prepare, report
+from compress.run import memory_plan, prepare, report, tables
 from compress.run.block_loop import BlockLoop
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.quantize_linear import LinearTask
@@ -31,9 +31,11 @@ from compress.types import PackedWeight, Quantized
 def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: Progress) -> bool:
     """Fill the database, from the first block that is not in it; return whether anything was left to do.
 
-    tokens [samples, seq_len] of the calibration text.
+    tokens [samples, seq_len] of the calibration text. Tables outside of the blocks come behind the last block, with the
+    Hessian of what the original's output head reads.
     """
-    if database.finished() == len(opened.prepared.skeleton.blocks):
+    layers = opened.table_layers
+    if database.finished() >= len(opened.prepared.skeleton.blocks) + bool(layers):
         return False
     if not opened.asked.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
@@ -42,12 +44,30 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
         prepared = dataclasses.replace(opened.prepared, arrangement=arrangement)
         opened = dataclasses.replace(opened, prepared=prepared)
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
+        loop.reads_head = tables.read_head(layers.values())
         loop.run(_MeasuredBlocks(opened, database, loop.stream))
+        if layers:
+            _quantize_tables(opened, database, loop)
     return True
 
 
+def _quantize_tables(opened: Options, database: Database, loop: BlockLoop) -> None:
+    """Store the tables outside of the blocks at all options, as a block behind the last one."""
+    layers, skeleton = opened.table_layers, opened.prepared.skeleton
+    made = tables.quantize_each(opened.asked, skeleton, list(layers.values()), loop.head, loop.meter.say)
+    packed, measured = dict[str, PackedWeight](), dict[str, dict[str, Any]]()
+    for key, (weight, row) in zip(layers, made, strict=True):
+        packed[key] = weight
+        errors = {"nbytes": row.nbytes, "relative": row.weight_error, "output": row.output_error or 0.0}
+        measured.setdefault(row.name, {"tokens": row.tokens})[key.rpartition("@")[2]] = errors
+    database.add(len(skeleton.blocks), packed, measured)
+
+
 def predict_seconds(opened: Options) -> float:
-    """Return the seconds of quantizing every linear at every option, from one batch and the largest block."""
+    """Return the seconds of quantizing everything at every option, from one batch and the largest block.
+
+    Tables outside of the blocks are taken to cost what as many weights of the blocks do.
+    """
     prepared = opened.prepared
     batch = min(prepared.arrangement.batch, prepared.samples)
     arrangement = dataclasses.replace(prepared.arrangement, spill=False)
@@ -55,7 +75,9 @@ def predict_seconds(opened: Options) -> float:
     tokens = prepare.random_tokens(opened.asked, trial)
     folder = opened.asked.measurements or opened.asked.out
     loop = BlockLoop(opened.asked, trial, opened.levels, tokens, folder, silent, every=True)
-    return loop.predict_seconds(_TimedBlocks(), -(-prepared.samples // batch))
+    seconds = loop.predict_seconds(_TimedBlocks(), -(-prepared.samples // batch))
+    inner = sum(layer.spec.numel for options in opened.levels.values() for layer in options.values())
+    return seconds * (1 + sum(layer.spec.numel for layer in opened.table_layers.values()) / inner)
 
 
 class _TimedBlocks:
@@ -86,7 +108,7 @@ class _MeasuredBlocks:
 
     def __init__(self, opened: Options, database: Database, stream: CalibrationStream) -> None:
         self.opened, self.database, self.stream = opened, database, stream
-        self.finished = database.finished()
+        self.finished = min(database.finished(), len(opened.prepared.skeleton.blocks))
         self.tokens = stream.states.samples * opened.prepared.seq_len
         self.experts = ExpertDamage(opened, database)
         self.packed: dict[str, PackedWeight] = {}  # "<linear>@<option>" -> weight, of the present block

@@ -67,7 +67,8 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
 def _compares(opened: prepare_options.Options) -> bool:
     """Return whether variants of the whole model are compared, for which each block alone is not enough."""
     settings = opened.allocation
-    return not plugins.load("allocate", settings.method).needs(settings.config) <= {*WITH_OPTIONS}
+    needs = plugins.load("allocate", settings.method).needs(settings.config)
+    return bool(opened.tables) or not needs <= {*WITH_OPTIONS}
 
 
 def measured(asked: Job, progress: Progress) -> tuple[Path, dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.allocate import groups, prepare_options
+from compress.allocate import groups, prepare_options, table_units
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
@@ -24,21 +24,21 @@ class SensitivityTable:
     """Units with their entries, and what else the model stores."""
 
     units: tuple[Unit, ...]
-    options: tuple[str, ...]  # names, as the recipe lists them
+    options: tuple[str, ...]  # names, as the recipe lists them; those of tables last
     fixed_nbytes: int  # of linears that rules decide
     fixed_numel: int
-    other_nbytes: int  # of all tensors that are not packed
+    other_nbytes: int  # of all tensors that are neither units nor decided by rules
     source_nbytes: int  # of the whole model as it is
     tokens: int  # of the calibration
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # seconds, token-forwards, notes of measuring
 
     @property
     def numel(self) -> int:
-        """Return the number of quantized weights, those that rules decide included."""
+        """Return the number of weights of all units, tables among them, and of those that rules decide."""
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
     def budget(self, target: Target) -> int:
-        """Return the bytes that a target leaves for the units."""
+        """Return the bytes that a target leaves for the units, tables among them."""
         if target.unit == "bpw":
             total = int(target.value * self.numel / 8)
         else:
@@ -55,9 +55,14 @@ class SensitivityTable:
             least = problem.least + self.fixed_nbytes
             raise BudgetError(
                 f"the target {target.text} is below the least that the options allow: {8 * least / self.numel:.3f} bpw "
-                f"for the linears, {show(least + self.other_nbytes)} in all; raise it, or offer smaller options"
+                f"for {self.counted}, {show(least + self.other_nbytes)} in all; raise it, or offer smaller options"
             )
         return problem
+
+    @property
+    def counted(self) -> str:
+        """What the bits of a target are those of, in words."""
+        return "linears and tables" if any(unit.is_table for unit in self.units) else "the linears"
 
     def bpw(self, choice: Choice) -> float:
         """Return the stored bits a quantized weight of a choice."""
@@ -73,7 +78,7 @@ class SensitivityTable:
         return Problem(self.units, 0).most + self.fixed_nbytes + self.other_nbytes
 
     def option_numbers(self, choice: Choice) -> dict[str, int]:
-        """Return linear -> number of its option."""
+        """Return linear or table -> number of its option."""
         numbers = {name: number for number, name in enumerate(self.options)}
         return {
             member: numbers[unit.entries[i].option]
@@ -82,9 +87,17 @@ class SensitivityTable:
         }
 
     def uniform(self, option: str) -> Choice | None:
-        """Return the choice of one option for every unit; None if some unit has no such entry."""
-        entries = [next((i for i, e in enumerate(unit.entries) if e.option == option), None) for unit in self.units]
-        return tuple(i for i in entries if i is not None) if None not in entries else None
+        """Return the choice of one option for all linears, with every table at its largest entry.
+
+        None if some linear has no such entry.
+        """
+        choice: list[int] = []
+        for unit in self.units:
+            found = [i for i, entry in enumerate(unit.entries) if entry.option == option]
+            if not (found or unit.is_table):
+                return None
+            choice.append(len(unit.entries) - 1 if unit.is_table else found[0])
+        return tuple(choice)
 
 
 def check_target(opened: prepare_options.Options, target: Target) -> None:
@@ -101,8 +114,8 @@ def check_target(opened: prepare_options.Options, target: Target) -> None:
         bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel
         nbytes = show(sizes.most_nbytes)
         note(
-            f"target {target.text} is above the largest options ({bits:.3f} bpw, {nbytes} in all); every linear gets "
-            "its largest"
+            f"target {target.text} is above the largest options ({bits:.3f} bpw, {nbytes} in all); every linear"
+            f"{' and table' if opened.tables else ''} gets its largest"
         )
 
 
@@ -122,7 +135,7 @@ def assemble(
 ) -> SensitivityTable:
     """Make the table of a model at every option, with the planned bytes, which are exact.
 
-    damages: estimator -> unit -> by option. scores: name -> unit -> score.
+    damages: estimator -> unit -> by option (of tables, their own). scores: name -> unit -> score.
     """
     made = []
     for group in open_groups(opened):
@@ -136,13 +149,17 @@ def assemble(
         first, names = group.members[0], tuple(member.name for member in group.members)
         known = {name: units[group.name] for name, units in scores.items() if group.name in units}
         made.append(Unit(group.name, names, first.block, numel, tuple(entries), first.is_expert, known))
+    estimators = [name for name in damages if name != table_units.TABLE_KL]
+    made += table_units.units(opened, damages.get(table_units.TABLE_KL, {}), estimators)
+    plan, counted = opened.prepared.plan, {name for table in opened.tables for name in table.sources}
     fixed = [by_option[FIXED] for by_option in opened.levels.values() if FIXED in by_option]
     return SensitivityTable(
         tuple(made),
-        tuple(opened.names),
+        (*opened.names, *opened.table_names),
         sum(layer.nbytes for layer in fixed),
         sum(layer.spec.numel for layer in fixed),
-        sum(opened.prepared.plan.kept_nbytes.values()) + sum(table.nbytes for table in opened.prepared.plan.tables),
+        sum(nbytes for name, nbytes in plan.kept_nbytes.items() if name not in counted)
+        + sum(table.nbytes for table in plan.tables),
         opened.prepared.skeleton.checkpoint.nbytes,
         tokens,
         facts,

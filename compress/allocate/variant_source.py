@@ -23,10 +23,12 @@ class StoredVariants:
 
     def __init__(self, skeleton: Skeleton, database: Database) -> None:
         self.prefix, self.database = f"{skeleton.blocks_name}.", database
+        self.behind = len(skeleton.blocks)  # the number that the tables outside of the blocks are stored by
 
     def weight(self, name: str, variant: Any, original: Tensor) -> Tensor:
-        """Decode the weight [out, in] of a linear at an option, in the dtype of `original`."""
-        block = int(name.removeprefix(self.prefix).partition(".")[0])
+        """Decode the weight [out, in] of a linear or a table at an option, in the dtype of `original`."""
+        is_inner = name.startswith(self.prefix)
+        block = int(name.removeprefix(self.prefix).partition(".")[0]) if is_inner else self.behind
         return self.database.weight(block, name, variant, original)
 
     def prepare(self, index: int, block: nn.Module) -> None:

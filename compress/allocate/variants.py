@@ -3,6 +3,7 @@
     DIR/run.json             what it was made of (model, options, calibration, seed) and how the first run was arranged
     DIR/levels/00003.safetensors   all linears of block 3: <linear>@<option>.<tensor>
     DIR/levels/00003.json    how each is stored, and what was measured of it; written after the tensors
+    DIR/levels/00008...      (behind the last block) embeddings and output head at their options, where it has any
     DIR/levels/00003.state.safetensors   the block as the transforms have left it, where the recipe has any in blocks
     DIR/sensitivity.json     the table that was last chosen from, for whoever wants to read it
     DIR/search-*, DIR/teacher*   what searches and comparisons keep

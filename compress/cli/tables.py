@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from compress.progress import Progress
     from compress.run.job import Prepared
 
+WITH_TABLES = " of linears, embeddings and head together"  # what the bits of a target count, where all are allocated
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
@@ -268,7 +269,10 @@ def speed_table(speed: Speed) -> Table:
 def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
     """Say what measuring for an allocation takes, and which size each option has when used uniformly."""
     what = f"{found.options} options x {found.linears} linears" if found.linears else "options of the cache"
-    lines = [f"not measured: {what} on {found.tokens:,} calibration tokens; target {found.target}; measure with:"]
+    target = f"{found.target}{WITH_TABLES if found.tables else ''}"
+    if found.tables:
+        what += f" and {found.table_options} options of {' and '.join(found.tables)}"
+    lines = [f"not measured: {what} on {found.tokens:,} calibration tokens; target {target}; measure with:"]
     lines.append(command)
     if found.linears:
         lines.append(f"time of quantizing all options: about {duration(found.seconds)}")
@@ -276,7 +280,8 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
         lines.append(found.estimator)
     width = max((len(row["option"]) for row in found.uniform), default=0)
     for row in found.uniform:
-        lines.append(f"{row['option']:<{width}} everywhere: {row['bpw']:.3f} bpw, {row['nbytes']:,} bytes in all")
+        where = "in all linears, tables at their largest" if found.tables else "everywhere"
+        lines.append(f"{row['option']:<{width}} {where}: {row['bpw']:.3f} bpw, {row['nbytes']:,} bytes in all")
     return lines
 
 
@@ -301,10 +306,13 @@ def frontier_table(found: dict[str, Any]) -> Table:
 def allocation_lines(found: dict[str, Any]) -> list[str]:
     """Say on which text KL was measured, and which option each unit got."""
     lines = [f"KL to the original on {found['tokens']:,} tokens of {found['text']}"]
+    if found.get("with tables"):
+        lines.append("uniform: one option for all linears, with embeddings and head at their largest option")
     chosen = found["chosen"]
     if chosen is not None:
         shares = ", ".join(f"{option}: {100 * share:.0f}%" for option, share in chosen["weights by option"].items())
-        lines.append(f"{chosen['method']} at {chosen['target']}: {shares} of the weights")
+        target = f"{chosen['target']}{WITH_TABLES if chosen.get('with tables') else ''}"
+        lines.append(f"{chosen['method']} at {target}: {shares} of the weights")
         lines += [f"  {name}: {option}" for name, option in chosen["units"].items()]
         if cache := chosen.get("cache"):
             lines.append(cache_line(cache))

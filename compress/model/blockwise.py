@@ -246,12 +246,21 @@ class ModelArgs:
 
 @torch.no_grad()
 def record_inputs(
-    skeleton: Skeleton, tokens: Tensor, batch: int, stream: HiddenStates, device: torch.device
+    skeleton: Skeleton,
+    tokens: Tensor,
+    batch: int,
+    stream: HiddenStates,
+    device: torch.device,
+    change: Callable[[], None] = lambda: None,
 ) -> ModelArgs:
-    """Run all before the first block on tokens [samples, seq_len]; fill `stream`, return all blocks' arguments."""
+    """Run all before the first block on tokens [samples, seq_len]; fill `stream`, return all blocks' arguments.
+
+    change: called once all before the first block is loaded, to give it other weights in place.
+    """
     skeleton.load_rest(device)
     model, blocks = skeleton.model.base_model, skeleton.blocks
     try:
+        change()
         calls = ModelArgs(len(blocks), block_calls.layout(model, blocks, tokens[:2].to(device)), stream, device)
         for start in range(0, tokens.shape[0], batch):
             recorded = block_calls.record(model, blocks, tokens[start : start + batch].to(device))

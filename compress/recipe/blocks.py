@@ -59,24 +59,33 @@ def table(entries: Entries, section: str) -> Scheme | None:
     Of embeddings rows are looked up: nothing may lie around or beside what is stored. Nothing is trained outside of the
     blocks.
     """
-    from compress.types import Scheme
-
     if section not in entries:
         return None
     at, node = entries[section]
     settings = mapping(node, section)
     if is_kept(settings, section):
         return None
-    base = plugins.load("quant", TABLE_METHOD)
-    found = scheme(settings, at, section, Scheme(TABLE_METHOD, base.Config(bits=TABLE_BITS)))
-    lowrank = found.lowrank
-    if section == "embeddings" and (found.incoherence or found.activations is not None or lowrank is not None):
+    found = scheme(settings, at, section, table_default())
+    if section == "embeddings" and (found.incoherence or found.activations is not None or found.lowrank is not None):
         raise error_at(at, "embeddings: their rows are looked up; remove incoherence, activations and lowrank")
-    if lowrank is not None and (lowrank.train or lowrank.train_blocks or lowrank.metric == "fisher"):
-        raise error_at(at, f"{section}: lowrank cannot be trained, nor weighed by gradients, outside of the blocks")
-    if found.activations is not None and found.activations.scale == "tensor":
-        raise error_at(at, f"{section}: activations can have a scale of each token only; set scale: token")
+    check_table(found, at, section)
     return found
+
+
+def table_default() -> Scheme:
+    """Return the scheme over which those of embeddings and head are laid."""
+    from compress.types import Scheme
+
+    return Scheme(TABLE_METHOD, plugins.load("quant", TABLE_METHOD).Config(bits=TABLE_BITS))
+
+
+def check_table(found: Scheme, at: Node, where: str) -> None:
+    """Raise RecipeError for a scheme that needs what only linears of blocks have."""
+    lowrank = found.lowrank
+    if lowrank is not None and (lowrank.train or lowrank.train_blocks or lowrank.metric == "fisher"):
+        raise error_at(at, f"{where}: lowrank cannot be trained, nor weighed by gradients, outside of the blocks")
+    if found.activations is not None and found.activations.scale == "tensor":
+        raise error_at(at, f"{where}: activations can have a scale of each token only; set scale: token")
 
 
 def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:

@@ -27,6 +27,7 @@
       method: knapsack
       target: 3.25bpw          # or 2.1GiB of all tensors, or 0.05kl: the smallest model within that divergence
       options: [{bits: 2}, {bits: 3}, {method: trellis, bits: 4}, {keep: true}]  # like rules; default: bits 2 to 8
+      tables: [{bits: 8}, {bits: 4}, {keep: true}]  # of embeddings and head, which the target then counts, too
       units: fused             # what gets one option together: fused, linear, expert, block
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
@@ -62,7 +63,8 @@ from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, shown
-from compress.recipe.blocks import built, cache, is_kept, method, scheme, table
+from compress.recipe import table_options
+from compress.recipe.blocks import built, cache, is_kept, method, scheme, table, table_default
 from compress.recipe.overrides import overridden
 from compress.recipe.renamed import current
 from compress.recipe.schema import (
@@ -171,6 +173,7 @@ def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
         "method": allocation.method,
         "target": allocation.target.text if allocation.target is not None else None,
         "options": [_kept_or(option) for option in allocation.options],
+        **({"tables": [_kept_or(option) for option in allocation.tables]} if allocation.tables else {}),
         "units": allocation.units,
         "samples": allocation.samples,
         "context": allocation.context,
@@ -294,6 +297,9 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
         raise error_at(block["samples"][0], f"allocate: samples {samples} is not positive")
     if units != "expert" and module.needs(config) & OF_EXPERTS:
         raise error_at(at, f"allocate: {name} chooses for whole experts; set allocate.units to expert, not {units}")
+    tables = tuple(_option(option, table_default()) for option in sequence(block, "tables"))
+    table_options.check(tables, block, entries, quantize)
+    table_options.check_damages(block, name, config, module.needs(config))
     bits = value(block, "cache_bits", tuple[float, ...], ())
     try:
         wanted = Target(target) if target is not None else None
@@ -302,7 +308,7 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
     except ValueError as error:
         raise error_at(block["target"][0], f"allocate: {error}") from error
     estimator = value(block, "cache_estimator", CacheEstimator, Allocation.cache_estimator)
-    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator)
+    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator, tables)
 
 
 def _context(block: Entries, entries: Entries) -> int | None:

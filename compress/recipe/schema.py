@@ -19,7 +19,15 @@ TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "experts", "kv_cache", "towers")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
-ALLOCATE_KEYS = ("method", "target", "options", "units", "samples", *CACHE_KEYS)  # beside the method's settings
+ALLOCATE_KEYS = (
+    "method",
+    "target",
+    "options",
+    "tables",
+    "units",
+    "samples",
+    *CACHE_KEYS,
+)  # beside the method's settings
 RENAMED = {("calibration", "asymmetric"): "target_correction"}  # (section, old key) -> new key
 OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what is measured of whole experts only
 
@@ -135,6 +143,8 @@ class Allocation:
     cache_estimator: CacheEstimator = (
         "kl_one_at_a_time"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
     )
+    tables: tuple[Scheme | None, ...] = ()  # what the token embeddings and the output head may get, like the sections
+    # embeddings and head: {bits: 8}, {keep: true}; they then count in the target; empty: they are not allocated
 
 
 def option_names(options: tuple[Scheme | None, ...]) -> list[str]:

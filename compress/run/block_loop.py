@@ -80,7 +80,7 @@ class BlockLoop:
                 self.layers[layer.spec.block].append(layer)
         self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
         self.seconds: list[float] = []  # of each block computed in this run
-        self.reads_head = False  # statistics of the output head's input are taken, behind the last block
+        self.reads_head: LayerPlan | None = None  # the output head, where statistics of what it reads are taken
         self.head = NO_STATISTICS
 
     def run(self, consumer: BlockConsumer) -> None:
@@ -97,8 +97,8 @@ class BlockLoop:
             try:
                 for index in range(count):
                     self._block(index, consumer, index >= last)
-                if self.reads_head:
-                    self.head = tables.statistics(self.stream, self.prepared.plan)
+                if self.reads_head is not None:
+                    self.head = tables.statistics(self.stream, self.reads_head)
             finally:
                 self.stream.states.close()
 
@@ -165,7 +165,7 @@ class BlockLoop:
                 del task, result  # and with them statistics, before the next ones are made
             consumer.finish(index, block, [*notes, *([note] if note else [])])
         stream.parted = stream.parted or (stream.paired and not is_last)
-        if not is_last or self.reads_head:
+        if not is_last or self.reads_head is not None:
             stream.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         process_memory.trim()

@@ -102,7 +102,7 @@ class CheckpointBlocks:
         """Write everything outside of the blocks, tables packed as planned; head: statistics of what the head reads."""
         record = shards.intact_rest(self.output)
         if record is None:
-            made = tables.quantize(self.run, head, self.device, self.stream.meter.say)
+            made = tables.quantize(self.run, head, self.stream.meter.say)
             files = shards.write_rest(self.output, self.run.prepared, self.device, made.packed)
             record = {"files": files, "layers": list(map(report.to_dict, made.rows))}
             self.output.finish_stage(shards.REST, record)

@@ -86,6 +86,7 @@ class Extras(NamedTuple):
     read: int = 0  # tokens of the calibration text that are read, at most
     reader: int = 0  # bytes of a library that reads it, which stays in memory
     document: int = 0  # bytes of its largest document while that is read
+    tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
 
 
 NO_EXTRAS = Extras()
@@ -263,10 +264,10 @@ class _MemoryModel:
 
     def _tables(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is outside of the blocks, 0 if it stays as it is."""
-        if not plan.tables:
+        if not (tables := (*plan.tables, *self.extras.tables)):
             return 0
-        chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in plan.tables]
-        packed = 2 * sum(table.nbytes for table in plan.tables)  # in parts, and joined
+        chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in tables]
+        packed = 2 * sum(table.nbytes for table in tables)  # in parts, and joined
         rest = self.embedding if plan.is_rejoined else self.rest
         return rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
 

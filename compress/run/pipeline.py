@@ -44,7 +44,7 @@ def opened(
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, _options(prepared), tokens, output.work, progress)
             records = trained_factors.intact_blocks(output, len(prepared.skeleton.blocks))
-            loop.reads_head = tables.needs_statistics(prepared.plan) and shards.intact_rest(output) is None
+            loop.reads_head = None if shards.intact_rest(output) is not None else tables.read_head(prepared.plan.tables)
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
 

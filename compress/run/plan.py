@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -71,6 +71,13 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen)
     with_towers = beside_plan.added(of_blocks, recipe, skeleton, _outside)
     return table_plan.added(with_towers, recipe, skeleton, _outside)
+
+
+def table_options(
+    recipe: Recipe, skeleton: Skeleton, schemes: Sequence[Scheme | None]
+) -> list[table_plan.TableOptions]:
+    """Return the tables outside of the blocks at each of these schemes; None keeps a table. Raises RecipeError."""
+    return table_plan.options(recipe, skeleton, schemes, _outside)
 
 
 def groups(plan: Plan) -> list[LinearGroup]:

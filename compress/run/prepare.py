@@ -17,9 +17,9 @@ from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.recipe import Recipe
-from compress.run import coverage, expert_pruning, kv_cache, memory_plan, plan, remote_code, source
+from compress.run import coverage, expert_pruning, kv_cache, memory_plan, plan, remote_code, source, table_plan
 from compress.run.job import Job, Prepared
-from compress.types import Plan
+from compress.types import Plan, Scheme
 
 ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets
 DOCUMENT = 8 << 20  # bytes of a document that are counted at most
@@ -30,10 +30,13 @@ def prepare(job: Job) -> Prepared:
     return prepare_all(job, [job.recipe])[0]
 
 
-def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tuple[Prepared, list[Plan]]:
+def prepare_all(
+    job: Job, recipes: Sequence[Recipe], every: bool = False, tables: Sequence[Scheme | None] = ()
+) -> tuple[Prepared, list[Plan]]:
     """Prepare a job for the first of several recipes that differ in their schemes; return the plans of all.
 
-    `every`: statistics of all inputs, and so calibration text, whether a method needs them or not.
+    `every`: statistics of all inputs, and so calibration text, whether a method needs them or not. `tables`: all
+    schemes of the tables outside of the blocks, where an allocation chooses one.
     """
     checkpoint = open_checkpoint(source.of(job))
     given = [Path(each) for each in source.given(job)]
@@ -52,13 +55,14 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         if scopes[step.method] == "model":
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
+    options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:
         matrices = coverage.matrices_of(skeleton)
         plans = [coverage.completed(each, skeleton, matrices) for each in plans]
         for each in plans if not job.allow_partial else ():
             coverage.check(each, checkpoint.directory, matrices, job.recipe.ignore)
         expert_pruning.check(job.recipe, plans[0])
-        dry_load.check_planned(skeleton, plans[0])
+        dry_load.check_planned(skeleton, table_plan.smallest(plans[0], options))
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     layers = [layer for each in plans for layer in each.packed]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
@@ -78,7 +82,8 @@ def prepare_all(job: Job, recipes: Sequence[Recipe], every: bool = False) -> tup
         every,
         _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
         calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
-        *(_reading(Path(job.calib)) if job.calib is not None else ()),
+        *(_reading(Path(job.calib)) if job.calib is not None else (0, 0)),
+        tables=tuple(layer for table in options for layer in table.layers.values()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans

@@ -8,8 +8,9 @@ are stored, which is said with the reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from compress import formats, plugins
 from compress.errors import RecipeError
@@ -24,6 +25,16 @@ from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 PLAIN = "a plain checkpoint has no place for operations at run time"  # why a head is untied
 
 PlanWeight = Callable[[LinearSpec, Scheme], LayerPlan]
+
+
+class TableOptions(NamedTuple):
+    """A table at each option of an allocation that it can have."""
+
+    spec: LinearSpec
+    roles: tuple[str, ...]  # "embeddings", "head", or both where it is tied
+    layers: Mapping[int, LayerPlan]  # number of the option -> how it is stored; empty where it stays as it is
+    sources: Mapping[str, int]  # stored tensor -> bytes of the table as it is
+    refused: str | None  # why it stays as it is
 
 
 def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeight) -> Plan:
@@ -50,11 +61,41 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
             plan.kept[table.spec.name] = table.refused
             continue
         layer = plan_weight(table.spec, scheme)
-        if "embeddings" in table.roles:
-            _check_rows(table, layer)
-            _check_data(table, layer)
+        if (unfit := _unfit(table, layer)) is not None:
+            raise RecipeError(unfit)
         plan = _with(plan, table, layer)
     return plan
+
+
+def options(
+    recipe: Recipe, skeleton: Skeleton, schemes: Sequence[Scheme | None], plan_weight: PlanWeight
+) -> list[TableOptions]:
+    """Return the tables of a model, each at those of the schemes that it can have; None keeps a table as it is.
+
+    Embeddings cannot have what needs statistics of inputs, nor what has no rows. Raises RecipeError for a table that
+    can have none.
+    """
+    made = []
+    for table in _found(recipe, skeleton) if any(schemes) else ():
+        planned = {
+            n: plan_weight(table.spec, scheme) for n, scheme in enumerate(schemes) if scheme and not table.refused
+        }
+        unfit = {number: why for number, layer in planned.items() if (why := _unfit(table, layer)) is not None}
+        layers = {number: layer for number, layer in planned.items() if number not in unfit}
+        if planned and not layers:
+            raise RecipeError(
+                f"allocate: no option of tables is one for {table.spec.name}: {next(iter(unfit.values()))}"
+            )
+        sources = {stored.name: stored.nbytes for stored in table.sources}
+        made.append(TableOptions(table.spec, table.roles, layers, sources, table.refused))
+    return made
+
+
+def smallest(plan: Plan, tables: Sequence[TableOptions]) -> Plan:
+    """Return a plan with every table at its smallest option, to find out whether transformers loads packed tables."""
+    layers = [min(table.layers.values(), key=lambda layer: layer.nbytes) for table in tables if table.layers]
+    looked_up = [table.spec.name for table in tables if table.layers and "embeddings" in table.roles]
+    return dataclasses.replace(plan, tables=(*plan.tables, *layers), looked_up=(*plan.looked_up, *looked_up))
 
 
 def _found(recipe: Recipe, skeleton: Skeleton) -> list[Table]:
@@ -145,18 +186,19 @@ def _is_ignored(recipe: Recipe, table: Table) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in recipe.ignore)
 
 
-def _check_data(table: Table, layer: LayerPlan) -> None:
-    if "head" not in table.roles and memory_plan.needs_statistics(layer):
-        raise RecipeError(
-            f"embeddings: {layer.scheme.method} works by statistics of inputs, which a look-up has none of; give a "
-            "method that needs no data"
-        )
-
-
-def _check_rows(table: Table, layer: LayerPlan) -> None:
+def _unfit(table: Table, layer: LayerPlan) -> str | None:
+    """Return why the rows of a table that is stored so could not be looked up, None if they can be, or need not be."""
+    if "embeddings" not in table.roles:
+        return None
     if not formats.has_rows(layer.stored):
         where = "embeddings" if len(table.roles) == 1 else "head, which the embeddings are tied to,"
-        raise RecipeError(
+        return (
             f"{where}: {layer.scheme.method} stores no rows that could be looked up; give a method that writes "
             "format int, with neither incoherence, activations nor lowrank"
         )
+    if "head" not in table.roles and memory_plan.needs_statistics(layer):
+        return (
+            f"embeddings: {layer.scheme.method} works by statistics of inputs, which a look-up has none of; give a "
+            "method that needs no data"
+        )
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from compress import formats
-from compress.types import NO_TRANSFORMS, LayerPlan
+from compress.types import NO_TRANSFORMS, LayerPlan, WeightTransforms
 
 CHUNK = 1 << 24  # weights that are quantized at a time, at least
 ROW_MULTIPLE = 16  # of the rows of all chunks but the last
@@ -22,6 +22,11 @@ def chunk_rows(layer: LayerPlan) -> int:
     return min(rows, max(CHUNK // columns, 2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
+def around(layer: LayerPlan) -> WeightTransforms:
+    """Return what a transform of the whole model leaves to run time around a table."""
+    return NO_TRANSFORMS if layer.scheme.incoherence else layer.stored.ops
+
+
 def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
     """Return the plan of so many rows of a table.
 
@@ -29,6 +34,5 @@ def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
     """
     shape = (rows, layer.spec.shape[1])
     spec = dataclasses.replace(layer.spec, shape=shape)
-    ops = layer.stored.ops if layer.scheme.incoherence else NO_TRANSFORMS
-    stored = dataclasses.replace(layer.stored, ops=ops)
+    stored = dataclasses.replace(layer.stored, ops=NO_TRANSFORMS) if around(layer) else layer.stored
     return dataclasses.replace(layer, spec=spec, stored=stored, nbytes=formats.nbytes(stored, shape))

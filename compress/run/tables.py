@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,9 +26,9 @@ from compress.model import lm_head
 from compress.model.skeleton import Skeleton
 from compress.run import memory_plan, quantize_linear, report, table_sizes
 from compress.run.calibration_stream import CalibrationStream
-from compress.run.job import RunState
+from compress.run.job import Job, RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
-from compress.types import NO_TRANSFORMS, LayerPlan, LayerReport, PackedWeight, Plan, Quantized
+from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, WeightTransforms
 
 
 class PackedTables(NamedTuple):
@@ -38,21 +38,20 @@ class PackedTables(NamedTuple):
     rows: list[LayerReport]
 
 
-def needs_statistics(plan: Plan) -> bool:
-    """Return whether a head is quantized by the hidden states that reach it."""
-    return any(map(memory_plan.needs_statistics, plan.tables))
+def read_head(layers: Iterable[LayerPlan]) -> LayerPlan | None:
+    """Return the head that is quantized by the hidden states that reach it, None without one."""
+    return next(filter(memory_plan.needs_statistics, layers), None)
 
 
 @torch.no_grad()
-def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
-    """Return the statistics of what the output head reads, the stream being behind the last block."""
+def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
+    """Return the statistics of what a stored output head multiplies, the stream being behind the last block."""
     skeleton = stream.skeleton
     head = skeleton.model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "the plan has found a head"
     total = calib_stats.HessianSum(head.in_features, stream.device)
-    table = next(table for table in plan.tables if memory_plan.needs_statistics(table))
-    around = _around(skeleton, plan, stream.device)
-    ops = table.stored.ops if plan.is_rejoined else NO_TRANSFORMS
+    ops = table_sizes.around(layer)
+    around = _tensors_around(skeleton, ops, stream.device)
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
     try:
@@ -64,45 +63,55 @@ def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
     finally:
         skeleton.free()
     tokens = stream.states.samples * stream.prepared.seq_len
-    return finish_statistics(total, table.spec.name, None, tokens, stream.job.seed)
+    return finish_statistics(total, layer.spec.name, None, tokens, stream.job.seed)
+
+
+def quantize(run: RunState, head: InputStatistics, say: Callable[[str], None]) -> PackedTables:
+    """Quantize the tables of a plan; head: the statistics of the input of the output head."""
+    made = list(quantize_each(run.job, run.prepared.skeleton, run.prepared.plan.tables, head, say))
+    return PackedTables({row.name: weight for weight, row in made}, [row for _, row in made])
 
 
 @torch.no_grad()
-def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Callable[[str], None]) -> PackedTables:
-    """Quantize the tables of a plan; head: the statistics of the input of the output head."""
-    plan, skeleton = run.prepared.plan, run.prepared.skeleton
-    packed, rows = dict[str, PackedWeight](), list[LayerReport]()
-    if not plan.tables:
-        return PackedTables(packed, rows)
-    around = _around(skeleton, plan, device)
-    with _loaded(skeleton, plan, device):
-        for layer in plan.tables:
+def quantize_each(
+    job: Job,
+    skeleton: Skeleton,
+    layers: Sequence[LayerPlan],
+    head: InputStatistics,
+    say: Callable[[str], None],
+) -> Iterator[tuple[PackedWeight, LayerReport]]:
+    """Yield each of these layers, which are tables, quantized; one table may be among them in several ways."""
+    if not layers:
+        return
+    device = torch.device(job.device)
+    ops = table_sizes.around(layers[0])  # of a table that a rotation leaves one: then there is no other
+    around = _tensors_around(skeleton, ops, device)
+    with _loaded(skeleton, device, as_it_was=bool(ops)):
+        for layer in layers:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
             weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
                 raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
             given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
-            result, row = _quantize(layer, weight, given, around, run.job.seed)
-            packed[layer.spec.name] = result
-            rows.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
-            process_memory.check(run.job.max_memory)
-    return PackedTables(packed, rows)
+            packed, row = _quantize(layer, weight, given, around, job.seed)
+            process_memory.check(job.max_memory)
+            yield packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
 
 
-def _around(skeleton: Skeleton, plan: Plan, device: torch.device) -> Mapping[str, Tensor]:
+def _tensors_around(skeleton: Skeleton, ops: WeightTransforms, device: torch.device) -> Mapping[str, Tensor]:
     """Return the tensors of what the edits of a model leave to run time around its table, {} for nothing."""
-    if not plan.is_rejoined:
+    if not ops:
         return {}
     assert skeleton.edits is not None, "they have untied the head"
     return {name: tensor.to(device) for name, tensor in skeleton.edits.table_tensors().items()}
 
 
 @contextmanager
-def _loaded(skeleton: Skeleton, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Load all outside of the blocks, as transforms have left it; of two tables that are rejoined one, as it was."""
+def _loaded(skeleton: Skeleton, device: torch.device, as_it_was: bool) -> Iterator[None]:
+    """Load all outside of the blocks, as transforms have left it, or as it was before."""
     try:
-        if plan.is_rejoined:
+        if as_it_was:
             with lm_head.edited_by(skeleton, None):
                 skeleton.load_rest(device)
         else:

@@ -18,6 +18,7 @@ from compress.allocate.joint_kl import JointKL
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prefix_tree import Resources
 from compress.errors import BudgetError, NumericalError
+from compress.model import tables
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
@@ -48,6 +49,11 @@ def source(directory: Path, levels: Any = None) -> tuple[Skeleton, Any]:
 
 def linears(directory: Path) -> list[str]:
     return [spec.name for spec in source(directory)[0].linears()[0]]
+
+
+def everything(directory: Path) -> list[str]:
+    """Linears, token embeddings and output head."""
+    return [*linears(directory), *(table.spec.name for table in tables.find(source(directory)[0]))]
 
 
 def assignments(names: Sequence[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -100,11 +106,12 @@ def of(directory: Path, folder: Path, means: Resources = ALL) -> JointKL:
 # ---------------------------------------------------------------- what is measured
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt_neox"])
 def test_against_whole_models(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """In float64, where nothing but the teacher's float32 log-probabilities is rounded; and in float32."""
     exact, plain = pico_dir(name, dtype=torch.float64), pico_dir(name)
-    names = linears(exact)
+    names = everything(exact)
+    assert len(names) == len(linears(exact)) + (1 if name == "llama_tied" else 2)
     assert name != "mixtral" or "model.layers.0.mlp.experts.3.up_proj" in names
     asked = [*assignments(names, 5), {names[-2]: 8}]
     for directory, close, means in ((plain, 1e-4, ALL), (exact, 1e-6, EXACT)):
@@ -203,7 +210,7 @@ def test_what_is_prepared_counts_as_original(pico_dir: Callable[..., Path], tmp_
 
 def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     directory = pico_dir("mixtral")
-    asked = assignments(linears(directory), 7)
+    asked = assignments(everything(directory), 7)
     with of(directory, tmp_path) as mine:
         whole = mine.per_sample(asked, range(SAMPLES))
         assert torch.equal(whole[1], whole[-2]) and len(set(whole[:, 0].tolist())) == 6
@@ -229,7 +236,7 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
 
 def test_any_number_of_processes(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     directory = pico_dir("llama")
-    asked = assignments(linears(directory), 6)
+    asked = assignments(everything(directory), 6)
     before = torch.get_num_threads()
     with of(directory, tmp_path) as mine:
         whole, one = mine.per_sample(asked, range(SAMPLES)), mine.per_sample(asked[:3], [4])
@@ -281,7 +288,12 @@ def test_what_is_shared_is_computed_once(
         assert levels.count == 4 and loads == []
         mine.divergence(asked, [2])
         assert levels.count == 4, "decoded once"
+        runs.clear()
+        embeddings, head = everything(directory)[-2:]
+        mine.divergence([{}, {head: 2}, {head: 3}, {embeddings: 2}], [0])
+        assert sum(runs) == 2 * 2, "heads share all blocks, other embeddings none"
     levels.count = 0
+    loads.clear()
     with JointKL(
         partial(source, directory, levels), TOKENS, tmp_path, Resources(top_k=1 << 20, memory=MemorySplit(False, 0, 0))
     ) as mine:
@@ -327,7 +339,7 @@ def test_what_cannot_be_asked(pico_dir: Callable[..., Path], tmp_path: Path) -> 
         for samples in ([], [0, 0], [SAMPLES], [-1]):
             with pytest.raises(ValueError, match="samples are some of 0 to 4"):
                 mine.divergence([{}], samples)
-        for name in ("lm_head", "model.layers.2.mlp.up_proj", "model.layers.x.mlp.up_proj"):
+        for name in ("model.norm", "model.layers.2.mlp.up_proj", "model.layers.x.mlp.up_proj"):
             with pytest.raises(ValueError, match="is no linear of the blocks"):
                 mine.divergence([{name: 2}], [0])
         bad = Rounded()
