@@ -22,6 +22,14 @@ def chunk_rows(layer: LayerPlan) -> int:
     return min(rows, max(CHUNK // columns, 2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
+def is_turned(layer: LayerPlan) -> bool:
+    """Return whether a table is stored in another basis than the rest of the model, which a transform has turned.
+
+    The operations around it are then the transform's; others are part of how it is quantized.
+    """
+    return bool(layer.stored.ops) and not layer.scheme.incoherence
+
+
 def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
     """Return the plan of so many rows of a table.
 
@@ -29,6 +37,5 @@ def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
     """
     shape = (rows, layer.spec.shape[1])
     spec = dataclasses.replace(layer.spec, shape=shape)
-    ops = layer.stored.ops if layer.scheme.incoherence else NO_TRANSFORMS
-    stored = dataclasses.replace(layer.stored, ops=ops)
+    stored = dataclasses.replace(layer.stored, ops=NO_TRANSFORMS) if is_turned(layer) else layer.stored
     return dataclasses.replace(layer, spec=spec, stored=stored, nbytes=formats.nbytes(stored, shape))

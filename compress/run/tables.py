@@ -3,7 +3,7 @@
 It happens once all blocks are done. The Hessian of a head is that of the hidden states which the last block gives,
 behind everything that the model does to them before its head. Large tables are quantized some rows at a time.
 
-A tied table that a rotation of the model leaves one (`Plan.is_rejoined`) is quantized as it was, in the original basis.
+A tied table that stays one in a rotated model (`table_sizes.is_turned`) is quantized as it was, in the original basis.
 What the head multiplies it with is what it reads, turned back by the operations that are stored around it.
 """
 
@@ -51,8 +51,8 @@ def statistics(stream: CalibrationStream, plan: Plan) -> InputStatistics:
     assert isinstance(head, nn.Linear), "the plan has found a head"
     total = calib_stats.HessianSum(head.in_features, stream.device)
     table = next(table for table in plan.tables if memory_plan.needs_statistics(table))
-    around = _around(skeleton, plan, stream.device)
-    ops = table.stored.ops if plan.is_rejoined else NO_TRANSFORMS
+    ops = table.stored.ops if table_sizes.is_turned(table) else NO_TRANSFORMS
+    around = _around(skeleton, table, stream.device)
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
     try:
@@ -74,8 +74,7 @@ def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Ca
     packed, rows = dict[str, PackedWeight](), list[LayerReport]()
     if not plan.tables:
         return PackedTables(packed, rows)
-    around = _around(skeleton, plan, device)
-    with _loaded(skeleton, plan, device):
+    with _loaded(skeleton, device, any(map(table_sizes.is_turned, plan.tables))):
         for layer in plan.tables:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
@@ -83,26 +82,26 @@ def quantize(run: RunState, head: InputStatistics, device: torch.device, say: Ca
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
                 raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
             given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
-            result, row = _quantize(layer, weight, given, around, run.job.seed)
+            result, row = _quantize(layer, weight, given, _around(skeleton, layer, device), run.job.seed)
             packed[layer.spec.name] = result
             rows.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
             process_memory.check(run.job.max_memory)
     return PackedTables(packed, rows)
 
 
-def _around(skeleton: Skeleton, plan: Plan, device: torch.device) -> Mapping[str, Tensor]:
-    """Return the tensors of what the edits of a model leave to run time around its table, {} for nothing."""
-    if not plan.is_rejoined:
+def _around(skeleton: Skeleton, table: LayerPlan, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the tensors of what the edits of a model leave to run time around a table, {} for nothing."""
+    if not table_sizes.is_turned(table):
         return {}
     assert skeleton.edits is not None, "they have untied the head"
     return {name: tensor.to(device) for name, tensor in skeleton.edits.table_tensors().items()}
 
 
 @contextmanager
-def _loaded(skeleton: Skeleton, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Load all outside of the blocks, as transforms have left it; of two tables that are rejoined one, as it was."""
+def _loaded(skeleton: Skeleton, device: torch.device, is_turned: bool) -> Iterator[None]:
+    """Load all outside of the blocks, as transforms have left it; `is_turned`: all but the head, as it was."""
     try:
-        if plan.is_rejoined:
+        if is_turned:
             with lm_head.edited_by(skeleton, None):
                 skeleton.load_rest(device)
         else:
