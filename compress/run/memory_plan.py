@@ -268,7 +268,7 @@ class _MemoryModel:
             return 0
         chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in tables]
         packed = 2 * sum(table.nbytes for table in tables)  # in parts, and joined
-        rest = self.embedding if plan.is_rejoined else self.rest
+        rest = self.embedding if any(map(table_sizes.is_turned, tables)) else self.rest
         return rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
 
     def _beside(self, plan: Plan) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from compress import formats
-from compress.types import NO_TRANSFORMS, LayerPlan, WeightTransforms
+from compress.types import NO_TRANSFORMS, LayerPlan
 
 CHUNK = 1 << 24  # weights that are quantized at a time, at least
 ROW_MULTIPLE = 16  # of the rows of all chunks but the last
@@ -22,9 +22,12 @@ def chunk_rows(layer: LayerPlan) -> int:
     return min(rows, max(CHUNK // columns, 2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
-def around(layer: LayerPlan) -> WeightTransforms:
-    """Return what a transform of the whole model leaves to run time around a table."""
-    return NO_TRANSFORMS if layer.scheme.incoherence else layer.stored.ops
+def is_turned(layer: LayerPlan) -> bool:
+    """Return whether a table is stored in another basis than the rest of the model, which a transform has turned.
+
+    The operations around it are then the transform's; others are part of how it is quantized.
+    """
+    return bool(layer.stored.ops) and not layer.scheme.incoherence
 
 
 def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
@@ -34,5 +37,5 @@ def chunk(layer: LayerPlan, rows: int) -> LayerPlan:
     """
     shape = (rows, layer.spec.shape[1])
     spec = dataclasses.replace(layer.spec, shape=shape)
-    stored = dataclasses.replace(layer.stored, ops=NO_TRANSFORMS) if around(layer) else layer.stored
+    stored = dataclasses.replace(layer.stored, ops=NO_TRANSFORMS) if is_turned(layer) else layer.stored
     return dataclasses.replace(layer, spec=spec, stored=stored, nbytes=formats.nbytes(stored, shape))

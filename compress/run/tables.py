@@ -3,7 +3,7 @@
 It happens once all blocks are done. The Hessian of a head is that of the hidden states which the last block gives,
 behind everything that the model does to them before its head. Large tables are quantized some rows at a time.
 
-A tied table that a rotation of the model leaves one (`Plan.is_rejoined`) is quantized as it was, in the original basis.
+A tied table that stays one in a rotated model (`table_sizes.is_turned`) is quantized as it was, in the original basis.
 What the head multiplies it with is what it reads, turned back by the operations that are stored around it.
 """
 
@@ -28,7 +28,7 @@ from compress.run import memory_plan, quantize_linear, report, table_sizes
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
-from compress.types import LayerPlan, LayerReport, PackedWeight, Quantized, WeightTransforms
+from compress.types import NO_TRANSFORMS, LayerPlan, LayerReport, PackedWeight, Quantized
 
 
 class PackedTables(NamedTuple):
@@ -50,8 +50,8 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
     head = skeleton.model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "the plan has found a head"
     total = calib_stats.HessianSum(head.in_features, stream.device)
-    ops = table_sizes.around(layer)
-    around = _tensors_around(skeleton, ops, stream.device)
+    ops = layer.stored.ops if table_sizes.is_turned(layer) else NO_TRANSFORMS
+    around = _around(skeleton, layer, stream.device)
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
     try:
@@ -84,9 +84,7 @@ def quantize_each(
     if not layers:
         return
     device = torch.device(job.device)
-    ops = table_sizes.around(layers[0])  # of a table that a rotation leaves one: then there is no other
-    around = _tensors_around(skeleton, ops, device)
-    with _loaded(skeleton, device, as_it_was=bool(ops)):
+    with _loaded(skeleton, device, any(map(table_sizes.is_turned, layers))):
         for layer in layers:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
@@ -94,24 +92,24 @@ def quantize_each(
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
                 raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
             given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
-            packed, row = _quantize(layer, weight, given, around, job.seed)
+            packed, row = _quantize(layer, weight, given, _around(skeleton, layer, device), job.seed)
             process_memory.check(job.max_memory)
             yield packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
 
 
-def _tensors_around(skeleton: Skeleton, ops: WeightTransforms, device: torch.device) -> Mapping[str, Tensor]:
-    """Return the tensors of what the edits of a model leave to run time around its table, {} for nothing."""
-    if not ops:
+def _around(skeleton: Skeleton, table: LayerPlan, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the tensors of what the edits of a model leave to run time around a table, {} for nothing."""
+    if not table_sizes.is_turned(table):
         return {}
     assert skeleton.edits is not None, "they have untied the head"
     return {name: tensor.to(device) for name, tensor in skeleton.edits.table_tensors().items()}
 
 
 @contextmanager
-def _loaded(skeleton: Skeleton, device: torch.device, as_it_was: bool) -> Iterator[None]:
-    """Load all outside of the blocks, as transforms have left it, or as it was before."""
+def _loaded(skeleton: Skeleton, device: torch.device, is_turned: bool) -> Iterator[None]:
+    """Load all outside of the blocks, as transforms have left it; `is_turned`: all but the head, as it was."""
     try:
-        if as_it_was:
+        if is_turned:
             with lm_head.edited_by(skeleton, None):
                 skeleton.load_rest(device)
         else:
