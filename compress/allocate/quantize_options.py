@@ -20,8 +20,8 @@ from compress.allocate.expert_options import ExpertDamage
 from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
-from compress.progress import Progress, silent
-from compress.run import memory_plan, prepare, report
+from compress.progress import Progress
+from compress.run import memory_plan, report
 from compress.run.block_loop import BlockLoop
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.quantize_linear import LinearTask
@@ -44,41 +44,6 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
         loop.run(_MeasuredBlocks(opened, database, loop.stream))
     return True
-
-
-def predict_seconds(opened: Options) -> float:
-    """Return the seconds of quantizing every linear at every option, from one batch and the largest block."""
-    prepared = opened.prepared
-    batch = min(prepared.arrangement.batch, prepared.samples)
-    arrangement = dataclasses.replace(prepared.arrangement, spill=False)
-    trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
-    tokens = prepare.random_tokens(opened.asked, trial)
-    folder = opened.asked.measurements or opened.asked.out
-    loop = BlockLoop(opened.asked, trial, opened.levels, tokens, folder, silent, every=True)
-    return loop.predict_seconds(_TimedBlocks(), -(-prepared.samples // batch))
-
-
-class _TimedBlocks:
-    """Blocks that are quantized to time it (`BlockConsumer`)."""
-
-    finished = 0
-
-    def start(self, notes: list[str]) -> None:
-        """Leave the notes."""
-
-    def begin(self, index: int, block: nn.Module) -> None:
-        """Leave the block as it is."""
-
-    def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
-        """Measure a linear at an option."""
-        report.errors(task.weight, result.weight, task.statistics.stats)
-
-    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
-        """Store nothing."""
-
-    def restore(self, index: int, block: nn.Module) -> nn.Module:
-        """Return the block: none was finished before."""
-        return block
 
 
 class _MeasuredBlocks:
