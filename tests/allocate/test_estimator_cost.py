@@ -64,6 +64,14 @@ def test_cheaper_estimators_take_less(opened: Options) -> None:
     assert two == [each / 2 for each in seconds]
 
 
+def test_heads_are_timed_by_what_compares_variants(opened: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[float] = []
+    real = estimator_cost.divergence
+    monkeypatch.setattr(estimator_cost, "divergence", lambda *given: compared.append(real(*given)) or compared[-1])
+    assert estimator_cost.speed(opened).head > 0
+    assert len(compared) == 2 and max(map(abs, compared)) < 1e-3  # once untimed; a model against itself
+
+
 def test_the_best_that_fits_is_chosen(opened: Options) -> None:
     known = Speed(1e-3, 1e-3)
     every = list(estimator_cost.costs(opened, known, 32))
