@@ -18,6 +18,7 @@ from compress.run.quantize_linear import LinearTask
 from compress.types import Quantized
 
 QUANTIZING = 0.75  # of --budget: what a suggestion leaves to quantizing, beside the estimator
+FEWEST = 8  # samples that a suggestion may come down to: on less text, fewer options are the better answer
 
 
 class QuantizingTime(NamedTuple):
@@ -66,7 +67,7 @@ def refusal(opened: Options, known: QuantizingTime) -> str:
     if budget is None or seconds <= budget:
         return ""
     samples = known.most_samples(QUANTIZING * budget / again)
-    less = f", or use less calibration text: --set calibration.num_samples={samples}" if samples else ""
+    less = f", or use less calibration text: --set calibration.num_samples={samples}" if samples >= FEWEST else ""
     return (
         f"quantizing at all {len(opened.names)} options, and once more at what is chosen, takes about "
         f"{duration(seconds)}, more than --budget {duration(budget)}; raise it, offer fewer options{less}"

@@ -132,17 +132,17 @@ def test_quantizing_that_does_not_fit_is_refused_with_what_would(
     monkeypatch.setattr(quantizing_time, "predict", lambda _: QuantizingTime(60.0, 30.0, 2))
     said = (
         "quantizing at all 3 options, and once more at what is chosen, takes about 11.3 min, more than --budget "
-        "4.0 min; raise it, offer fewer options, or use less calibration text: --set calibration.num_samples=6"
+        "5.0 min; raise it, offer fewer options, or use less calibration text: --set calibration.num_samples=8"
     )
-    job = asked(model, tmp_path, budget=240.0)
+    job = asked(model, tmp_path, budget=300.0)
     with pytest.raises(BudgetError) as refused:
         session.measured(job, silent)
     assert str(refused.value) == said and not prepare_options.folder_of(job).exists()
     planned = forecast.decided(job, silent)
     assert isinstance(planned, forecast.Unmeasured) and planned.estimator == f"refused: {said}"
-    with pytest.raises(BudgetError, match="more than --budget 60.0 s; raise it, offer fewer options$"):
-        session.measured(dataclasses.replace(job, budget=60.0), silent)
-    fits = asked(model, tmp_path, "calibration.num_samples=6", "allocate.estimator=weight", budget=240.0)
+    with pytest.raises(BudgetError, match=r"more than --budget 4\.0 min; raise it, offer fewer options$"):
+        session.measured(dataclasses.replace(job, budget=240.0), silent)
+    fits = asked(model, tmp_path, "calibration.num_samples=8", "allocate.estimator=weight", budget=300.0)
     session.measured(fits, silent)
     monkeypatch.setattr(quantizing_time, "predict", lambda _: pytest.fail("what is quantized is not timed"))
     session.measured(fits, silent)
