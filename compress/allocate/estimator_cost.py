@@ -20,7 +20,7 @@ from compress.allocate import prepare_options, table
 from compress.allocate.block_scores import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
-from compress.allocate.reference_logprobs import TOP_K, predictions
+from compress.allocate.reference_logprobs import TOP_K, divergence, predictions
 from compress.allocate.table_units import TABLE_KL
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
 from compress.importers import open_checkpoint
@@ -124,7 +124,8 @@ def speed(opened: Options) -> Speed:
         part = kl.slices(prepared.seq_len, skeleton.vocab_size)[0]
         lm_head.load(skeleton, device)
         rows = hidden[:, part]
-        head = _timed(lambda: predictions(lm_head.logits(skeleton, rows)[0], TOP_K))
+        reference = predictions(lm_head.logits(skeleton, rows)[0], TOP_K)
+        head = _timed(lambda: divergence(reference, slice(None), lm_head.logits(skeleton, rows)[0]))
         return Speed(forward / prepared.seq_len, head / rows.shape[1])
     finally:
         torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress import plugins
-from compress.allocate import decide, estimator_cost, prepare_options, quantize_options, table
+from compress.allocate import decide, estimator_cost, prepare_options, quantizing_time, table
 from compress.allocate.problem import JOINT
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
@@ -29,7 +29,7 @@ class Unmeasured:
     command: str  # of the command line, which measures and keeps what is missing
     target: str
     seconds: float = 0.0  # of quantizing every linear at every option, from timing one block
-    estimator: str = ""  # what damages will be measured by, on how many samples and in what time
+    estimator: str = ""  # what damages will be measured by, on how many samples and in what time; or what is refused
     uniform: tuple[dict[str, Any], ...] = ()  # of each option everywhere: option, bpw, nbytes of the whole model
     tables: tuple[str, ...] = ()  # outside of the blocks, that the target counts and whose options are measured, too
     table_options: int = 0  # of each of them
@@ -62,7 +62,8 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
             numbers = sizes.option_numbers(module.allocate(problem, allocation.config, None).choice)
             return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, numbers, opened.tables))
     progress("timing one block", 0, 0)
-    seconds = quantize_options.predict_seconds(opened)
+    known = quantizing_time.predict(opened)
+    seconds, refused = known.seconds(opened.prepared.samples), quantizing_time.refusal(opened, known)
     return Unmeasured(
         len(opened.names),
         sum(len(unit.members) for unit in sizes.units if not unit.is_table),
@@ -70,7 +71,7 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         "measure" if is_plain and JOINT not in needs else "allocate",
         allocation.target.text,
         seconds,
-        estimator_cost.forecast(opened, seconds),
+        f"refused: {refused}" if refused else estimator_cost.forecast(opened, seconds),
         tuple(
             {"option": name, "bpw": sizes.bpw(choice), "nbytes": sizes.nbytes(choice)}
             for name in sizes.options

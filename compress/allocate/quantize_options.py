@@ -20,8 +20,8 @@ from compress.allocate.expert_options import ExpertDamage
 from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
-from compress.progress import Progress, silent
-from compress.run import memory_plan, prepare, report, tables
+from compress.progress import Progress
+from compress.run import memory_plan, report, tables
 from compress.run.block_loop import BlockLoop
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.quantize_linear import LinearTask
@@ -61,46 +61,6 @@ def _quantize_tables(opened: Options, database: Database, loop: BlockLoop) -> No
         errors = {"nbytes": row.nbytes, "relative": row.weight_error, "output": row.output_error or 0.0}
         measured.setdefault(row.name, {"tokens": row.tokens})[key.rpartition("@")[2]] = errors
     database.add(len(skeleton.blocks), packed, measured)
-
-
-def predict_seconds(opened: Options) -> float:
-    """Return the seconds of quantizing everything at every option, from one batch and the largest block.
-
-    Tables outside of the blocks are taken to cost what as many weights of the blocks do.
-    """
-    prepared = opened.prepared
-    batch = min(prepared.arrangement.batch, prepared.samples)
-    arrangement = dataclasses.replace(prepared.arrangement, spill=False)
-    trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
-    tokens = prepare.random_tokens(opened.asked, trial)
-    folder = opened.asked.measurements or opened.asked.out
-    loop = BlockLoop(opened.asked, trial, opened.levels, tokens, folder, silent, every=True)
-    seconds = loop.predict_seconds(_TimedBlocks(), -(-prepared.samples // batch))
-    inner = sum(layer.spec.numel for options in opened.levels.values() for layer in options.values())
-    return seconds * (1 + sum(layer.spec.numel for layer in opened.table_layers.values()) / inner)
-
-
-class _TimedBlocks:
-    """Blocks that are quantized to time it (`BlockConsumer`)."""
-
-    finished = 0
-
-    def start(self, notes: list[str]) -> None:
-        """Leave the notes."""
-
-    def begin(self, index: int, block: nn.Module) -> None:
-        """Leave the block as it is."""
-
-    def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
-        """Measure a linear at an option."""
-        report.errors(task.weight, result.weight, task.statistics.stats)
-
-    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
-        """Store nothing."""
-
-    def restore(self, index: int, block: nn.Module) -> nn.Module:
-        """Return the block: none was finished before."""
-        return block
 
 
 class _MeasuredBlocks:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins, process_memory
-from compress.allocate import estimator_cost, kv_share, metrics, prepare_options, quantize_options, table
+from compress.allocate import (
+    estimator_cost,
+    kv_share,
+    metrics,
+    prepare_options,
+    quantize_options,
+    quantizing_time,
+    table,
+)
 from compress.allocate.evaluators import Evaluators, check_memory
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.allocate.variants import Database
@@ -39,6 +47,7 @@ def session(asked: Job, progress: Progress) -> Iterator[Measurements]:
     database = Database(asked.measurements or prepare_options.folder_of(asked))
     if asked.measures:
         estimator_cost.check(opened, database.folder)
+        quantizing_time.check(opened, database.folder)
     if not asked.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
     with writing(database.folder, "--measurements"):

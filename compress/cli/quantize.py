@@ -87,7 +87,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
         "--adapter": job.adapter,
         "--calib": job.calib,
         "--seed": job.seed or None,
-        "--budget": None if job.budget is None else f"{job.budget:.3f}s",
+        "--budget": options.budget,
         "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",
         "--device": None if job.device == device_named("auto") else job.device,
     }

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from compress import recipe
-from compress.allocate import estimator_cost, forecast, metrics, prepare_options, session
+from compress.allocate import estimator_cost, forecast, metrics, prepare_options, quantizing_time, session
 from compress.allocate.estimator_cost import BEST_FIRST, Speed
 from compress.allocate.prepare_options import Options
+from compress.allocate.quantizing_time import QuantizingTime
 from compress.errors import BudgetError
 from compress.progress import duration, parse_duration, silent
 from compress.run.job import Job
@@ -63,6 +64,14 @@ def test_cheaper_estimators_take_less(opened: Options) -> None:
     assert two == [each / 2 for each in seconds]
 
 
+def test_heads_are_timed_by_what_compares_variants(opened: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[float] = []
+    real = estimator_cost.divergence
+    monkeypatch.setattr(estimator_cost, "divergence", lambda *given: compared.append(real(*given)) or compared[-1])
+    assert estimator_cost.speed(opened).head > 0
+    assert len(compared) == 2 and max(map(abs, compared)) < 1e-3  # once untimed; a model against itself
+
+
 def test_the_best_that_fits_is_chosen(opened: Options) -> None:
     known = Speed(1e-3, 1e-3)
     every = list(estimator_cost.costs(opened, known, 32))
@@ -106,14 +115,43 @@ def test_an_estimator_that_does_not_fit_is_refused_before_anything_is_measured(
     session.measured(dataclasses.replace(asked(model, tmp_path, "allocate.estimator=weight"), budget=60.0), silent)
 
 
-def test_a_plan_says_what_measuring_takes(model: Path, tmp_path: Path) -> None:
+def test_a_plan_says_what_measuring_takes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = forecast.decided(asked(model, tmp_path), silent)
     assert isinstance(found, forecast.Unmeasured)
     assert found.seconds > 0 and found.estimator.startswith("damages are measured by kl_one_at_a_time on 32 samples (")
     explicit = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient"), silent)
     assert isinstance(explicit, forecast.Unmeasured) and "gradient on 32 samples" in explicit.estimator
+    monkeypatch.setattr(quantizing_time, "predict", lambda _: QuantizingTime(0.0, 0.0, 2))
     short = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient", budget=1e-6), silent)
     assert isinstance(short, forecast.Unmeasured) and short.estimator.endswith("more than --budget 0.0 s, refused")
+
+
+def test_quantizing_that_does_not_fit_is_refused_with_what_would(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizing_time, "predict", lambda _: QuantizingTime(60.0, 30.0, 2))
+    said = (
+        "quantizing at all 3 options, and once more at what is chosen, takes about 11.3 min, more than --budget "
+        "5.0 min; raise it, offer fewer options, or use less calibration text: --set calibration.num_samples=8"
+    )
+    job = asked(model, tmp_path, budget=300.0)
+    with pytest.raises(BudgetError) as refused:
+        session.measured(job, silent)
+    assert str(refused.value) == said and not prepare_options.folder_of(job).exists()
+    planned = forecast.decided(job, silent)
+    assert isinstance(planned, forecast.Unmeasured) and planned.estimator == f"refused: {said}"
+    with pytest.raises(BudgetError, match=r"more than --budget 4\.0 min; raise it, offer fewer options$"):
+        session.measured(dataclasses.replace(job, budget=240.0), silent)
+    fits = asked(model, tmp_path, "calibration.num_samples=8", "allocate.estimator=weight", budget=300.0)
+    session.measured(fits, silent)
+    monkeypatch.setattr(quantizing_time, "predict", lambda _: pytest.fail("what is quantized is not timed"))
+    session.measured(fits, silent)
+
+
+def test_samples_within_a_time() -> None:
+    known = QuantizingTime(10.0, 4.0, 2)
+    assert [known.seconds(samples) for samples in (1, 2, 3, 8)] == [10.0, 10.0, 14.0, 22.0]
+    assert [known.most_samples(seconds) for seconds in (9.0, 10.0, 14.0, 22.0, 23.0)] == [0, 2, 4, 8, 8]
 
 
 def test_durations() -> None:

@@ -141,6 +141,7 @@ def test_a_plan_measures_nothing(words: list[str], tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
     found = json.loads(cli("plan", *unmeasured, "--json").out)
     assert found["measured"] is False and found["command"] == again
+    assert " --budget 2h " in cli("plan", *unmeasured, "--budget", "2h").out.splitlines()[1]
     result = cli("plan", *words[:-1], str(folder), "--target", "2bpw")
     assert result.code == 1 and "below the least" in one_line(result)
     assert cli(*shlex.split(again)[1:]).code == 0
