@@ -143,7 +143,7 @@ def load(directory: Path, plain: bool = False) -> Any:
 
 def computed(model: Any) -> str:
     """Hash the logits and tokens of a model; "unstable" where a second call gives others."""
-    vocabulary = max(1, min(200, model.get_input_embeddings().weight.shape[0]))
+    vocabulary = max(1, min(200, model.get_input_embeddings().num_embeddings))
     tokens = torch.randint(vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     results = [_once(model, tokens) for _ in range(2)]
     return results[0] if results[0] == results[1] else "unstable"

@@ -27,7 +27,7 @@ from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, WeightTransforms
 from pico import ODD, PICO, build, save_pico
-from runs import Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
+from runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
 
 CALIBRATION = ("calibration.num_samples=8", "calibration.seq_len=32")
 SMALL = {  # method -> settings of a short search
@@ -170,7 +170,7 @@ def test_odd_sizes(settings: tuple[str, ...], tmp_path: Path) -> None:
     """Padding is stored, and counted; a size without a Hadamard matrix takes another one, and says so."""
     source = save_pico("llama", tmp_path / "model", changes=ODD)
     method, *overrides = settings
-    setup = Setup("int4", (*CALIBRATION, f"method={method}", *SMALL.get(method, ()), *overrides))
+    setup = Setup("int4", (*KEEP_TABLES, *CALIBRATION, f"method={method}", *SMALL.get(method, ()), *overrides))
     api.quantize(job(source, setup, tmp_path / "out"))
     report = check(tmp_path / "out", build("llama", ODD))
     tensors = stored_tensors(tmp_path / "out")

@@ -53,7 +53,7 @@ for name, settings, shape in json.loads(sys.argv[1]):
     config = method.Config(**settings)
     method.quantize(*layer(32, 64), config)
     weight, stats = layer(*shape)
-    for attempt in range(3):  # pages of libraries that the system took away count when they come back
+    for attempt in range(5):  # pages of libraries that the system took away count when they come back
         memory.trim()
         memory.reset_peak()
         before = memory.resident()

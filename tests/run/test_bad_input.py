@@ -104,7 +104,7 @@ def test_settings_that_cannot_be(method: str, settings: str, expected: str, mode
 def test_a_size_without_a_rotation(tmp_path: Path) -> None:
     """4106 is twice a prime number: too large a table. The refused plan names the linear and both ways out."""
     model = save_pico("llama", tmp_path / "model", changes={"intermediate_size": 4106})
-    rotated = Setup("int8", ("incoherence=true",))
+    rotated = RTN.set("incoherence=true")
     assert quantize(model, rotated) == (
         "model.layers.0.mlp.gate_proj (4106 x 64): no Hadamard transform of size 4106: its odd part 2053 is over 2048; "
         "set incoherence: false there; change the setting, or give this linear a rule of its own"

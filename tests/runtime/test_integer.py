@@ -370,6 +370,7 @@ def test_codes_are_kept_in_the_cache(bits: int, group: int, kept: int, monkeypat
 
 @pytest.mark.parametrize(("bits", "group", "kind"), [(8, -1, INT8), (4, 64, STATIC), (4, 32, INT4), (4, -1, FP8)])
 def test_a_layer_compiles_whole(bits: int, group: int, kind: Activations) -> None:
+    torch._dynamo.reset()  # what other tests have compiled counts towards a limit
     layer = layer_of(int_weight((32, 128), bits, group), kind, bias=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = random(5, 128)
