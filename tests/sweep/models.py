@@ -209,7 +209,9 @@ def matrices(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def count(model: PreTrainedModel) -> tuple[int, int]:
     """Return the numbers in the matrices of the text model, and in the others: towers may be inside of the decoder."""
-    text = {id(p) for name, p in model.get_decoder().named_parameters() if not TOWER.search(name)}
+    decoder = model.get_decoder()
+    whole = model if isinstance(decoder, nn.Linear) else decoder  # a class may call its head so
+    text = {id(p) for name, p in whole.named_parameters() if not TOWER.search(name)}
     sizes = [(id(p) in text, p.numel()) for p in matrices(model).values()]
     return sum(n for inside, n in sizes if inside), sum(n for inside, n in sizes if not inside)
 
