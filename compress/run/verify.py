@@ -28,6 +28,7 @@ from compress.model.load import open_config
 from compress.model.skeleton import Skeleton
 from compress.progress import Progress, silent
 from compress.runtime import kv_config
+from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
 from compress.storage import manifest
@@ -196,6 +197,9 @@ def replay(
     if isinstance(skeleton.model.get_output_embeddings(), PackedLinear):
         skeleton.load_rest(device, with_head=True)  # which checks what it loads
         skeleton.free()
+    for module in skeleton.model.modules():
+        if isinstance(module, PackedEmbedding):
+            module.uses_kernels = False
     probe = Probe(skeleton, device, start)
     hashes = []
     for index in range(len(skeleton.blocks)):

@@ -37,6 +37,7 @@ class PackedEmbedding(PackedModule):
     """
 
     like: nn.Parameter
+    uses_kernels = True  # False: rows are decoded by the format alone, so that nothing is compiled for a few of them
 
     def __init__(self, stored: Stored, original: nn.Embedding) -> None:
         """Reserve uninitialized storage for the table of `original`, on its device, with rows of its type.
@@ -77,6 +78,8 @@ class PackedEmbedding(PackedModule):
         tensors = {name: self.get_parameter(name) for name in self._matrix}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return dispatch.traced_rows(ids, list(tensors.values()), self._described, dtype)
+        if not self.uses_kernels:
+            return formats.decode_rows(PackedWeight(Stored(self.format, self.params), tensors, self.shape), ids, dtype)
         return dispatch.rows(ids, tensors, self.format, self.params, self.shape, dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

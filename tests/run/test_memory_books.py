@@ -11,12 +11,12 @@ import pytest
 from pyarrow import parquet
 
 from compress.process_memory import parse_size
-from runs import RTN, Setup, cli, report_of
+from runs import Setup, cli, report_of
 
 HERE = Path(__file__).parents[1]
 BOOKS, TEXT = HERE / "models" / "books-8m", HERE / "data" / "books_calib.txt"
 TEXTS = ("calibration.num_samples=16", "calibration.seq_len=256")
-SETUPS = [Setup("int4", (*TEXTS, "sweeps=1")), Setup("vq2bit-lrec", ("state_bits=8", *TEXTS)), RTN]
+SETUPS = [Setup("int4", (*TEXTS, "sweeps=1")), Setup("vq2bit-lrec", ("state_bits=8", *TEXTS)), Setup("int8")]
 HIGH = 1.15  # times what is measured that a prediction may be
 SPARE = 8 << 20  # bytes: no two processes are equally large
 
