@@ -193,13 +193,7 @@ def replay(
     """
     changed = changed or {}
     skeleton = Skeleton(open_checkpoint(directory))
-    skeleton.check_tensors()
-    if isinstance(skeleton.model.get_output_embeddings(), PackedLinear):
-        skeleton.load_rest(device, with_head=True)  # which checks what it loads
-        skeleton.free()
-    for module in skeleton.model.modules():
-        if isinstance(module, PackedEmbedding):
-            module.uses_kernels = False
+    _check_tables(skeleton, device)
     probe = Probe(skeleton, device, start)
     hashes = []
     for index in range(len(skeleton.blocks)):
@@ -217,9 +211,25 @@ def replay(
                 module.pruning = None
         hashes.append(probe.advance(index, block))
         skeleton.free()
+    _check_beside(skeleton, device)
+    return hashes
+
+
+def _check_tables(skeleton: Skeleton, device: torch.device) -> None:
+    """Check what is outside of the blocks; nothing is compiled to look some rows up in what is packed of it."""
+    skeleton.check_tensors()
+    if isinstance(skeleton.model.get_output_embeddings(), PackedLinear):
+        skeleton.load_rest(device, with_head=True)  # which checks what it loads
+        skeleton.free()
+    for module in skeleton.model.modules():
+        if isinstance(module, PackedEmbedding):
+            module.uses_kernels = False
+
+
+def _check_beside(skeleton: Skeleton, device: torch.device) -> None:
+    """Check the packed linears that are beside the text model."""
     for name, module in list(skeleton.model.named_modules()):
         if isinstance(module, PackedLinear) and skeleton.is_beside(name):
             skeleton.load_beside(name, device)
             module.check(name)
             skeleton.free()
-    return hashes

@@ -75,7 +75,7 @@ class PackedEmbedding(PackedModule):
 
     def _rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [n, embedding_dim] of ids [n] of the stored matrix; traced as one operator."""
-        tensors = {name: self.get_parameter(name) for name in self._matrix}
+        tensors: dict[str, Tensor] = {name: self.get_parameter(name) for name in self._matrix}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return dispatch.traced_rows(ids, list(tensors.values()), self._described, dtype)
         if not self.uses_kernels:

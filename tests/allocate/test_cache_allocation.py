@@ -22,7 +22,7 @@ from compress.errors import BudgetError, RecipeError
 from compress.kv import generation
 from compress.runtime import hf  # noqa: F401  # registers the format
 from pico import save_pico
-from runs import cli, one_line
+from runs import TEXT, cli, one_line
 
 RECIPE = """
 calibration: {num_samples: 8, seq_len: 96}
@@ -31,7 +31,6 @@ kv_cache: {method: METHOD, bits: 2, sink: 2, residual_length: 16, flush: 8}
 allocate: {samples: 2, options: [{bits: 2}, {bits: 4}, {bits: 8}], cache_bits: [2, 4, 7]}
 """
 CONTEXT = 250
-TEXT = Path(__file__).parents[1] / "data" / "books_calib.txt"
 
 
 SIZE = 529_664  # bytes of the model's tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import lloyd, pca
+from compress.kv.codecs.mixed_packed import row_nbytes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
@@ -52,6 +54,21 @@ def codec(kind: str, heads: int = HEADS, **settings: Any) -> Codec:
 def rows(x: Tensor) -> Tensor:
     """[tokens, heads, WIDTH] -> [1, heads, tokens, WIDTH]."""
     return x.transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("unit", [1, 3, 4, 8])
+@pytest.mark.parametrize("bits", [0.4, 2, 3.5, 7])
+def test_bytes_do_not_depend_on_the_text(bits: float, unit: int) -> None:
+    """What fills runs of equal bits comes out of the bits: a budget that was divided on another text is kept."""
+    config, sizes = pca.Config(bits, unit), set()
+    for fall in (0.5, 0.7, 0.9, 1.0):
+        given = {"values": uneven(500, fall=fall)}
+        static = pca.calibrate(config, spec("values"), given)
+        made = pca.build(config, spec("values"), static)
+        sizes.add(made.encode(rows(given["values"][:8]), {})["codes"].shape[-1])
+        more = pca.allocate(static["variances"], int(static["bits"].sum()) + unit, unit)
+        assert row_nbytes(more) > bits * HEADS * WIDTH / 8 or int(more.sum()) + unit > bits * HEADS * WIDTH
+    assert sizes == {math.ceil(bits * HEADS * WIDTH / 8)}
 
 
 def test_errors_are_those_of_levels() -> None:

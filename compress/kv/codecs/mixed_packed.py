@@ -34,6 +34,8 @@ class Piece:
 class Pieces:
     """Where the codes of channels with bits [h, width] (0 to MOST_MIXED_BITS) lie in a row of `nbytes` bytes.
 
+    A row that would be shorter than `least` bytes is filled with zeros.
+
     `pieces` are ordered by head, then by falling bits. `starts` int32 [pieces, 4] says where their planes begin (-1:
     there is none), and the last column how many fields of the head are before them. `bounds` int32 [h, most bits + 1]
     says at which piece those of a head with the most bits, one bit less, ... begin, and where the head ends. `lanes`
@@ -41,10 +43,11 @@ class Pieces:
     fields; -1: nowhere.
     """
 
-    def __init__(self, bits: Tensor) -> None:
+    def __init__(self, bits: Tensor, least: int = 0) -> None:
         self.shape = (int(bits.shape[0]), int(bits.shape[1]))
-        self.pieces = [piece for head, row in enumerate(bits.tolist()) for piece in _of_head(head, row)]
-        self.starts, self.nbytes = self._lay_out()
+        self.pieces = _pieces(bits)
+        self.starts, used = self._lay_out()
+        self.nbytes = max(used, least)
         self.bounds = torch.empty(self.shape[0], MOST_MIXED_BITS + 1, dtype=torch.int32)
         for head in range(self.shape[0]):
             before = sum(piece.head < head for piece in self.pieces)
@@ -121,6 +124,15 @@ class Pieces:
 
     def _on(self, like: Tensor) -> list[list[Tensor]]:
         return [[part.to(like.device) for part in plane] for plane in self._planes]
+
+
+def row_nbytes(bits: Tensor) -> int:
+    """Return the bytes that the codes of a token take for such bits [h, width]."""
+    return sum(piece.nbytes for piece in _pieces(bits))
+
+
+def _pieces(bits: Tensor) -> list[Piece]:
+    return [piece for head, row in enumerate(bits.tolist()) for piece in _of_head(head, row)]
 
 
 def _of_head(head: int, bits: list[int]) -> list[Piece]:

@@ -10,7 +10,8 @@ the components' errors.
 
     x = mean + s back (level_c(code_c))_c,   back = S^-1/2 V diag(sd), s one byte for each token and head
 
-Bits per element: bits + 8 / width, and what fills runs of equal bits up to 8 components (nothing with a `unit` of 8).
+Bits per element: bits + 8 / width. What fills runs of equal bits up to 8 components (nothing with a `unit` of 8) comes
+out of the bits, and a row of codes has the same bytes whatever the calibration text is.
 Static: the mean and `back` in float16, h width^2 numbers for keys and as many for values of a layer, `bits` for each
 component; at run time `back` and its inverse in float32, and for compiled readers a third copy. Levels of 5 to 7 bits
 are rounded to bfloat16, which costs up to 0.7 % of their error.
@@ -50,7 +51,7 @@ from compress.kernels.kv_contract import (
 )
 from compress.kv.codec import ALL, Block, Codec, Field, Spec
 from compress.kv.codecs.lloyd import Norms, levels, nearest
-from compress.kv.codecs.mixed_packed import Pieces
+from compress.kv.codecs.mixed_packed import Pieces, row_nbytes
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
@@ -64,7 +65,7 @@ ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.0
 
 @dataclass(frozen=True)
 class Config:
-    bits: float = 2.0  # [bits] of one element on average, codes alone
+    bits: float = 2.0  # [bits] of one element on average, codes and what fills them up
     unit: int = 8  # [components] that have the same number of bits
 
     def __post_init__(self) -> None:
@@ -102,6 +103,20 @@ def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
     return bits
 
 
+def _fitting(variances: Tensor, config: Config, spec: Spec) -> Tensor:
+    """Return the bits of the largest budget whose codes, filled up, take no more bytes than the settings say."""
+    low, high = 0, _budget(config, spec)
+    if row_nbytes(bits := allocate(variances, high, config.unit)) <= _row(config, spec):
+        return bits
+    while high - low > 1:
+        middle = (low + high) // 2
+        if row_nbytes(allocate(variances, middle, config.unit)) <= _row(config, spec):
+            low = middle
+        else:
+            high = middle
+    return allocate(variances, low, config.unit)
+
+
 def components(x: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """x [tokens, h, width] -> mean [h, width], back [h, width, width] with x = mean + back z for z of unit variance,
     and the variances [h, width] that an error of z stands for, descending; moment [h, width, width] of queries or none.
@@ -134,7 +149,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         moment = queries.mT @ queries / queries.shape[1]
         del queries  # the largest of all that is made here
     mean, back, variances = components(x, moment)
-    bits = allocate(variances.cpu(), _budget(config, spec), config.unit)
+    bits = _fitting(variances.cpu(), config, spec)
     return {"mean": mean.half(), "back": back.half(), "variances": variances.float(), "bits": bits}
 
 
@@ -162,10 +177,15 @@ def _budget(config: Config, spec: Spec) -> int:
     return int(config.bits * spec.heads * spec.width + 1e-6)
 
 
-class Principal(Codec):
-    """Codes of all heads in one row for each token, [B, 1, n, bytes]; norms uint8 [B, h, n, 1]."""
+def _row(config: Config, spec: Spec) -> int:
+    """Return the bytes that the codes of a token of all heads take."""
+    return -(-_budget(config, spec) // 8)
 
-    def __init__(self, spec: Spec, static: Mapping[str, Tensor]) -> None:
+
+class Principal(Codec):
+    """Codes of all heads in one row for each token, [B, 1, n, at least `row` bytes]; norms uint8 [B, h, n, 1]."""
+
+    def __init__(self, spec: Spec, static: Mapping[str, Tensor], row: int = 0) -> None:
         back = static["back"].double()
         inverse, info = torch.linalg.inv_ex(back)
         if bool(info.any()):
@@ -180,7 +200,7 @@ class Principal(Codec):
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
-        self.pieces = Pieces(static["bits"])
+        self.pieces = Pieces(static["bits"], row)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
         self.table = torch.cat([table(b) for b in range(MOST_MIXED_BITS + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
@@ -353,4 +373,4 @@ def _tables(in_steps: bool) -> LevelTables:
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    return Principal(spec, static)
+    return Principal(spec, static, _row(config, spec))
