@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors import safe_open
 
 from compress import recipe
+from compress.run import tables
 from compress.run.job import Job
 
 TEXT = Path(__file__)  # to calibrate on: any text will do
@@ -203,3 +205,17 @@ def _parent() -> subprocess.Popen[str]:
 def environment() -> dict[str, str]:
     """Of a process of the command line: one thread, as in the test process, and what `main` sets before importing."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def noted_statistics(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a list that gets the tokens and the Hessian [in, in] of each table that needs one."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    real = tables.statistics
+
+    def noted(stream: Any, plan: Any) -> Any:
+        found = real(stream, plan)
+        seen.append((stream.tokens, found.stats.hessian))
+        return found
+
+    monkeypatch.setattr(tables, "statistics", noted)
+    return seen

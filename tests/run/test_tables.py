@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from compress import api
 from compress.errors import RecipeError
 from compress.model import tables as model_tables
 from compress.model.skeleton import Skeleton
-from compress.run import prepare, report, table_sizes, tables, verify
+from compress.run import prepare, report, table_sizes, verify
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from runs import GPTQ, RTN, cli, command, contents, interrupt, job, report_of, stored_tensors
+from runs import GPTQ, RTN, cli, command, contents, interrupt, job, noted_statistics, report_of, stored_tensors
 
 HEAD = "head={method: gptq, bits: 8, group_size: 32}"
 EMBEDDINGS = "embeddings={bits: 8, group_size: 32}"
@@ -120,15 +119,7 @@ def test_the_hessian_of_a_head_is_that_of_what_it_reads(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the quantized blocks and the final norm, as the written model gives it."""
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    real = tables.statistics
-
-    def noted(stream: Any, plan: Any) -> Any:
-        found = real(stream, plan)
-        seen.append((stream.tokens, found.stats.hessian))
-        return found
-
-    monkeypatch.setattr(tables, "statistics", noted)
+    seen = noted_statistics(monkeypatch)
     setup = RTN.set("calibration.num_samples=8", "calibration.seq_len=32", "head={method: gptq, bits: 4}")
     result = api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     row = next(row for row in result["layers"] if row["name"] == "lm_head")

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, formats
-from compress.run import prepare, report, tables, verify
+from compress.run import prepare, report, verify
 from compress.runtime.linear import PackedLinear
 from compress.transform.bases import Basis
 from compress.types import NO_TRANSFORMS, PackedWeight
 from pico import ODD, of_type, save, save_pico
-from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, stored_tensors
+from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, noted_statistics, stored_tensors
 
 ROTATE = "transform=[{method: rotate}]"
 PACKED = ("head={bits: 8}", "embeddings={bits: 8}")
@@ -215,15 +215,7 @@ def test_the_hessian_is_that_of_what_the_stored_table_multiplies(
     """What the head reads, turned back and multiplied by the final norm's weight."""
     from compress.quant import incoherence
 
-    seen: list[tuple[Tensor, Tensor]] = []
-    real = tables.statistics
-
-    def noted(stream: Any, plan: Any) -> Any:
-        found = real(stream, plan)
-        seen.append((stream.tokens, found.stats.hessian))
-        return found
-
-    monkeypatch.setattr(tables, "statistics", noted)
+    seen = noted_statistics(monkeypatch)
     setup = RTN.set("calibration.num_samples=8", "calibration.seq_len=32", "head={method: gptq, bits: 4}", ROTATE)
     result = api.quantize(job(pico_dir("llama_tied"), setup, tmp_path / "out"))
     row = next(row for row in result["layers"] if row["name"] == "model.embed_tokens")
