@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,15 @@ def _raised(relative: Tensor, minimum: float, needed: float) -> float:
 
 
 def attention(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
-    """Score by the attention a token receives: probabilities summed over heads and tokens that look at it."""
-    scores = []
+    """Score by the attention a token receives: probabilities summed over heads and tokens that look at it.
+
+    The first batch goes through the whole block, the others as far as its last attention.
+    """
+    scores, count = list[Tensor](), 0
     for hidden, call in batches():
-        with _watched(block, where) as masses:
+        with _watched(block, where, count) as masses, suppress(_Seen):
             run_block(block, call, hidden, where)
+        count = len(masses)
         if not masses:
             raise UnsupportedModelError(
                 f"no attention of {where} goes through transformers' attention interface; {_OTHERWISE}"
@@ -229,10 +233,15 @@ def mass(query: Tensor, key: Tensor, how: Probabilities) -> Tensor:
     return total
 
 
-@contextmanager
-def _watched(block: nn.Module, where: str) -> Iterator[list[Tensor]]:
-    """While active, add the `mass` of each call of the block's attention to the list; the call goes on as ever.
+class _Seen(Exception):
+    """Ends a block whose attention has been seen."""
 
+
+@contextmanager
+def _watched(block: nn.Module, where: str, count: int = 0) -> Iterator[list[Tensor]]:
+    """While active, add the `mass` of each call of the block's attention to the list.
+
+    The call goes on as ever, unless it is the last of `count`: that one raises _Seen.
     The function is replaced that transformers' table has under the name in the model's configuration. A name of our
     own there would not do: some models mask the keys themselves for the names they know, and for others do not.
     """
@@ -248,6 +257,8 @@ def _watched(block: nn.Module, where: str) -> Iterator[list[Tensor]]:
         ) -> Any:
             if module in own:
                 masses.append(mass(query, key, _probabilities(module, where, query, attention_mask, others)))
+                if len(masses) == count:
+                    raise _Seen
             return (function or _plain(module, where))(module, query, key, value, attention_mask, **others)
 
         return attend

@@ -286,6 +286,17 @@ def test_weights_do_not_depend_on_the_batches(models: dict[str, PreTrainedModel]
 
 
 @torch.no_grad()
+def test_batches_behind_the_first_end_at_the_attention() -> None:
+    model, tokens, called = build("llama"), text(), list[int]()
+    block = blocks(model)[0]
+    block.get_submodule("mlp").register_forward_hook(lambda *_: called.append(1))
+    batches = received(model, 0, tokens, 1)
+    called.clear()
+    token_importance.attention(block, "block", batches, tokens)
+    assert len(called) == 1 and SAMPLES > 1
+
+
+@torch.no_grad()
 def test_scores_of_the_other_heuristics(models: dict[str, PreTrainedModel]) -> None:
     model, tokens = built(models, "llama"), text()
     block, batches = blocks(model)[1], received(model, 1, tokens)
