@@ -17,7 +17,7 @@ from compress.model import graph as structure
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from pico import build, of_type, save, save_pico
-from runs import RTN, cli, job
+from runs import KEEP_TABLES, RTN, Setup, cli, job
 
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
 ROTATE = "transform=[{method: rotate}]"
@@ -125,7 +125,7 @@ def test_auto_rotates_the_stream_where_it_can(tmp_path: Path) -> None:
 def test_what_untying_costs_is_said(tmp_path: Path) -> None:
     source = save_pico("llama_tied", tmp_path / "model")
     said = f"+ {264 * 64 * 4 / (1 << 20):.1f} MiB before either is packed"
-    words = ("--recipe", "quarot4bit", "--set", "quantize.method=rtn", "--set", "quantize.group_size=32")
+    words = Setup("quarot4bit", ("quantize.method=rtn", "quantize.group_size=32", *KEEP_TABLES)).options()
     planned = cli("plan", str(source), *words)
     assert said in planned.out
     run = cli("quantize", str(source), *words, "--out", str(tmp_path / "out"))
