@@ -78,7 +78,7 @@ def cut(
         inside = (index >= wanted.start) & (index < wanted.stop)
         weight = weight.index_select(axis, inside.nonzero()[:, 0])
         kept[name] = index[inside] - wanted.start
-    chosen = Params(*weight.shape, params.dtype)  # ValueError where nothing is left
+    chosen = Params(weight.shape[0], weight.shape[1], params.dtype)  # ValueError where nothing is left
     sides = ((name, len(wanted)) for name, wanted in (("rows", rows), ("columns", columns)))
     stored = {name: kept[name].to(torch.int32) for name, size in sides if len(kept[name]) < size}
     return chosen, {"weight": weight, **stored}
