@@ -13,7 +13,6 @@ the load average shows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import result_file
-from measure import ROOT, machine
+from measure import ROOT
 from random_llama import Shape, write
 
 FILE = ROOT / "benchmarks/results/serving_cpu.json"
@@ -59,7 +58,7 @@ def engine(model: str) -> None:
 
     def run(case: str) -> float:
         is_prefill = case == "prefill"
-        count = 2 if is_prefill else int(case.split()[0])
+        count = 2 if is_prefill else int(case.split(maxsplit=1)[0])
         length = PROMPT if is_prefill else 4
         prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 256 for j in range(length)]} for i in range(count)]
         sampling = SamplingParams(temperature=0, max_tokens=1 if is_prefill else TOKENS, ignore_eos=True)

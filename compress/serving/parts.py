@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -215,4 +215,4 @@ class Totals:
 
 def linears_of(parts: Iterable[Part]) -> list[nn.Module]:
     """Return the modules that parts consist of."""
-    return [cast(nn.Module, linear) for part in parts for linear in part.linears]
+    return [linear for part in parts for linear in part.linears]

@@ -29,7 +29,7 @@ class PackedMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -60,17 +60,17 @@ class PackedMethod(LinearMethodBase):
 
         parts.add_placeholders(layer, [part.specs for part in own], load)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor has come."""
         finish(layer, getattr(layer, PARTS), layer.params_dtype, self.totals)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., out] for inputs x [..., in] of this rank."""
         y = parts.joined_outputs([part(x) for part in getattr(layer, PARTS)])
         return y if bias is None else y + bias
 
 
-def finish(layer: nn.Module, own: Iterable[Part], dtype: torch.dtype, totals: Totals) -> None:
+def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals) -> None:
     """Complete a layer whose tensors have all come; CheckpointError with the name of one that did not."""
     own = list(own)
     for part in own:
@@ -82,7 +82,7 @@ def finish(layer: nn.Module, own: Iterable[Part], dtype: torch.dtype, totals: To
         logger.info(line)
 
 
-def _regions(layer: nn.Module, sizes: list[int], output_size: int, columns: range, input_size: int) -> list[Region]:
+def _regions(layer: Any, sizes: list[int], output_size: int, columns: range, input_size: int) -> list[Region]:
     """Return the region of each of the linears that vLLM fuses, given the sizes of their outputs on this rank."""
     if isinstance(layer, QKVParallelLinear):
         heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]

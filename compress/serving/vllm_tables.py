@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -106,7 +106,7 @@ class _Told:
     """A layer that learns of our method where the model that builds it does not tell."""
 
     def __init__(self, *sizes: Any, quant_config: Any = None, **options: Any) -> None:
-        current = get_current_vllm_config().quant_config
+        current = getattr(get_current_vllm_config_or_none(), "quant_config", None)
         if quant_config is None and current is not None and current.get_name() == hf.METHOD and len(sizes) <= 2:
             quant_config = current if names.tables(current.stored) else None
         super().__init__(*sizes, quant_config=quant_config, **options)

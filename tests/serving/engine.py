@@ -24,7 +24,7 @@ ALONE = {  # the fastest start: everything in this process, on one thread
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -71,19 +71,20 @@ def child(asked: dict[str, Any]) -> None:
     for number in (1, 2):
         os.dup2(log, number)
     signal.alarm(SECONDS)
-    code = 0
+    code = 1
     try:
         exec(asked.get("patch", ""), {})
         if "serve" in asked:
             serve(asked["serve"])
         else:
             Path(asked["out"]).write_text(json.dumps(answer(asked)))
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main() -> None:
