@@ -47,9 +47,10 @@ class PackedExperts(FusedMoEMethodBase):
     ) -> None:
         """Give the layer the parts of the experts of this rank, and the placeholders that vLLM loads into."""
         activation = str(getattr(layer.activation, "value", layer.activation))
-        if activation not in ACTIVATIONS:
+        if activation not in ACTIVATIONS or self.moe.has_bias or not self.moe.is_act_and_mul:
             raise UnsupportedModelError(
-                f"{self.module}: experts with the activation {activation} are not served by vLLM; use transformers"
+                f"{self.module}: packed experts with biases, without a gate or with activation {activation} are not served "
+                "by vLLM; serve with transformers"
             )
         self.activation, self.dtype = ACTIVATIONS[activation], params_dtype
         parallel = self.moe.moe_parallel_config
