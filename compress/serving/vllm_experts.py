@@ -49,7 +49,7 @@ class PackedExperts(FusedMoEMethodBase):
         activation = str(getattr(layer.activation, "value", layer.activation))
         if activation not in ACTIVATIONS or self.moe.has_bias or not self.moe.is_act_and_mul:
             raise UnsupportedModelError(
-                f"{self.module}: packed experts with biases, without a gate or with activation {activation} are not served "
+                f"{self.module}: experts with biases, without a gate or with activation {activation} are not served "
                 "by vLLM; serve with transformers"
             )
         self.activation, self.dtype = ACTIVATIONS[activation], params_dtype
