@@ -1,13 +1,13 @@
 """Tokens per second of vLLM on a packed checkpoint beside the same model in bfloat16, in turns.
 
     make vllm                                     # once: the environment
-    python benchmarks/serving.py                  # with the Python of that environment, on one thread
-    python benchmarks/serving.py show
+    .venv-vllm/bin/python benchmarks/serving.py   # on one thread
+    .venv-vllm/bin/python benchmarks/serving.py show
 
 A random Llama (random_llama.py) is rounded to nearest by the recipe's format. Each engine is a process of its own that
 waits for the other one to finish: they take turns request by request. A figure is the median of `--repeats` turns; a
-ratio that of the ratios of neighbouring turns. Seconds are those of the process where the machine has other work, which
-the load average shows.
+ratio that of the ratios of neighbouring turns. Seconds are processor time: the machine may have other work, which the
+load average shows.
 """
 
 from __future__ import annotations

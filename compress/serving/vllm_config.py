@@ -69,8 +69,11 @@ class CompressConfig(QuantizationConfig):
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
         self.pruning = hf_to_vllm_mapper.apply_dict(self.pruning)
 
-    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]  # asked once layers are built
-        """Return how stored names of experts are changed; nothing is left out (vLLM's own drops tensors by name)."""
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Return how stored names of experts are changed; asked once the layers are built.
+
+        Nothing is left out: vLLM's own drops tensors by name.
+        """
         return WeightsMapper(orig_to_new_regex={re.compile(old): new for old, new in self.renamed.items()})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:

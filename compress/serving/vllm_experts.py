@@ -112,7 +112,7 @@ class PackedExperts(FusedMoEMethodBase):
         return y
 
 
-def _add_placeholders(layer: Any, experts: nn.ModuleList) -> None:
+def _add_placeholders(layer: Any, experts: Any) -> None:
     def load(  # as vLLM calls it
         param: Any,
         loaded_weight: Tensor,

@@ -109,7 +109,7 @@ class _Told:
         current = getattr(get_current_vllm_config_or_none(), "quant_config", None)
         if quant_config is None and current is not None and current.get_name() == hf.METHOD and len(sizes) <= 2:
             quant_config = current if names.tables(current.stored) else None
-        super().__init__(*sizes, quant_config=quant_config, **options)
+        super().__init__(*sizes, quant_config=quant_config, **options)  # type: ignore[call-arg]  # a layer's
 
 
 class ToldEmbedding(_Told, VocabParallelEmbedding):

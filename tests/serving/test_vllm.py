@@ -116,6 +116,8 @@ CASES = {
     "phi3": ("phi3", "int4", *SMALL),
     "qwen3_moe": ("qwen3_moe", "int4", *SMALL),
     "mixtral": ("mixtral", "int4", *SMALL),
+    "w4a8": ("llama", "w4a8", *runs.SMALL),
+    "quarot4bit": ("llama_tied", "quarot4bit", *SMALL),
     "kept tables": ("mixtral", "int4", *SMALL, *runs.KEEP_TABLES),
 }
 
@@ -125,6 +127,14 @@ def test_same_as_transformers(case: str, packed: Callable[..., Path], tmp_path: 
     directory = packed(*CASES[case])
     check(directory, served(directory, tmp_path))
     assert "packed weights" in (tmp_path / "log").read_text()
+
+
+def test_a_cache_recipe_is_said_not_to_be_applied(packed: Callable[..., Path], tmp_path: Path) -> None:
+    """The weights are served; the reference generates without the cache of the recipe, too."""
+    directory = packed("llama", "w4kv4", *runs.SMALL, "quantize.group_size=32")
+    check(directory, served(directory, tmp_path))
+    said = (tmp_path / "log").read_text()
+    assert "kv_cache section is not applied" in said and "--kv-cache-dtype fp8" in said
 
 
 def test_two_ranks_share_a_model(packed: Callable[..., Path], tmp_path: Path) -> None:
