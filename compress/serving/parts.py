@@ -125,8 +125,8 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs [..., rows] of its inputs x [..., columns]; the sum over ranks if they are cut."""
         if self.whole_because is not None:
-            first, last = self.region.columns.start, self.region.columns.stop
-            y = self.linears[0](F.pad(x, (first, self.region.shape[1] - last)))
+            missing = (self.region.columns.start, self.region.shape[1] - self.region.columns.stop)
+            y = self.linears[0](F.pad(x, missing) if any(missing) else x)
             return joined_outputs([y[..., rows.start : rows.stop] for rows in self.region.rows])
         return joined_outputs([linear(x) for linear in self.linears])
 

@@ -13,6 +13,7 @@ import pico
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import int as int_format
+from compress.formats import trellis
 from compress.runtime import linear as runtime_linear
 from compress.serving import parts
 from compress.serving.parts import Part, Region, Totals
@@ -153,6 +154,15 @@ def test_ranks_share_a_table() -> None:
     logits = [table.project(x, 28) for table in tables]
     assert torch.allclose(logits[1], x @ decoded[20:].T, atol=1e-5)
     assert logits[0].shape == (3, 28) and not logits[0][:, 20:].any()
+
+
+def test_a_head_that_cannot_be_cut_is_whole_on_every_rank() -> None:
+    stored, x = Stored("trellis", trellis.Params(2, 8, 16)), inputs(64)
+    tensors = random_parts(stored, SHAPE)
+    decoded = formats.decode(PackedWeight(stored, tensors, SHAPE), torch.float32)
+    table = table_of({"lm_head": stored}, tensors, range(20, 48))
+    assert table.whole_because == "rows 20 to 48 are not whole tiles of 16 rows" and table.embedding is None
+    assert torch.allclose(table.project(x, 32)[:, :28], x @ decoded[20:].T, atol=1e-5)
 
 
 def test_a_table_shows_what_it_is_by_what_comes() -> None:
