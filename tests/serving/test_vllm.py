@@ -129,6 +129,11 @@ def test_same_as_transformers(case: str, packed: Callable[..., Path], tmp_path: 
     assert "packed weights" in (tmp_path / "log").read_text()
 
 
+def test_compiled_by_vllm(packed: Callable[..., Path], tmp_path: Path) -> None:
+    directory = packed(*CASES["int4"])
+    check(directory, served(directory, tmp_path, enforce_eager=False))
+
+
 def test_a_cache_recipe_is_said_not_to_be_applied(packed: Callable[..., Path], tmp_path: Path) -> None:
     """The weights are served; the reference generates without the cache of the recipe, too."""
     directory = packed("llama", "w4kv4", *runs.SMALL, "quantize.group_size=32")
