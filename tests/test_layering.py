@@ -22,7 +22,7 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 # The packages (and the modules that lie beside them) in order: each may import those before it and itself.
 ORDER = [
     *("version", "errors", "types", "plugins", "progress", "process_memory"),  # what everything may use
-    *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime"),  # what runs a checkpoint
+    *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime", "serving"),  # what runs a checkpoint
     *("model", "recipe", "calib", "lowrank", "tune", "quant", "transform"),  # what makes one
     *("run", "evaluate", "allocate", "export", "api", "cli"),  # who uses all this
     *("recipes", "autoload", "__init__", "__main__"),

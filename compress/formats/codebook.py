@@ -26,13 +26,13 @@ Stored tensors; those of stage s > 0 have the prefix `stage<s>_`:
 - `order` int16 (int32 past 32767 columns) [in] if permuted: stored column i is column order[i] of the weight; a kernel
   gathers the input once. Outlier indices and column norms count original and stored columns respectively.
 Codes of the padding are 0 and belong to the last group; decoded padding is cut off. Rows can be cut at multiples of
-16, of vector_dim (axis "out") and of group_rows; columns at tiles, group_columns and scale_columns, if not permuted.
+vector_dim (axis "out") and of group_rows; columns at vectors, group_columns and scale_columns, if not permuted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -233,6 +233,54 @@ def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tens
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == wanted
     return tensors
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract."""
+    if params.permuted and len(columns) < shape[1]:
+        raise ValueError("columns are stored in an order of their own")
+    if rows.start % max(params.height, params.group_rows):
+        raise ValueError(f"row {rows.start} lies within a vector, or within rows that share a codebook")
+    if any(columns.start % max(unit, 1) for unit in (params.width, params.group_columns, params.scale_columns)):
+        raise ValueError(
+            f"column {columns.start} lies within a vector, or within columns that share a codebook or scale"
+        )
+    part, count = slice(rows.start, rows.stop), range(len(params.bits))
+    blocks = _kept(columns, params.scale_columns or -1)
+    side = {name: tensors[name] for name in PLAIN if name in tensors}
+    side |= {name: side[name][blocks] for name in ("scale_grid",) if name in side}
+    along = part if params.norm == "rows" else slice(columns.start, columns.stop)
+    side |= {name: side[name][along] for name in ("norm_scale", "norm_bias") if name in side}
+    books = _kept(columns, params.group_columns), _kept(rows, params.group_rows)
+    side |= {name: side[name][books] for name in ("codebook_left",) if name in side}
+    if params.outliers:
+        index = tensors["outlier_index"]
+        inside = (index >= columns.start) & (index < columns.stop)
+        side |= {"outlier_index": index[inside] - columns.start, "outlier_scale": tensors["outlier_scale"][inside]}
+        side["outliers"] = unpack_stream(tensors["outliers"], params.outlier_bits).T[part][:, inside]
+        if not inside.any():
+            side = {name: tensor for name, tensor in side.items() if not name.startswith("outlier")}
+    if params.scale_columns:
+        side["scales"] = unpack_stream(tensors["scales"], 4).T[part, blocks]
+    names = [f"{_prefix(stage)}codebook" for stage in count]
+    code_rows, code_columns = _kept(rows, params.height), _kept(columns, params.width)
+    parts = Parts(
+        [codes[code_rows, code_columns] for codes in unpack_codes(tensors, params, shape)],
+        [tensors[name][books] for name in names if name in tensors],
+        [tensors[f"{name}_scales"][books] for name in names if f"{name}_scales" in tensors],
+        **side,
+    )
+    chosen = replace(
+        params, outliers=len(side.get("outlier_index", ())), tile_words=tile_words(params.bits, parts.codes[0].shape[1])
+    )
+    return chosen, pack(parts, chosen, (len(rows), len(columns)))
+
+
+def _kept(part: range, unit: int) -> slice:
+    """Return which units a part of the rows or columns has some of; -1: all are one unit."""
+    return slice(0, 1) if unit == -1 else slice(part.start // unit, -(-part.stop // unit))
 
 
 def unpack_codes(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> list[Tensor]:

@@ -34,3 +34,10 @@ def pack(weight: Tensor, params: Params) -> dict[str, Tensor]:
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`."""
     return tensors["values"].to(dtype)
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    return params, pack(tensors["values"][rows.start : rows.stop, columns.start : columns.stop], params)

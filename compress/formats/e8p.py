@@ -14,8 +14,8 @@ Stored tensors (N = out_features padded to a multiple of 16, K = in_features pad
 - `residual` uint8 (3 bits) or int16 (4 bits) [N, K / 8]; not at 2 bits;
 - `scale` float32 [1];
 - `row_scales` float16 [N], relative to `scale`; only with `row_scales`.
-Padding has code 0, which is not the value 0: its activations must be. Rows can be cut anywhere at a multiple of 16,
-columns at a multiple of 64.
+Padding has code 0, which is not the value 0: its activations must be. Rows can be cut anywhere, columns at multiples of
+8.
 
 Not supported: the released code's permutation of codes for its own kernels.
 """
@@ -147,6 +147,21 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
         values = lookup(torch.stack(columns, -1), params.bits).flatten(1)  # row, column
         weight[part] = values[:, :in_features] * scale
     return weight
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    if columns.start % DIM:
+        raise ValueError(f"column {columns.start} lies within a code of {DIM} columns")
+    blocks = slice(columns.start // DIM, -(-columns.stop // DIM))
+    part = slice(rows.start, rows.stop)
+    codes = torch.stack(
+        [_unsigned(tensors[name][part, blocks]) for name in ("codes", "residual") if name in tensors], -1
+    )
+    row_scales = tensors["row_scales"][part] if params.row_scales else None
+    return params, pack(codes, tensors["scale"], row_scales, params, (len(rows), len(columns)))
 
 
 def lookup(codes: Tensor, bits: int) -> Tensor:

@@ -13,7 +13,7 @@ Stored tensors (N = out_features padded to a multiple of 16, K = in_features pad
 - `scales` float16 or bfloat16 [G, N];
 - `zeros` uint8 [G, N * bits / 8], a little-endian bit stream, asymmetric only.
 The layout is what a matmul kernel reads: N and K are padded here, so that no kernel masks them. Rows can be cut
-anywhere at a multiple of 16, columns at a multiple of both the group and the tile.
+anywhere, columns at groups and at parts of groups that are multiples of 16.
 
 Not supported: column orders stored with the weight (activation order is resolved by the methods, groups stay
 contiguous).
@@ -21,6 +21,7 @@ contiguous).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ ROW_MULTIPLE = 16
 TILE_WORDS = (128, 64, 32, 16)
 TILE_COLUMNS = 512
 NARROW = 32  # columns of a tile of the tail
+LEAST_GROUP = 16  # columns that share a scale in a weight that was cut within a group
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
 FP16_TINY = 2.0**-14  # smallest normal float16
 FP16_MAX = 65504.0
@@ -227,6 +229,28 @@ def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {
         name: torch.cat([part[name] for part in parts], dim=0 if name.startswith("words") else 1) for name in parts[0]
     }
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract.
+
+    Where the columns do not begin with a group, groups become smaller, down to LEAST_GROUP columns.
+    """
+    group = params.group_size
+    if columns.start and group != -1:
+        group = math.gcd(group, columns.start)
+        if group < min(params.group_size, LEAST_GROUP):
+            raise ValueError(f"column {columns.start} lies within a group of {params.group_size} columns")
+    part = slice(rows.start, rows.stop)
+    first = torch.arange(columns.start, columns.stop, len(columns) if group == -1 else group, device="cpu")
+    owner = (first // params.group(shape[1])).to(tensors["scales"].device)  # the group of the weight, of each new one
+    scales = tensors["scales"].T[part][:, owner]
+    zeros = None if params.symmetric else unpack_stream(tensors["zeros"], params.bits).T[part][:, owner]
+    codes = _codes(tensors, params, part)[:, columns.start : columns.stop]
+    chosen = params_for(params.bits, group, params.symmetric, len(columns), params.scale_dtype)
+    return chosen, pack(codes, scales, zeros, chosen)
 
 
 def _zeros(tensors: Mapping[str, Tensor], params: Params, rows: Tensor) -> Tensor:

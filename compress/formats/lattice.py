@@ -16,8 +16,8 @@ Stored tensors (N = out_features padded to a multiple of 16, K = in_features pad
 - `group_bits` uint8 [groups], `lattices` float16 [groups, d, d];
 - `curves` float16 [groups, 2]: mu and limit, only with `compand`;
 - `scale` float32 [1]; `row_scales` float16 [N], relative to it, only with `row_scales`.
-Rows can be cut anywhere at a multiple of 16; columns at group borders where the words before and after are known from
-`group_bits`. Padded columns hold codes of no meaning: their activations must be zero.
+Rows can be cut anywhere; columns at groups, where the mean width of those that are left is `bits`. Padded columns hold
+codes of no meaning: their activations must be zero.
 """
 
 from __future__ import annotations
@@ -128,6 +128,25 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
             values = point(z, tensors["lattices"][index], curve).flatten(1) * factors
             weight[rows, index * size : (index + 1) * size] = values[:, : in_features - index * size]
     return weight
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    size = params.group_size
+    if columns.start % size or (columns.stop % size and columns.stop != shape[1]):
+        raise ValueError(f"columns {columns.start} to {columns.stop} are not whole groups of {size}")
+    kept = slice(columns.start // size, -(-columns.stop // size))
+    side = {name: tensors[name][kept].contiguous() for name in ("group_bits", "lattices", "curves") if name in tensors}
+    try:
+        check(side, params, (len(rows), len(columns)))
+    except ValueError as error:
+        raise ValueError(f"columns {columns.start} to {columns.stop}: {error}") from error
+    if params.row_scales:
+        side["row_scales"] = tensors["row_scales"][rows.start : rows.stop]
+    codes = torch.cat(list(unpack(tensors, params, slice(rows.start, rows.stop)))[kept], 1)
+    return params, pack(codes, {**side, "scale": tensors["scale"]}, params, (len(rows), len(columns)))
 
 
 def centred(codes: Tensor, bits: int) -> Tensor:

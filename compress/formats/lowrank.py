@@ -102,17 +102,53 @@ def fits_float16(a: Tensor, b: Tensor) -> bool:
     return not ((sizes > FP16_MAX / 2).any() or ((sizes > 0) & (sizes < 256 * FP16_TINY)).any())
 
 
+def cut(
+    tensors: Mapping[str, Tensor], params: LowRank, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[LowRank, dict[str, Tensor]]:
+    """Return some rows and columns of a product; compress/formats/cuts.py has the contract.
+
+    A takes the columns and B the rows. Integers are cut at groups.
+    """
+    kept = {**_cut_factor("a", tensors, params, shape[1], columns), **_cut_factor("b", tensors, params, shape[0], rows)}
+    specs(params, (len(rows), len(columns)))  # ValueError where the rank is more than what is left
+    return params, kept
+
+
+def _cut_factor(name: str, tensors: Mapping[str, Tensor], params: LowRank, size: int, part: range) -> dict[str, Tensor]:
+    """Return the entries `part` of each row of a factor [rank, size] as they are stored."""
+    stored = tensors[name]
+    if params.bits == 16:
+        return {name: (stored[:, part.start : part.stop] if name == "a" else stored[part.start : part.stop]).clone()}
+    group, per_byte = _group(params, size), 8 // params.bits
+    if part.start % per_byte or (part.start % group and group < size):
+        raise ValueError(f"entry {part.start} of a low-rank factor lies within a group of {group}")
+    kept = stored[:, part.start // per_byte : -(-part.stop // per_byte)].clone()
+    scales = tensors[f"{name}_scales"][:, part.start // group : -(-part.stop // group)].clone()
+    return {name: kept, f"{name}_scales": scales}
+
+
 def part_specs(params: LowRank, shape: tuple[int, int]) -> dict[str, Spec]:
     """As `specs`, beside another weight."""
     return {PREFIX + name: spec for name, spec in specs(params, shape).items()}
+
+
+def cut_part(
+    tensors: Mapping[str, Tensor], params: LowRank, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[LowRank, dict[str, Tensor]]:
+    """As `cut`, of the part beside another weight whose tensors these are."""
+    chosen, kept = cut(_own(tensors), params, shape, rows, columns)
+    return chosen, {PREFIX + name: tensor for name, tensor in kept.items()}
 
 
 def part_factors(
     tensors: Mapping[str, Tensor], params: LowRank, shape: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As `factors`, from the tensors of a weight that it lies beside."""
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    return factors(own, params, shape, dtype)
+    return factors(_own(tensors), params, shape, dtype)
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
 def describe(params: LowRank) -> str:

@@ -12,13 +12,15 @@ Stored tensors (B blocks in all, columns padded to whole tiles):
 - `words<w>` int16, the planes of compress/numerics/packing.py;
 - `scale_codes` uint8 [ceil(B scale_bits / 8)], a little-endian bit stream of codes + 2^(scale_bits - 1);
 - `steps` [ceil(B / scale_block)] of scale_dtype; `mean` float32 [1].
-bits per weight = bits + scale_bits / block_size + (bits of a step) / (block_size scale_block), about.
+bits per weight = bits + scale_bits / block_size + (bits of a step) / (block_size scale_block), about. Rows can be cut
+anywhere, columns at blocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -101,17 +103,14 @@ def pack_sizes(wanted: Tensor, params: Params) -> dict[str, Tensor]:
     largest = grouped.gather(1, grouped.abs().argmax(1, keepdim=True))[:, 0]
     steps = (largest / -half).to(getattr(torch, params.scale_dtype))  # -half is the outermost code
     codes = (grouped / torch.where(steps == 0, 1.0, steps.float())[:, None]).round_().clamp_(-half, half - 1) + half
-    stream = torch.nn.functional.pad(codes.flatten()[: len(flat)].to(torch.uint8), (0, -len(flat) % 8))
-    nbytes = -(-len(flat) * params.scale_bits // 8)
-    return {"scale_codes": pack_stream(stream, params.scale_bits)[:nbytes].clone(), "steps": steps, "mean": mean}
+    stream = _packed_sizes(codes.flatten()[: len(flat)].to(torch.uint8), params.scale_bits)
+    return {"scale_codes": stream, "steps": steps, "mean": mean}
 
 
 def sizes(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
     """Sizes [out, blocks of a row] as they are stored, float32."""
     count = blocks(params, shape)
-    padding = -len(tensors["scale_codes"]) % params.scale_bits  # whole groups of eight codes
-    stream = torch.nn.functional.pad(tensors["scale_codes"], (0, padding))
-    codes = unpack_stream(stream, params.scale_bits)[:count].float() - 2 ** (params.scale_bits - 1)
+    codes = _size_codes(tensors, params, shape).float() - 2 ** (params.scale_bits - 1)
     steps = tensors["steps"].float().repeat_interleave(params.scale_block)[:count]
     return (tensors["mean"] + steps * codes).clamp_(min=0).view(shape[0], -1)
 
@@ -128,6 +127,46 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
         wide = scales[start : start + step].repeat_interleave(params.block_size, 1)[:, : shape[1]]
         out[start : start + step] = table[codes] * wide
     return out
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract.
+
+    Steps are repeated where the blocks that share one are cut apart: `scale_block` becomes smaller.
+    """
+    size = params.block_size
+    if columns.start % size:
+        raise ValueError(f"column {columns.start} lies within a block of {size} columns")
+    first, last, a_row = columns.start // size, -(-columns.stop // size), -(-shape[1] // size)
+    part = slice(rows.start, rows.stop)
+    index = torch.arange(blocks(params, shape), device=tensors["steps"].device).view(-1, a_row)[part, first:last]
+    shared = math.gcd(params.scale_block, rows.start * a_row + first)
+    if last - first < a_row:
+        shared = math.gcd(shared, a_row, last - first)
+    chosen = replace(params, scale_block=shared, tile_words=tile_words(params.bits, len(columns)))
+    sizes = {
+        "scale_codes": _packed_sizes(_size_codes(tensors, params, shape)[index.flatten()], params.scale_bits),
+        "steps": tensors["steps"][index.flatten()[::shared] // params.scale_block],
+        "mean": tensors["mean"],
+    }
+    words = {name: tensor[part] for name, tensor in tensors.items() if name.startswith("words")}
+    codes = unpack_planes(words, params.bits, params.tile_words)[:, columns.start : columns.stop]
+    return chosen, pack(codes, sizes, chosen)
+
+
+def _packed_sizes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes [n] uint8 of sizes into a stream of as few bytes as hold them."""
+    stream = torch.nn.functional.pad(codes, (0, -len(codes) % 8))
+    return pack_stream(stream, bits)[: -(-len(codes) * bits // 8)].clone()
+
+
+def _size_codes(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> Tensor:
+    """Return the codes [n] uint8 of the sizes of all blocks; the inverse of `_packed_sizes`."""
+    padding = -len(tensors["scale_codes"]) % params.scale_bits  # whole groups of eight codes
+    stream = torch.nn.functional.pad(tensors["scale_codes"], (0, padding))
+    return unpack_stream(stream, params.scale_bits)[: blocks(params, shape)]
 
 
 def _padded(params: Params, columns: int) -> int:

@@ -18,7 +18,7 @@ keeps the width ceil(log2 |S(D, K)|).
 Stored tensors, rows of the weight first:
 - `codes` uint8 [out, bytes of a row]: a little-endian bit stream; each vector is `gain_bits` of gain, then its rank;
 - `scales` float16 or bfloat16 [out]; `levels` float16 [2**gain_bits].
-Columns are padded to whole vectors. Rows can be cut anywhere, columns where whole vectors end on whole bytes.
+Columns are padded to whole vectors. Rows can be cut anywhere, columns at whole vectors.
 """
 
 from __future__ import annotations
@@ -100,6 +100,29 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def unpack(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Points [out, vectors, D] and gains [out, vectors], int64."""
     return _points(tensors["codes"], params, -(-shape[1] // params.vector_dim))
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    if columns.start % params.vector_dim:
+        raise ValueError(f"column {columns.start} lies within a vector of {params.vector_dim} columns")
+    field = params.gain_bits + rank_bits(params.vector_dim, params.pulses)
+    first, last = (field * -(-edge // params.vector_dim) for edge in (columns.start, columns.stop))  # bits of a row
+    streams = tensors["codes"][rows.start : rows.stop, first // 8 : -(-last // 8)]
+    codes = _moved(streams, first % 8, -(-(last - first) // 8))
+    if (spare := -(last - first) % 8) > 0:
+        codes[:, -1] &= 0xFF >> spare
+    scales = tensors["scales"][rows.start : rows.stop].contiguous()
+    return params, {"codes": codes, "scales": scales, "levels": tensors["levels"]}
+
+
+def _moved(streams: Tensor, bits: int, count: int) -> Tensor:
+    """Return streams [rows, bytes] without their first 0..7 bits, `count` bytes of each row, a new tensor."""
+    ahead = torch.nn.functional.pad(streams, (0, 1))[:, 1 : count + 1]
+    low = streams[:, :count] >> bits
+    return low | ahead << 8 - bits if bits else low.clone()
 
 
 def vectors(points: Tensor, lengths: Tensor) -> Tensor:

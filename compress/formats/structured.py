@@ -66,3 +66,19 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
             size[axis] = shape[axis]
             weight = weight.new_zeros(size).index_copy_(axis, tensors[name].long(), weight)
     return weight.clone() if weight.data_ptr() == tensors["weight"].data_ptr() else weight
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    weight, kept = tensors["weight"], {}
+    for axis, (name, wanted) in enumerate((("rows", rows), ("columns", columns))):
+        index = tensors[name].long() if name in tensors else torch.arange(shape[axis], device=weight.device)
+        inside = (index >= wanted.start) & (index < wanted.stop)
+        weight = weight.index_select(axis, inside.nonzero()[:, 0])
+        kept[name] = index[inside] - wanted.start
+    chosen = Params(weight.shape[0], weight.shape[1], params.dtype)  # ValueError where nothing is left
+    sides = ((name, len(wanted)) for name, wanted in (("rows", rows), ("columns", columns)))
+    stored = {name: kept[name].to(torch.int32) for name, size in sides if len(kept[name]) < size}
+    return chosen, {"weight": weight, **stored}

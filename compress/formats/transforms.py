@@ -100,6 +100,8 @@ TRANSFORMS: dict[str, Transform] = {
     "channel_scale": Transform(_vector_spec, _scale, _scale, is_orthogonal=False),
 }
 
+DIAGONAL = ("signs", "channel_scale")
+
 
 def find(name: str) -> Transform | None:
     """Return the transform of this name, None if there is none."""
@@ -137,6 +139,15 @@ def specs(transforms: WeightTransforms, shape: tuple[int, int]) -> dict[str, Spe
             if spec is not None:
                 stored[f"{side}_{name}"] = spec
     return stored
+
+
+def cut(name: str, stored: Tensor | None, part: range) -> Tensor:
+    """Return what is stored of a transform for some of its channels; ValueError if it is not diagonal."""
+    if stored is None or name not in DIAGONAL:
+        raise ValueError(f"{name.partition('/')[0]} mixes all channels")
+    if name == "signs":
+        return pack_signs(unpack_signs(stored, part.stop, torch.float32)[part.start :] < 0)
+    return stored[part.start : part.stop].clone()
 
 
 def from_dict(values: Any, where: str) -> WeightTransforms:

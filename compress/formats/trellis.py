@@ -178,3 +178,18 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
             values *= rows[start : start + len(values), None]
         weight[start : start + len(values)] = values
     return weight
+
+
+def cut(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
+) -> tuple[Params, dict[str, Tensor]]:
+    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    tile = params.tile_rows
+    if rows.start % tile or (rows.stop % tile and rows.stop != shape[0]):
+        raise ValueError(f"rows {rows.start} to {rows.stop} are not whole tiles of {tile} rows")
+    stored = slice(rows.start, padded_rows(params, rows.stop))
+    words = slice(stored.start * params.bits // 16, stored.stop * params.bits // 16)
+    part = {**tensors, "words": tensors["words"][words, columns.start : columns.stop]}
+    if params.row_scales:
+        part["row_scales"] = tensors["row_scales"][stored]
+    return params, {name: tensor.contiguous() for name, tensor in part.items()}

@@ -1,0 +1,1 @@
+"""Run packed checkpoints in serving engines, by the modules that transformers runs."""

@@ -1,0 +1,113 @@
+"""A rank's rows of a table of embeddings, of an output head, or of one table for both, packed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress import formats
+from compress.errors import CheckpointError
+from compress.formats import cuts
+from compress.runtime.embedding import LIKE, PackedEmbedding
+from compress.runtime.linear import PackedLinear
+from compress.serving.parts import PLAIN
+from compress.types import PackedWeight, Stored
+
+
+class Table(nn.Module):
+    """Look rows of a table [tokens, hidden] up, and multiply with it.
+
+    It may be stored in any of several ways, or not packed: which one it is shows when the tensors have come.
+    """
+
+    def __init__(
+        self, name: str, candidates: Mapping[str, Stored], shape: tuple[int, int], rows: range, dtype: torch.dtype
+    ) -> None:
+        """candidates: name in the checkpoint -> how it is stored; rows: those of this rank, of `shape`."""
+        super().__init__()
+        self.name, self.shape, self.rows, self.dtype = name, shape, rows, dtype
+        self.candidates = {key: stored for key, stored in candidates.items() if _is_possible(stored, shape)}
+        self.whole_because: str | None = None  # why it could not be cut
+        self.embedding: PackedEmbedding | None = None
+        self.head: PackedLinear | None = None
+        self.plain: nn.Parameter | None = None  # this rank's rows of a table that is not packed
+        self._is_built = False
+        self._arrived: dict[str, Tensor] = {}
+
+    @property
+    def specs(self) -> list[dict[str, formats.Spec]]:
+        """What may come: the stored tensors of all candidates, and a plain table."""
+        packed = [formats.specs(stored, self.shape) for stored in self.candidates.values()]
+        return [*packed, {LIKE: ((0,), self.dtype), PLAIN: (self.shape, self.dtype)}]
+
+    def load(self, key: str, tensor: Tensor, device: torch.device | str) -> None:
+        """Take a copy of a stored tensor to a device."""
+        if key != LIKE:  # says the type of the rows in transformers; here the engine does
+            self._arrived[key] = tensor.to(device, copy=True)
+
+    def finish(self) -> None:
+        """Build the table from what has come, once; CheckpointError if that is not all."""
+        if self._is_built:
+            return
+        self._is_built = True
+        tensors, self._arrived = self._arrived, {}
+        if PLAIN in tensors:
+            rows = tensors[PLAIN][self.rows.start : self.rows.stop].to(self.dtype, copy=True)
+            self.plain = nn.Parameter(rows, requires_grad=False)
+            return
+        packed = self._chosen(tensors)
+        try:
+            weight = cuts.cut(packed, self.rows, range(self.shape[1]))
+        except ValueError as error:
+            self.whole_because, weight = str(error), packed
+        self.head = PackedLinear.from_packed(weight)
+        if formats.has_rows(weight.stored):
+            self.embedding = _embedding(weight, self.dtype)
+
+    def _chosen(self, tensors: dict[str, Tensor]) -> PackedWeight:
+        """Return the weight in the form that these tensors have."""
+        for name, stored in self.candidates.items():
+            specs = formats.specs(stored, self.shape)
+            if {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()} == specs:
+                weight = PackedWeight(stored, tensors, self.shape)
+                formats.check(weight, name)
+                return weight
+        for name, stored in self.candidates.items():  # say what is wrong
+            formats.check(PackedWeight(stored, tensors, self.shape), name)
+        raise CheckpointError(f"{self.name}.{PLAIN} is not in the checkpoint; download or write it again")
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., hidden] of ids [...], counted from the first row of this rank."""
+        assert self.embedding is not None, "only tables with rows become embeddings"
+        rows: Tensor = self.embedding(ids if self.whole_because is None else ids + self.rows.start)
+        return rows
+
+    def project(self, x: Tensor, width: int) -> Tensor:
+        """Return x [..., hidden] times this rank's rows, [..., width]: zeros behind those."""
+        assert self.head is not None, "only packed tables are multiplied with here"
+        y: Tensor = self.head(x)
+        if self.whole_because is not None:
+            y = y[..., self.rows.start : self.rows.stop]
+        return y if y.shape[-1] == width else F.pad(y, (0, width - y.shape[-1]))
+
+
+def _is_possible(stored: Stored, shape: tuple[int, int]) -> bool:
+    """Return whether a weight of this shape can be stored so: what is listed may be another module's."""
+    try:
+        formats.specs(stored, shape)
+    except ValueError:
+        return False
+    return True
+
+
+def _embedding(weight: PackedWeight, dtype: torch.dtype) -> PackedEmbedding:
+    """Return an embedding that shares the tensors of a weight; its rows have the type `dtype`."""
+    embedding = PackedEmbedding(weight.stored, nn.Embedding(*weight.shape, device="meta", dtype=dtype))
+    for name, tensor in weight.tensors.items():
+        embedding.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        device = tensor.device
+    embedding.like = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+    return embedding

@@ -1,0 +1,112 @@
+"""vLLM engines for tests, each in a process of its own: a second one in the same process fails.
+
+    python engine.py        reads a line of JSON for each engine from its input, writes its exit code as a line
+
+    {"model": DIR, "out": FILE, "prompts": [[ids], ...], "tokens": 16, "options": {...}, "lora": DIR or null}
+    {"serve": ["--model", DIR, ...]}        an HTTP server, until it is killed; its process id comes first
+
+Every engine is forked from one process that has imported vLLM, which takes longer than all else. What engines print
+goes to the file "log".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ALONE = {  # the fastest start: everything in this process, on one thread
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+SECONDS = 600
+
+
+def answer(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each prompt the tokens that are generated, greedily, and the log probabilities of the likeliest."""
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, **asked["options"]}
+    if options.get("tensor_parallel_size", 1) == 1:
+        options["distributed_executor_backend"] = "uni"
+    llm = LLM(asked["model"], **options)
+    adapter = None
+    if asked.get("lora"):
+        from vllm.lora.request import LoRARequest
+
+        adapter = LoRARequest("adapter", 1, asked["lora"])
+    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+    return [
+        {
+            "ids": list(output.outputs[0].token_ids),
+            "logprobs": [{int(k): v.logprob for k, v in each.items()} for each in output.outputs[0].logprobs],
+        }
+        for output in outputs
+    ]
+
+
+def serve(words: list[str]) -> None:
+    """Run vLLM's HTTP server, as `python -m vllm.entrypoints.openai.api_server` does."""
+    import runpy
+
+    sys.argv = ["api_server", *words]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def child(asked: dict[str, Any]) -> None:
+    """Do what is asked and end the process."""
+    os.setsid()  # a server ends with all processes that it has started
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(log, number)
+    signal.alarm(SECONDS)
+    code = 1
+    try:
+        exec(asked.get("patch", ""), {})
+        if "serve" in asked:
+            serve(asked["serve"])
+        else:
+            Path(asked["out"]).write_text(json.dumps(answer(asked)))
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    os.environ.update(ALONE)
+    import torch
+    import vllm.entrypoints.openai.api_server
+    import vllm.plugins
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        number = os.fork()
+        if number == 0:
+            os.environ.update(asked.get("environment", {}))
+            child(asked)
+        if "serve" in asked:
+            print(number, flush=True)
+            continue
+        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
