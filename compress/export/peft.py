@@ -48,6 +48,7 @@ from compress.model.skeleton import Skeleton
 from compress.run import write_checkpoint
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
+from compress.storage import notice
 from compress.storage.checkpoint import (
     CONFIG,
     MANIFEST,
@@ -201,7 +202,8 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
     for name in (MANIFEST, "report.json"):  # of the whole
         (out / name).unlink(missing_ok=True)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
-    write_text(out / CONFIG, json.dumps({**source.config, "quantization_config": bare.to_dict()}, indent=2) + "\n")
+    written = notice.added({**source.config, "quantization_config": bare.to_dict()})
+    write_text(out / CONFIG, json.dumps(written, indent=2) + "\n")
 
     pairs, seen = {}, []
     for name, weight in _stored_weights(checkpoint):

@@ -16,6 +16,7 @@ from compress.progress import Progress
 from compress.run import beside, identity, kv_cache, remote_code, report, trained_factors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
+from compress.storage import notice
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
 from compress.storage.workdir import Output
 
@@ -70,7 +71,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     config = {**(_untied(config) if is_untied else config), "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:
-        config["quantization_config"] = quantization
+        config = notice.added({**config, "quantization_config": quantization})
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(job.recipe))
     probes = trained_factors.train(output, run, progress)
