@@ -179,7 +179,13 @@ class CompressQuantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # called in its place before transformers 5.18
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> Any:
-        """Before a model is saved, leave out of the list what is packed no more, such as merged linears."""
+        """Before a model is saved, leave out of the list what is packed no more, such as merged linears.
+
+        Experts of which some are packed no more are fused, as a transformers without us holds them.
+        """
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Experts) and module.is_partly_plain():
+                model.set_submodule(name, module.fuse(model.dtype))
         config = self.quantization_config
         gone = saving.no_longer_packed(model, _names_in(model, config.modules))
         config.modules = {name: entry for name, entry in config.modules.items() if name not in gone}
