@@ -55,6 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_GET(self) -> None:
+        if self.refuses:
+            self.answer({"error": "Repository not found"}, 404)
+            return
         self.answer({"id": "me/model", "sha": "0" * 40, "siblings": [], "private": False, "tags": []})
 
     def do_POST(self) -> None:
@@ -64,16 +67,17 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/repos/create":
             self.received.repo = json.loads(body)
             self.answer({"url": f"http://{self.headers['Host']}/me/model", "name": "me/model", "id": "1"})
+        elif len(parts) < 6:  # a question whether the card is valid
+            self.answer({"errors": [], "warnings": []})
         elif parts[4] == "branch":
             self.received.branches.append(parts[5])
             self.answer({})
         elif parts[4] == "preupload":
             files = json.loads(body)["files"]
-            self.answer({"files": [{**f, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for f in files]})
-        elif parts[4] == "commit":
-            self.commit(parts[5], [json.loads(line) for line in body.splitlines()])
+            said = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}  # into the commit itself, not LFS
+            self.answer({"files": [{**file, **said} for file in files]})
         else:
-            self.answer({"valid": True})
+            self.commit(parts[5], [json.loads(line) for line in body.splitlines()])
 
     def commit(self, revision: str, lines: list[dict[str, Any]]) -> None:
         self.received.revision, self.received.commits = revision, self.received.commits + 1

@@ -18,13 +18,16 @@ import compress
 from compress import api
 from compress.errors import AdapterError
 from compress.runtime.linear import PackedLinear
+from compress.storage import notice
 from pico import of_type, save, save_pico
 from runs import RTN, environment, job
 
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of PEFT, which asks transformers by an old name
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys"),  # of fused experts, which are not fused here
+    pytest.mark.filterwarnings(
+        "ignore:The following (rank|alpha)_pattern keys"
+    ),  # of fused experts, which are not fused here
 ]
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(1))
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -111,20 +114,19 @@ def test_merged_into_dense_and_saved(packed: Path, trained: Any, tmp_path: Path)
     model.merge_adapter()
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-4)
     model.unmerge_adapter()
-    assert torch.equal(logits(model), expected)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)  # a router is no packed linear
     with model.disable_adapter():
-        assert torch.equal(logits(model), before)
+        torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
     merged = model.merge_and_unload(safe_merge=True)
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-4)
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, rtol=1e-3, atol=1e-4
     )
-    assert not [
-        name for name in json.loads((tmp_path / "merged/config.json").read_text()) if name == "transformers_weights"
-    ] or (
-        packed.parent.name.startswith("llama")  # whose tables are packed still
-    )
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    listed = config.get("quantization_config", {}).get("modules", {})
+    assert set(listed) <= {"model.embed_tokens", "lm_head"}  # which no adapter was merged into
+    assert (notice.KEY in config) == bool(listed)
 
 
 def test_kbit_preparation_keeps_the_stored_tensors(packed: Path) -> None:
