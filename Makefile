@@ -3,6 +3,7 @@
 # (RECIPE=int4, CALIB=... TEXT=... for other texts than those of the tests; SEQ_LEN=1024 SAMPLES=64).
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
 # make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
+# make peft: the tests of PEFT and the Trainer, in an environment of their own (.venv-peft).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-.PHONY: demo real test slow fuzz kills sweep install
+.PHONY: demo real test slow fuzz kills sweep peft install
 
 install: $(VENV)/.installed
 
@@ -68,3 +69,9 @@ kills: install
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m sweep --out models_out/sweep --page docs/models.md
+
+peft:
+	$(PYTHON) -m venv .venv-peft
+	.venv-peft/bin/pip install --quiet "$(TORCH)"
+	.venv-peft/bin/pip install --quiet --editable ".[peft]" pytest
+	.venv-peft/bin/python -m pytest tests/runtime/test_peft.py tests/export/test_adapter.py tests/importers/test_lora.py

@@ -183,12 +183,16 @@ class CompressQuantizer(HfQuantizer):
 
         Experts of which some are packed no more are fused, as a transformers without us holds them.
         """
+        config = self.quantization_config
+        listed, pruned = _names_in(model, config.modules), _names_in(model, config.experts)
+        gone = saving.no_longer_packed(model, listed)
         for name, module in list(model.named_modules()):
             if isinstance(module, Experts) and module.is_partly_plain():
+                gone |= {listed_name for inner, listed_name in listed.items() if inner.startswith(f"{name}.")}
+                gone |= {pruned[name]} if name in pruned else set()
                 model.set_submodule(name, module.fuse(model.dtype))
-        config = self.quantization_config
-        gone = saving.no_longer_packed(model, _names_in(model, config.modules))
         config.modules = {name: entry for name, entry in config.modules.items() if name not in gone}
+        config.experts = {name: entry for name, entry in config.experts.items() if name not in gone}
         if gone and not config.modules and config.kv_cache is None:
             self.remove_quantization_config(model)
         return super().get_state_dict_and_metadata(model)
