@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from compress.errors import CheckpointError, OutputError, first_line
 from compress.storage import paths
@@ -69,6 +69,7 @@ def push(directory: Path, target: Target, upload: Upload, endpoint: str | None =
 
     if huggingface_hub.get_token() is None:
         raise OutputError("the hub knows no token of yours: run `hf auth login`, or set HF_TOKEN")
+    http_error: type[Exception] = cast(Any, HfHubHTTPError.__bases__[0])  # of the library that huggingface_hub uses
     api = huggingface_hub.HfApi(endpoint=endpoint)
     try:
         repo = api.create_repo(target.repo, private=target.private, exist_ok=True).repo_id
@@ -90,6 +91,6 @@ def push(directory: Path, target: Target, upload: Upload, endpoint: str | None =
         ) from error
     except (HFValidationError, LocalTokenNotFoundError) as error:
         raise OutputError(f"{target.repo}: {first_line(error)}; give owner/name and a token that may write") from error
-    except (HfHubHTTPError.__bases__[0], OSError) as error:  # of the HTTP library that huggingface_hub uses
+    except (http_error, OSError) as error:
         raise OutputError(f"the hub could not be reached ({first_line(error)[:150]}); try again when online") from error
     return str(commit.commit_url)

@@ -16,12 +16,14 @@ from compress.runtime.linear import PackedLinear
 INITIAL = (True, False, "gaussian", "eva")  # ways to begin that do not look at the base weight
 
 
-class PackedLoraLinear(Linear):  # type: ignore[misc]  # untyped where PEFT is not installed
+class PackedLoraLinear(Linear):
     """y = base(x) + scaling B A dropout(x), with a base that stays packed until the adapter is merged.
 
     Merging decodes the base into a plain linear of type `dtype` and adds the adapter to that. Unmerging puts the
     packed base back, unchanged.
     """
+
+    base_layer: nn.Module
 
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: Any, dtype: torch.dtype = torch.float32, **options: Any
@@ -62,11 +64,11 @@ class PackedLoraLinear(Linear):  # type: ignore[misc]  # untyped where PEFT is n
         except ValueError:  # not finite
             self.base_layer = packed
             raise
-        vars(self)["packed"] = packed  # not a child: it holds no part of the model now
+        self.__dict__["packed"] = packed  # not a child: it holds no part of the model now
 
     def unmerge(self) -> None:
         """Put the packed base back."""
-        packed = vars(self).pop("packed", None)
+        packed = self.__dict__.pop("packed", None)
         if packed is None:
             super().unmerge()
             return
@@ -79,5 +81,5 @@ class PackedLoraLinear(Linear):  # type: ignore[misc]  # untyped where PEFT is n
         """Return what takes this layer's place in the model without adapters: the base, merged if asked for."""
         if merge:
             self.merge(safe_merge, adapter_names)
-        packed, base = vars(self).get("packed"), self.get_base_layer()
+        packed, base = self.__dict__.get("packed"), self.get_base_layer()
         return base if packed is None else linears.in_place_of(packed, base)
