@@ -119,8 +119,9 @@ def base_model(model: str, given: str | None, config: Mapping[str, Any]) -> str 
         named = "/".join(cached.groups()) if cached else config.get("_name_or_path")
     else:
         named = model
-    is_id = isinstance(named, str) and HUB_ID.fullmatch(named) is not None and not named.startswith(".")
-    return named if is_id and not Path(named).exists() else None
+    if not isinstance(named, str) or not HUB_ID.fullmatch(named) or named.startswith(".") or Path(named).exists():
+        return None
+    return named
 
 
 def base_card(directory: Path) -> dict[str, Any]:

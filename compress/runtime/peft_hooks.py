@@ -66,7 +66,7 @@ def _with_packed(resolve: Callable[[Any, nn.Module], Any]) -> Callable[[Any, nn.
 
         if isinstance(config, LoraConfig):
             layer = functools.partial(PackedLoraLinear, dtype=_dtype(model))
-            config._register_custom_module({PackedLinear: layer})  # type: ignore[dict-item]  # called like a class
+            config._register_custom_module({PackedLinear: layer})  # called like a class
         if isinstance(asked, str) and asked.lower() == ALL:
             config.target_modules |= packed.keys() - _left_out(model)
         return config
@@ -74,7 +74,7 @@ def _with_packed(resolve: Callable[[Any, nn.Module], Any]) -> Callable[[Any, nn.
     return wrapped
 
 
-def _left_out(model: nn.Module) -> set[str]:
+def _left_out(model: Any) -> set[str]:
     """Return the names of the output head, and of what already is the base of an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     named = list(model.named_modules())
