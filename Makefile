@@ -4,6 +4,7 @@
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
 # make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
 # make vllm: packed checkpoints in vLLM on the CPU, in an environment of its own (.venv-vllm, 3.5 GB).
+# make peft: the tests of PEFT and the Trainer, in an environment of their own (.venv-peft).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +25,7 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-.PHONY: demo real test slow fuzz kills sweep vllm install
+.PHONY: demo real test slow fuzz kills sweep vllm peft exports install
 
 install: $(VENV)/.installed
 
@@ -87,3 +88,9 @@ $(VLLM)/.installed: pyproject.toml
 
 vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/serving -W default
+
+peft:
+	$(PYTHON) -m venv .venv-peft
+	.venv-peft/bin/pip install --quiet "$(TORCH)"
+	.venv-peft/bin/pip install --quiet --editable ".[peft]" pytest
+	.venv-peft/bin/python -m pytest tests/runtime/test_peft.py tests/export/test_adapter.py tests/importers/test_lora.py

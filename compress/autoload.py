@@ -1,6 +1,7 @@
 """Lets plain transformers load packed checkpoints, with or without `import compress`.
 
 `register` runs on `import compress`: it registers with transformers at once if that is loaded, else as soon as it is.
+The same goes for PEFT, which is to put adapters beside packed linears.
 `install` is the entry point that torch calls at the end of `import torch` (group `torch.backends`, meant for devices,
 and the only hook that every user of transformers passes). Loading it imports this package, and with that registers, so
 that `AutoModelForCausalLM.from_pretrained(directory)` works in a program that has never heard of compress.
@@ -23,14 +24,15 @@ from types import ModuleType
 # The first holds the table of quantization methods; the second serves where the first was half loaded when we came.
 TARGETS = ("transformers.quantizers.auto", "transformers.modeling_utils")
 
+PEFT = "peft.tuners.lora.model"  # when it is loaded, all is there that its hooks need, and nothing has copied it yet
+
 _TORCH_CAME_FIRST = "torch" in sys.modules
 
 
 def register() -> None:
-    """Register the quantization method now, or when transformers loads."""
-    if _ready():
-        _register_now()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Register with transformers and PEFT now, or when they load."""
+    _register_now()
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -45,10 +47,10 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds nothing itself: lets each of TARGETS register us right after it has run."""
+    """Finds nothing itself: lets us register right after each of TARGETS and PEFT has run."""
 
     def __init__(self) -> None:
-        self.pending = set(TARGETS)
+        self.pending = {*TARGETS, PEFT}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -63,21 +65,23 @@ class _Finder:
 
         def run_and_register(module: ModuleType) -> None:
             run(module)
-            if _ready():
-                _register_now()
+            _register_now()
 
         spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _ready() -> bool:
-    """Whether the table of quantization methods is there; the function is the last thing that its module defines."""
-    return hasattr(sys.modules.get(TARGETS[0]), "get_hf_quantizer")
-
-
 def _register_now() -> None:
-    """Runs inside an import of the program's: whatever is wrong with ours must not break that."""
+    """Register with what is loaded: of each module, something that it defines last is there."""
+    if hasattr(sys.modules.get(TARGETS[0]), "get_hf_quantizer"):
+        _load("compress.runtime.hf", "transformers")
+    if hasattr(sys.modules.get(PEFT), "LoraModel"):
+        _load("compress.runtime.peft_hooks", "peft")
+
+
+def _load(module: str, what: str) -> None:
+    """Import what registers itself. Inside an import of the program's, which must not break whatever is wrong here."""
     try:
-        importlib.import_module("compress.runtime.hf")  # registers when it has loaded
+        importlib.import_module(module)
     except (ImportError, AttributeError) as error:
-        warnings.warn(f"compress cannot register with this version of transformers: {error}", stacklevel=2)
+        warnings.warn(f"compress cannot register with this version of {what}: {error}", stacklevel=2)

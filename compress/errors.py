@@ -87,6 +87,10 @@ class OutputError(CompressError):
     """The output directory cannot be written."""
 
 
+class AdapterError(CompressError, ValueError):
+    """An adapter asks for what packed weights cannot give."""
+
+
 class UnsupportedModelError(CompressError):
     """The model's structure is not one that can be quantized."""
 

@@ -50,7 +50,7 @@ FormerOut = Annotated[
 ]
 
 GOAL = ("target", "context", "max_kl")
-OUTPUT = ("out", "overwrite", "restart")
+OUTPUT = ("out", "overwrite", "restart", "base_model")
 REQUIRED = inspect.Parameter.empty
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # wherever it is
 LEAST_MEMORY = 1 << 20  # bytes; what is less was meant in another unit
@@ -80,6 +80,9 @@ class RunOptions:
         ),
     ] = None
     adapter: Adapter = None
+    base_model: Annotated[
+        str | None, Option(metavar="ID", help="Hub id of the original (owner/name), for the model card.")
+    ] = None
     overrides: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
     ] = None
@@ -183,6 +186,8 @@ class RunOptions:
         check_device(self.device)
         check_paths(self.model, self.calib)
         check_adapter(self.adapter)
+        if self.base_model is not None and not paths.HUB_ID.fullmatch(self.base_model):
+            raise typer.BadParameter("give the id of a model on the hub, owner/name", param_hint="--base-model")
         self._check_folders(writes, self.out)
         note(recipes.ambiguous(self.recipe))
         recipe = recipes.load(self.recipe, overrides)
@@ -202,6 +207,7 @@ class RunOptions:
             recipe=recipe,
             out=out,
             adapter=self.adapter,
+            base_model=self.base_model,
             calib=self.calib,
             max_memory=limit,
             device=device_named(self.device),

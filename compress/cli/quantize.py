@@ -33,7 +33,10 @@ def quantize(
             _run(job, as_json)
 
 
-@command(epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB", without=("overwrite", "restart"))
+@command(
+    epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB",
+    without=("overwrite", "restart", "base_model"),
+)
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
     """Show what a run would do: exact bytes of every layer, predicted memory, and time, from timing one block.
 

@@ -7,21 +7,18 @@ directory as PEFT writes it:
     adapter_model.safetensors    base_model.model.<linear>.lora_A.weight, .lora_B.weight; a fingerprint of the base
 
 `export` takes the low-rank parts out of a packed checkpoint; the rest, still packed, and the adapter together are the
-same function. PEFT trains it on the base that `from_pretrained` loads, if it is told how to wrap a packed linear:
+same function. PEFT trains it on the base that `from_pretrained` loads, as it trains adapters of its own there
+(compress/runtime/peft_hooks.py):
 
-    config = PeftConfig.from_pretrained(adapter)
-    config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
-    model = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
 
-New adapters likewise: the same call on a LoraConfig, then get_peft_model. PEFT 0.21 warns of a layer type that it does
-not know, which does no harm; it cannot merge an adapter into a packed linear, which holds no plain weight. Without
-PEFT, `load`, `parameters` and `save` do what a training loop needs. Where operations lie around the stored matrix
-(compress/formats/transforms.py) the factors are turned out of their basis, and stay as small.
+Without PEFT, `load`, `parameters` and `save` do what a training loop needs. Where operations lie around the stored
+matrix (compress/formats/transforms.py) the factors are turned out of their basis, and stay as small.
 
 The fingerprint is over the packed linears (names, how they are stored, samples of the bytes). PEFT does not keep it
 when it saves; then only names and shapes are compared.
 
-Not done: adapters with DoRA, biases or dropout; training of the base.
+Not done by `load`: adapters with DoRA, biases or dropout; training of the base.
 """
 
 from __future__ import annotations
@@ -48,6 +45,7 @@ from compress.model.skeleton import Skeleton
 from compress.run import write_checkpoint
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
+from compress.storage import notice
 from compress.storage.checkpoint import (
     CONFIG,
     MANIFEST,
@@ -201,7 +199,8 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
     for name in (MANIFEST, "report.json"):  # of the whole
         (out / name).unlink(missing_ok=True)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
-    write_text(out / CONFIG, json.dumps({**source.config, "quantization_config": bare.to_dict()}, indent=2) + "\n")
+    written = notice.added({**source.config, "quantization_config": bare.to_dict()})
+    write_text(out / CONFIG, json.dumps(written, indent=2) + "\n")
 
     pairs, seen = {}, []
     for name, weight in _stored_weights(checkpoint):

@@ -26,6 +26,7 @@ class Job:
     recipe: Recipe
     out: Path
     adapter: Path | None = None  # directory of a LoRA that is merged into the model
+    base_model: str | None = None  # hub id of the original, for the model card; None: the one that `model` is, if it is
     calib: str | None = None  # None: text that the model generates itself
     max_memory: int | None = None  # bytes
     device: str = "cpu"

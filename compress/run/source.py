@@ -81,7 +81,7 @@ def _fetched(model: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from compress import process_memory, recipe
-from compress.model.opener import opener
 from compress.progress import Progress
-from compress.run import beside, identity, kv_cache, remote_code, report, trained_factors, verify
+from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_factors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
+from compress.storage import notice
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
 from compress.storage.workdir import Output
 
@@ -23,34 +23,6 @@ TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
 OF_OTHER_TOOLS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}  # how the original is stored
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".pkl", ".md"}
-
-README = """# {model}, quantized with compress (recipe `{recipe}`)
-
-{bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The
-weights are packed; a plain transformers load without the compress package would not understand them. Install
-`{package}`, then:
-
-```python
-import compress  # registers the format; not needed where torch loads installed backends by itself
-from transformers import {opener}
-
-model = {opener}.from_pretrained("path/to/this/directory")
-```
-{base}
-`recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
-"""
-
-TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)
-
-Transformed weights in full precision ({total}; the original: {source}): it loads like any checkpoint. What was done,
-and whether it changed the function, is under `notes` in `report.json`.
-{base}\
-`recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
-"""
-BASE = """
-base: {base}. The weights were decoded while they were read: the size of the original, and all errors, are those of the
-decoded weights.
-"""
 
 
 def finish(output: Output, run: RunState, started: float, progress: Progress) -> dict[str, Any]:
@@ -70,7 +42,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     config = {**(_untied(config) if is_untied else config), "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:
-        config["quantization_config"] = quantization
+        config = notice.added({**config, "quantization_config": quantization})
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(job.recipe))
     probes = trained_factors.train(output, run, progress)
@@ -81,18 +53,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     outcome = verify.self_check(directory, run.hashes, probes, device, progress, run.start)
     process_memory.check(job.max_memory)
     result = {**report.build(run, time.monotonic() - started, outcome), "kv_cache": cache_facts}
-    text = (README if run.layers else TRANSFORMED).format(
-        model=result["model"],
-        recipe=result["recipe"],
-        bpw=result["bpw"],
-        whole=result["whole"]["bpw"],
-        total=process_memory.show(result["nbytes"]["total"]),
-        source=process_memory.show(result["source_nbytes"]),
-        package="compress-llm",
-        base=BASE.format(**result) if result["base"] else "",
-        opener=opener(skeleton.config).__name__,
-    )
-    write_text(directory / "README.md", text)
+    write_text(directory / model_card.CARD, model_card.text(run, result))
     write_text(directory / "report.json", json.dumps(result, indent=1) + "\n")
     identity.write_manifest(directory, job, skeleton.checkpoint)
     output.publish()

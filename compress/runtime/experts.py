@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compress.errors import UnsupportedModelError
 from compress.runtime import expert_layouts
 from compress.runtime.expert_layouts import POST_NORM, ROUTED, SHARED, SORTED, Layout
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import Pruning
 
 
@@ -202,6 +202,11 @@ class Experts(nn.ModuleDict):
     def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:
         """Return which tokens an expert is given; inputs: those of `forward`."""
         return ExpertTokens(inputs[1].shape[0], torch.where(inputs[1] == number)[0])
+
+    def is_partly_plain(self) -> bool:
+        """Tell whether the weights of some experts are not packed."""
+        names = (f"{i}.{part.projection}" for part in self.layout.parts for i in range(len(self)))
+        return any(is_plain_linear(self.get_submodule(name)) for name in names)
 
     def fuse(self, dtype: torch.dtype) -> nn.Module:
         """Return the module that `from_fused` took, with the present weights in `dtype`; it cannot prune."""

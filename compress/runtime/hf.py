@@ -23,6 +23,9 @@ a row that is looked up passes the transposes of the orthogonal ones.
 `Pruning` of compress/types.py. Their linears must be listed.
 
 "kv_cache", absent where generation keeps keys and values as they are, is described in compress/runtime/kv_config.py.
+
+Beside "quantization_config" stands a notice that makes a transformers without this package fail
+(compress/storage/notice.py). It is taken away when a model is loaded, and put back when one is saved.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import embedding, expert_layouts, linears, renamed
+from compress.runtime import embedding, expert_layouts, linears, renamed, saving
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.runtime.packed import PackedModule
@@ -169,6 +172,31 @@ class CompressQuantizer(HfQuantizer):
     quantization_config: CompressConfig
     packed: Set[str] = frozenset()  # names of packed tensors
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Take the notice away; transformers calls this after it has read config.json, before it looks for weights."""
+        return saving.take_notice_away(config)
+
+    update_tp_plan = update_attn_implementation  # called in its place before transformers 5.18
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> Any:
+        """Before a model is saved, leave out of the list what is packed no more, such as merged linears.
+
+        Experts of which some are packed no more are fused, as a transformers without us holds them.
+        """
+        config = self.quantization_config
+        listed, pruned = _names_in(model, config.modules), _names_in(model, config.experts)
+        gone = saving.no_longer_packed(model, listed)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Experts) and module.is_partly_plain():
+                gone |= {listed_name for inner, listed_name in listed.items() if inner.startswith(f"{name}.")}
+                gone |= {pruned[name]} if name in pruned else set()
+                model.set_submodule(name, module.fuse(model.dtype))
+        config.modules = {name: entry for name, entry in config.modules.items() if name not in gone}
+        config.experts = {name: entry for name, entry in config.experts.items() if name not in gone}
+        if gone and not config.modules and config.kv_cache is None:
+            self.remove_quantization_config(model)
+        return super().get_state_dict_and_metadata(model)
+
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Keep the type of a packed tensor, whatever the model says of parameters whose names are like its name."""
         if any(target in self.packed for target in getattr(converter, "target_patterns", ())):
@@ -223,6 +251,7 @@ def register() -> None:
     """Make from_pretrained know the method; runs when this file is imported, and again does no harm."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = CompressQuantizer
+    saving.keep_notice()
 
 
 def _check_files(model: PreTrainedModel, directory: Path, weights: set[str]) -> None:

@@ -67,12 +67,17 @@ def as_stored(linear: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 def dequantized(packed: PackedLinear, dtype: torch.dtype) -> nn.Module:
     """Return a module with the dequantized weight, of the class that was replaced when the model was loaded."""
-    linear = packed.to_linear(dtype)
+    return in_place_of(packed, packed.to_linear(dtype))
+
+
+def in_place_of(packed: PackedLinear, linear: nn.Module) -> nn.Module:
+    """Return a linear as a module of the class that the packed one has replaced when the model was loaded."""
     template = vars(packed).get("replaced")
     if template is None:
         return linear
     module = copy.deepcopy(template)
-    module.weight = nn.Parameter(linear.weight.detach().T.contiguous()) if _is_turned(template) else linear.weight
+    weight = linear.get_parameter("weight")
+    module.weight = nn.Parameter(weight.detach().T.contiguous()) if _is_turned(template) else weight
     module.bias = linear.bias
     return cast(nn.Module, module.train(packed.training))
 

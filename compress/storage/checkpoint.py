@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
-from compress.storage import config_sizes, json_text, paths
+from compress.storage import config_sizes, json_text, notice, paths
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # all tensors in one file; an index beside it, of an earlier save, does not count
@@ -211,10 +211,10 @@ def _check_scaled(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json as a dict."""
+    """Return config.json as a dict, without the notice to those who have no compress."""
     paths.check_checkpoint(directory)
     path = directory / CONFIG
-    config = read_json(path)
+    config = notice.removed(read_json(path))
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type; is it a Hugging Face model configuration?")
     return config

@@ -1,0 +1,47 @@
+"""Share a checkpoint: `compress push`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from compress.cli.options import AsJson, Directory, app, errors
+from compress.storage import paths
+
+
+@app.command(epilog="Example: compress push models_out/my-model-int4 me/my-model-int4 --dry-run")
+def push(
+    directory: Directory,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub: owner/name.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be uploaded and stop.")] = False,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a repository that is made. Default: the account's.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to write to. Default: main.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a checkpoint to the Hugging Face hub, once all of its files have the hashes of its manifest.
+
+    Files that the manifest does not list stay here. The token is that of `hf auth login`, or HF_TOKEN.
+    """
+    with errors():
+        if not paths.HUB_ID.fullmatch(repo):
+            raise typer.BadParameter("give owner/name", param_hint="REPO")
+        paths.check_checkpoint(directory)
+        from compress.export import push as pushing
+        from compress.process_memory import show
+
+        upload = pushing.check(directory)
+        address = None if dry_run else pushing.push(directory, pushing.Target(repo, revision, private), upload)
+        if as_json:
+            print(json.dumps({"repo": repo, "files": upload.files, "left": upload.left, "commit": address}))
+            return
+        if dry_run:
+            for name, nbytes in upload.files.items():
+                print(f"{nbytes:>14,}  {name}")
+            for name in upload.left:
+                print(f"{'stays here':>14}  {name}")
+        said = f"would upload to {repo}" if address is None else f"uploaded to {address}"
+        print(f"{len(upload.files)} files, {show(upload.nbytes)}, {said}")

@@ -1,0 +1,96 @@
+"""Upload a finished checkpoint to the Hugging Face hub: the files of its manifest, once they are compared with it.
+
+Needs the network and a token, as huggingface_hub finds it (HF_TOKEN, or `hf auth login`).
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from compress.errors import CheckpointError, OutputError, first_line
+from compress.storage import paths
+from compress.storage.checkpoint import CONFIG, MANIFEST
+from compress.storage.manifest import Manifest
+
+
+class Upload(NamedTuple):
+    """What goes to the hub, and what stays."""
+
+    files: dict[str, int]  # name -> bytes
+    left: list[str]  # files beside them, which the manifest does not list
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(self.files.values())
+
+
+class Target(NamedTuple):
+    """Where it goes."""
+
+    repo: str  # owner/name
+    revision: str | None = None  # branch, made where there is none; None: main
+    private: bool | None = None  # of a repository that is made; None: as the account has it
+
+
+def check(directory: Path) -> Upload:
+    """Return what would be uploaded of a checkpoint.
+
+    Raises CheckpointError for one that is unfinished, was saved again by other software, or is not as it was written:
+    every file is read and its hash compared.
+    """
+    paths.check_checkpoint(directory)
+    manifest = Manifest.read(directory)
+    if manifest is None:
+        raise CheckpointError(
+            f"{directory} has no {MANIFEST}: it is unfinished, or was saved by other software; give a directory that "
+            "`compress quantize` has finished"
+        )
+    manifest.check_listed({CONFIG, *(path.name for path in directory.glob("*.safetensors"))})
+    read, left = manifest.unlisted()
+    manifest.check_listed(read)
+    for name in sorted(manifest.files):
+        manifest.check_size(name)
+        manifest.check_hash(name)
+    names = sorted({*manifest.files, MANIFEST})
+    return Upload({name: (directory / name).stat().st_size for name in names}, left)
+
+
+def push(directory: Path, target: Target, upload: Upload, endpoint: str | None = None) -> str:
+    """Upload files of a checkpoint that `check` has returned, as one commit; return its address.
+
+    endpoint: address of the hub; None: that of huggingface_hub. Raises OutputError where the hub is not reached, knows
+    no token, or refuses.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    if huggingface_hub.get_token() is None:
+        raise OutputError("the hub knows no token of yours: run `hf auth login`, or set HF_TOKEN")
+    http_error: type[Exception] = cast(Any, HfHubHTTPError.__bases__[0])  # of the library that huggingface_hub uses
+    api = huggingface_hub.HfApi(endpoint=endpoint)
+    try:
+        repo = api.create_repo(target.repo, private=target.private, exist_ok=True).repo_id
+        if target.revision is not None:
+            api.create_branch(repo, branch=target.revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=directory,
+            revision=target.revision,
+            allow_patterns=[glob.escape(name) for name in upload.files],
+            commit_message=f"Upload {directory.resolve().name}, written by compress",
+        )
+    except OfflineModeIsEnabled as error:
+        raise OutputError("HF_HUB_OFFLINE is set; unset it to push, or look with --dry-run") from error
+    except HfHubHTTPError as error:
+        said = first_line(error)[:150]
+        raise OutputError(
+            f"the hub refuses {target.repo} ({said}); check its name, and the rights of your token"
+        ) from error
+    except (HFValidationError, LocalTokenNotFoundError) as error:
+        raise OutputError(f"{target.repo}: {first_line(error)}; give owner/name and a token that may write") from error
+    except (http_error, OSError) as error:
+        raise OutputError(f"the hub could not be reached ({first_line(error)[:150]}); try again when online") from error
+    return str(commit.commit_url)

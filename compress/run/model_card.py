@@ -1,0 +1,157 @@
+"""Write README.md of a checkpoint: the model card that the hub shows, with facts of the run only.
+
+Its front matter names the base model only by its hub id: the one that was given, or loaded. License, language and
+kind of task are those of the base's own card, where that lies beside the base.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress import process_memory
+from compress.model.opener import opener
+from compress.run.job import RunState
+from compress.storage.paths import HUB_ID
+
+CARD = "README.md"
+PACKAGE = "compress-llm"
+READ = 1 << 16  # bytes of the base's card
+FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?$", re.DOTALL | re.MULTILINE)
+COPIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+WORD = re.compile(r"[\w.:/+-]{1,200}")
+SNAPSHOT = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/[0-9a-f]+/?$")  # of the hub's cache
+TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForMultimodalLM": "any-to-any",
+}
+
+PACKED = """# {model}, quantized with compress (recipe `{recipe}`)
+
+{bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The
+weights are packed: transformers and vLLM read them where the package `{package}` is installed. Without it,
+transformers stops with an error that says so.
+
+```
+pip install {package}
+```
+
+In transformers:
+
+```python
+import compress  # registers the format; not needed where torch loads installed backends by itself
+from transformers import {opener}
+
+model = {opener}.from_pretrained("path/to/this/directory")
+```
+
+In vLLM, with `pip install vllm` beside it: `vllm serve path/to/this/directory`.
+{base}{made}
+Not measured by the run that wrote this: divergence from the original, tasks, speed. `compress eval DIR --base ORIGINAL
+--text FILE` gives perplexity and KL divergence. `recipe.yaml` is the recipe with every default, `report.json` what
+happened, `compress verify DIR` checks the files.
+"""
+
+TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)
+
+Transformed weights in full precision ({total}; the original: {source}): it loads like any checkpoint. What was done,
+and whether it changed the function, is under `notes` in `report.json`.
+{base}{made}
+`recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
+"""
+
+BASE = """
+base: {base}. The weights were decoded while they were read: the size of the original, and all errors, are those of the
+decoded weights.
+"""
+
+
+def text(run: RunState, report: Mapping[str, Any]) -> str:
+    """Return the card of a run with this report."""
+    checkpoint, opened_by = run.prepared.skeleton.checkpoint, opener(run.prepared.skeleton.config).__name__
+    front = front_matter(run, report, base_card(checkpoint.directory), opened_by)
+    body = (PACKED if run.layers else TRANSFORMED).format(
+        model=report["model"],
+        recipe=report["recipe"],
+        bpw=report["bpw"],
+        whole=report["whole"]["bpw"],
+        total=process_memory.show(report["nbytes"]["total"]),
+        source=process_memory.show(report["source_nbytes"]),
+        package=PACKAGE,
+        base=BASE.format(**report) if report["base"] else "",
+        made=_made(run, report),
+        opener=opened_by,
+    )
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{body}"
+
+
+def front_matter(run: RunState, report: Mapping[str, Any], base: Mapping[str, Any], opened_by: str) -> dict[str, Any]:
+    """Return what the hub reads of a card; `base`: that of the base's, `opened_by`: the automatic class."""
+    job = run.job
+    front: dict[str, Any] = {"library_name": "transformers"}
+    if (name := base_model(job.model, job.base_model, run.prepared.skeleton.checkpoint.config)) is not None:
+        front["base_model"] = name
+        front |= {"base_model_relation": "quantized"} if run.layers else {}
+    front |= {"pipeline_tag": TASKS[opened_by]} if opened_by in TASKS else {}
+    front |= {key: base[key] for key in COPIED if key in base}
+    if run.layers:
+        front["tags"] = ["compress", "quantized", f"{max(1, round(report['bpw']))}-bit"]
+    else:
+        front["tags"] = ["compress"]
+    source = (report["calibration"] or {}).get("source") or ""
+    if job.calib is not None and HUB_ID.fullmatch(source) and not Path(job.calib).exists():
+        front["datasets"] = [source]
+    return front
+
+
+def base_model(model: str, given: str | None, config: Mapping[str, Any]) -> str | None:
+    """Return the hub id of the original: given, loaded by it or from the hub's cache, or named by config.json."""
+    if given is not None:
+        return given
+    path = Path(model)
+    if path.exists():
+        cached = SNAPSHOT.search(str(path.resolve()))
+        named = "/".join(cached.groups()) if cached else config.get("_name_or_path")
+    else:
+        named = model
+    if not isinstance(named, str) or not HUB_ID.fullmatch(named) or named.startswith(".") or Path(named).exists():
+        return None
+    return named
+
+
+def base_card(directory: Path) -> dict[str, Any]:
+    """Return words and lists of words of the front matter of a directory's card; {} where there is none to be read."""
+    try:
+        with (directory / CARD).open(encoding="utf-8", errors="replace") as stream:
+            found = FRONT.match(stream.read(READ))
+        values = yaml.safe_load(found[1]) if found else None
+    except (OSError, yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return {key: value for key, value in values.items() if _is_words(value)} if isinstance(values, dict) else {}
+
+
+def _is_words(value: object) -> bool:
+    words = value if isinstance(value, list) else [value]
+    return bool(words) and all(isinstance(word, str) and WORD.fullmatch(word) for word in words)
+
+
+def _made(run: RunState, report: Mapping[str, Any]) -> str:
+    """Return how the weights were made, in a few lines."""
+    lines, calibration = [], report["calibration"]
+    if calibration is None:
+        lines.append("No calibration text was used.")
+    else:
+        source = "text that the model wrote itself" if calibration["self_generated"] else f"`{calibration['source']}`"
+        lines.append(
+            f"Calibrated on {calibration['num_samples']} samples of {calibration['seq_len']} tokens: {source}."
+        )
+    if run.job.adapter is not None:
+        lines.append("A LoRA adapter was merged in first.")
+    if report["fallbacks"]:
+        lines.append(f"{len(report['fallbacks'])} weights fell back from the recipe (`fallbacks` in `report.json`).")
+    return "\n" + "\n".join(lines) + "\n"

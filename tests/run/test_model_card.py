@@ -1,0 +1,113 @@
+"""The model card: valid for the hub's own reader, with facts of the run and of the base's card, and no local path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from compress import api
+from compress.run import model_card
+from pico import save_pico
+from runs import GPTQ, RTN, cli, job
+
+BASE_CARD = """---
+license: llama3.2
+license_name: "a: b"
+language: [en, de]
+pipeline_tag: text-generation
+tags: [chat]
+base_model: somebody/else
+---
+# Pico
+"""
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    folder = tmp_path_factory.mktemp("card")
+    model = save_pico("llama", folder / "model")
+    (model / "README.md").write_text(BASE_CARD)
+    out = folder / "packed"
+    words = ["quantize", str(model), *GPTQ.options(), "--calib", str(Path(__file__)), "--out", str(out)]
+    result = cli(*words, "--base-model", "me/pico")
+    assert result.code == 0, result.err
+    return ModelCard.load(out / "README.md")
+
+
+def test_the_front_matter_is_what_the_hub_reads(card: ModelCard) -> None:
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "base_model": "me/pico",
+        "base_model_relation": "quantized",
+        "pipeline_tag": "text-generation",
+        "license": "llama3.2",
+        "language": ["en", "de"],
+        "tags": ["compress", "quantized", "4-bit"],
+    }
+
+
+def test_the_text_says_what_was_done_and_how_to_load(card: ModelCard) -> None:
+    for words in (
+        "stored bits per packed weight",
+        "from_pretrained",
+        "vllm serve",
+        "Not measured",
+        "test_model_card.py",
+    ):
+        assert words in card.text
+    assert "/" + str(Path(__file__).parent) not in card.content
+
+
+def test_without_a_known_base_none_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    api.quantize(job(save_pico("llama", tmp_path / "model"), RTN, out))
+    data = ModelCard.load(out / "README.md").data.to_dict()
+    assert not {"base_model", "base_model_relation", "license", "datasets"} & data.keys()
+    assert str(tmp_path) not in (out / "README.md").read_text()
+
+
+def test_a_wrong_id_is_wrong_usage(tmp_path: Path) -> None:
+    result = cli("quantize", str(save_pico("llama", tmp_path / "m")), *RTN.options(), "--base-model", "/a/path")
+    assert result.code == 2 and "owner/name" in result.err
+
+
+CASES: list[tuple[str, str | None, dict[str, Any], str | None]] = [
+    ("owner/name", None, {}, "owner/name"),
+    ("owner/name", "other/one", {}, "other/one"),
+    (".", None, {"_name_or_path": "owner/name"}, "owner/name"),
+    (".", None, {"_name_or_path": "/data/model"}, None),
+    (".", None, {"_name_or_path": "./model"}, None),
+    (".", None, {"_name_or_path": 3}, None),
+    (".", None, {}, None),
+]
+
+
+@pytest.mark.parametrize(("model", "given", "config", "expected"), CASES)
+def test_the_name_of_the_base(model: str, given: str | None, config: dict[str, Any], expected: str | None) -> None:
+    assert model_card.base_model(model, given, config) == expected
+
+
+def test_the_name_of_a_snapshot_in_the_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    assert model_card.base_model(str(snapshot), None, {}) == "owner/name"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# no front matter",
+        "---\n[\n---\n",
+        "---\n- a\n---\n",
+        "---\nlicense: {a: b}\n---\n",
+        "---\n" + "[" * 60000 + "\n---\n",
+    ],
+    ids=["empty", "none", "broken", "list", "table", "deep"],
+)
+def test_cards_that_say_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert model_card.base_card(tmp_path) == {}
