@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli import allocate, evaluate, interruption, kv, lists, quantize, streams  # noqa: F401  (they add their commands)
+from compress.cli import allocate, evaluate, export, interruption, kv, lists, quantize, streams  # noqa: F401  (they add their commands)
 from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note
 from compress.progress import NOTES
 from compress.storage import paths
