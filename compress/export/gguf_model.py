@@ -121,7 +121,7 @@ def _windows(config: transformers.PretrainedConfig, is_known: bool) -> dict[str,
         return {}
     if not is_known:
         return {CONTEXT: min(window, config.max_position_embeddings)}
-    if kinds != ([SLIDING, FULL] * len(kinds))[: len(kinds)]:
+    if kinds is None or kinds != ([SLIDING, FULL] * len(kinds))[: len(kinds)]:
         raise _refused("its layers do not alternate between a window and all tokens")
     return {WINDOW: window}
 

@@ -1,9 +1,9 @@
 """Describe a tokenizer in the keys of GGUF files, so that llama.cpp cuts text into the same tokens.
 
-llama.cpp knows two kinds of vocabularies that are merged from parts. Those of bytes list their merges, and name how text
-is split before: only splits that it has are written. Those of sentencepiece have scores instead of merges: whichever two
-neighbours make the token of the best score are merged. That is the same where every way to cut a token in two is a
-merge, and all of its merges stand together, as they do in tokenizers that were made of a sentencepiece model.
+llama.cpp knows two kinds of vocabularies that are merged from parts. Those of bytes list their merges, and name how
+text is split before: only splits that it has are written. Those of sentencepiece have scores instead of merges:
+whichever two neighbours make the token of the best score are merged. That is the same where every way to cut a token in
+two is a merge, and all of its merges stand together, as they do in tokenizers that were made of a sentencepiece model.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ def _byte_level(directory: Path, facts: Mapping[str, Any], merges: Sequence[tupl
 def _split(facts: Mapping[str, Any] | None) -> list[str] | None:
     """Return the steps in which text is split into words, as `DATA` writes them; None for others."""
     steps: list[str] = []
-    parts = facts["pretokenizers"] if facts and facts["type"] == "Sequence" else [facts]
+    if facts is None:
+        return None
+    parts = facts["pretokenizers"] if facts["type"] == "Sequence" else [facts]
     for part in parts:
-        kind = part["type"] if part else None
+        kind = part["type"]
         if kind == "Split" and part["behavior"] == "Isolated" and not part["invert"] and "Regex" in part["pattern"]:
             steps.append(part["pattern"]["Regex"])
         elif kind == "Digits" and part["individual_digits"]:

@@ -1,7 +1,7 @@
 """Write integers with zero points as signed integers, for formats that have a fixed zero.
 
-Symmetric codes of b bits less their middle are signed integers of b bits. Asymmetric ones less their zero points take one
-bit more. Both are exact, so that a target without zero points still holds every weight of up to 7 bits.
+Symmetric codes of b bits less their middle are signed integers of b bits. Asymmetric ones less their zero points take
+one bit more. Both are exact, so that a target without zero points still holds every weight of up to 7 bits.
 """
 
 from __future__ import annotations

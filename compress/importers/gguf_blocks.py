@@ -1,7 +1,8 @@
 """Decode the block formats of GGUF files to float32, with the operations of their reference reader in its order.
 
-`pack` writes blocks of the types that hold signed integers and a scale. A row of a tensor is a sequence of blocks. Each block holds the codes of 32 or 256 weights and their scales; in "K"
-formats the scales are coded too, with a float16 scale of their own.
+A row of a tensor is a sequence of blocks. Each block holds the codes of 32 or 256 weights and their scales; in "K"
+formats the scales are coded too, with a float16 scale of their own. `pack` writes blocks of the types that hold signed
+integers and one scale.
 """
 
 from __future__ import annotations

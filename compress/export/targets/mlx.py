@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.errors import ExportError
 from compress.export import directory
-from compress.export.convert import Export
+from compress.export.convert import TIED, Export
 from compress.export.directory import Named
 from compress.export.signed import scales_of, signed, width
 from compress.export.weights import Packed, Weight
@@ -97,7 +98,9 @@ def _stacks(export: Export) -> dict[str, list[Packed]]:
     for weight in export.held:
         expert = EXPERT.fullmatch(weight.name)
         if weight.is_turned:
-            raise ExportError(f"{weight.name} is stored as [in, out], which mlx-lm does not read packed; export to gguf")
+            raise ExportError(
+                f"{weight.name} is stored as [in, out], which mlx-lm does not read packed; export to gguf"
+            )
         if expert:
             name = f"{expert[1]}.switch_mlp.{PROJECTIONS.get(expert[3], expert[3])}"
             found.setdefault(name, {})[int(expert[2])] = weight
@@ -118,9 +121,13 @@ def _section(form: Form) -> dict[str, int]:
 
 
 def _settings(export: Export) -> dict[str, Any]:
-    """Return the configuration with all that transformers leaves out, and rotary positions as mlx-lm reads them."""
-    every = json.loads(plain_config(export.source.directory).to_json_string(use_diff=False))
-    config = {**{key: value for key, value in every.items() if value is not None}, **export.config()}
+    """Return the configuration with what transformers leaves out, and rotary positions as mlx-lm reads them."""
+    own = plain_config(export.source.directory)
+    every = json.loads(own.to_json_string(use_diff=False))
+    every |= {alias: every[name] for alias, name in own.attribute_map.items() if name in every}
+    general = PretrainedConfig().to_dict().keys() - {TIED}
+    defaults = {key: value for key, value in every.items() if value is not None and key not in general}
+    config = {**defaults, **export.config()}
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:
         config["rope_theta"] = rope["rope_theta"]
