@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress import plugins
 from compress.errors import ExportError, RecipeError
@@ -25,6 +25,7 @@ from compress.export.weights import EMBEDDINGS, HEAD, Packed
 from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
+from compress.runtime.embedding import PackedEmbedding
 from compress.storage.checkpoint import Readable, StoredTensor
 from compress.storage.workdir import check_space
 
@@ -39,7 +40,7 @@ class Export:
     source: Source
     held: tuple[Packed, ...]  # the weights that the target holds as they are stored, in the order of the model
     tables: tuple[Packed, ...]  # packed tables that become plain numbers
-    dtype: torch.dtype  # of these
+    dtype: torch.dtype  # of these, and of the model that is written
     is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
     notes: list[str] = field(default_factory=list)  # for the user, a line each
     progress: Progress = silent
@@ -58,9 +59,21 @@ class Export:
             return {EMBEDDINGS: table.name, HEAD: table.tied}
         return {table.roles[0]: table.name}
 
+    def plain_linears(self) -> list[str]:
+        """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
+        modules = self.source.skeleton.model.named_modules()
+        looked_up = [name for name, module in modules if isinstance(module, nn.Embedding | PackedEmbedding)]
+        matrices = [name.removesuffix(".weight") for name, stored in self.plain().items() if len(stored.shape) == 2]
+        return sorted({*matrices} - {*looked_up})
+
+    def check_packed(self) -> None:
+        """Raise ExportError if the target holds no weight of this checkpoint."""
+        if not self.held:
+            raise ExportError(f"{self.source.directory} has no packed linears; export it --to dense")
+
     def config(self) -> dict[str, Any]:
         """Return config.json without how the weights are packed, and with what has changed of the rest."""
-        changes: dict[str, Any] = {"dtype": word(self.dtype)} if self.is_chosen else {}
+        changes: dict[str, Any] = {} if self.dtype == self.source.dtype else {"dtype": word(self.dtype)}
         if any(len(self.places(table)) > 1 for table in self.tables):
             changes[TIED] = False
         config = self.source.config

@@ -27,7 +27,8 @@ class Published(NamedTuple):
     """Names of modules: path in the model -> name in published checkpoints."""
 
     names: Mapping[str, str]
-    fused: frozenset[str]  # paths of the modules of experts that published checkpoints hold in a few fused tensors
+    experts: frozenset[str]  # paths of the modules of experts
+    fused: frozenset[str]  # those of them that published checkpoints hold in a few fused tensors
 
 
 def published(model: PreTrainedModel, linears: Iterable[str]) -> Published:
@@ -42,7 +43,7 @@ def published(model: PreTrainedModel, linears: Iterable[str]) -> Published:
             names[linear] = templates[path].get(projection, f"{path}.{{}}.{projection}").format(number)
         else:
             names[linear] = apply_renamings(f"{linear}.weight", renamings).removesuffix(".weight")
-    return Published(names, frozenset(path for path, found in templates.items() if not found))
+    return Published(names, frozenset(experts), frozenset(path for path, found in templates.items() if not found))
 
 
 def _reversed(model: PreTrainedModel) -> list[WeightRenaming]:

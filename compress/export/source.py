@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from compress.export import names
+from compress.export.names import Published
 from compress.export.weights import EMBEDDINGS, HEAD, Packed
 from compress.model.skeleton import Skeleton
 from compress.runtime import embedding, linears
@@ -59,7 +60,7 @@ def open_source(directory: Path) -> Source:
     modules = _packed_modules(skeleton.model)
     published = names.published(skeleton.model, modules)
     own = {name: _tensors(skeleton, name, list(module.specs)) for name, module in modules.items()}
-    packed = tuple(_weight(skeleton, name, modules[name], published.names[name], own[name]) for name in modules)
+    packed = tuple(_weight(skeleton, published, name, modules[name], own[name]) for name in modules)
     taken = {stored.name for tensors in own.values() for stored in tensors.values()}
     biases = {}
     for name, module in modules.items():
@@ -89,13 +90,18 @@ def _tensors(skeleton: Skeleton, name: str, keys: list[str]) -> dict[str, Readab
     return {key: skeleton.sources[f"{name}.{key}"][0] for key in keys}
 
 
-def _weight(skeleton: Skeleton, path: str, module: PackedModule, name: str, tensors: dict[str, Readable]) -> Packed:
+def _weight(
+    skeleton: Skeleton, published: Published, path: str, module: PackedModule, tensors: dict[str, Readable]
+) -> Packed:
     model = skeleton.model
     tables = {EMBEDDINGS: model.get_input_embeddings(), HEAD: model.get_output_embeddings()}
     roles = tuple(role for role, table in tables.items() if table is module or _share(table, module))
     tied = next((each for each, found in model.named_modules() if found is tables[HEAD]), "") if len(roles) == 2 else ""
     is_turned = isinstance(module, PackedLinear) and linears.is_turned(module)
-    return Packed(name, module.shape, module.stored, roles, path, tensors, is_turned, tied)
+    parent = path.rsplit(".", 2)[0]
+    is_expert, is_fused = parent in published.experts, parent in published.fused
+    name = published.names[path]
+    return Packed(name, module.shape, module.stored, roles, is_turned, is_expert, is_fused, path, tensors, tied)
 
 
 def _share(table: nn.Module | None, module: PackedModule) -> bool:

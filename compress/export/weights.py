@@ -26,6 +26,9 @@ class Weight:
     shape: tuple[int, int]  # (out_features, in_features); of a table (tokens, hidden)
     stored: Stored
     roles: tuple[str, ...] = ()  # () for a linear; EMBEDDINGS, HEAD or both for a table
+    is_turned: bool = False  # the model's own class, and its published checkpoints, hold the weight as [in, out]
+    is_expert: bool = False
+    is_fused: bool = False  # of an expert that published checkpoints hold in a tensor with the others of its block
 
     def not_integers(self) -> str | None:
         """Return why the weight is no plain integers with scales, and what a recipe would have to say; None if it is.
@@ -81,7 +84,6 @@ class Packed(Weight):
 
     module: str = ""  # path in the model of transformers, with experts one by one
     tensors: Mapping[str, Readable] | None = None  # what is stored, by the names of the format
-    is_turned: bool = False  # the model's own class, and its published checkpoints, hold the weight as [in, out]
     tied: str = ""  # the name of the head's module where this is the table of both
 
     @property
