@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from compress.errors import ExportError, shown
-from compress.export.gguf_data import DATA
+from compress.export.gguf_data import DATA, TOOL
 from compress.importers.gguf_settings import (
     FACTOR,
     KIND,
@@ -55,7 +55,7 @@ class Model:
         found = self.names(EXPERT.sub("", stem)) if suffix in ("weight", "bias") else None
         if found is None:
             raise ExportError(
-                f"llama.cpp has no tensor for {shown(name)} in models of architecture {self.architecture}; export to "
+                f"{TOOL} has no tensor for {shown(name)} in models of architecture {self.architecture}; export to "
                 "another target"
             )
         return f"{found}{dot}{suffix}", int(expert[1]) if expert else None
@@ -82,10 +82,10 @@ def describe(config: transformers.PretrainedConfig) -> Model:
     facts = known[config.model_type]
     for setting, value in facts["requires"].items():
         if (own := getattr(config, setting, value)) != value:
-            raise _refused(f"{setting} is {shown(own)}, llama.cpp computes with {shown(value)}")
+            raise _refused(f"{setting} is {shown(own)}, {TOOL} computes with {shown(value)}")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "query_pre_attn_scalar", head) != head:
-        raise _refused("query_pre_attn_scalar is not the size of a head, by which llama.cpp scales")
+        raise _refused(f"query_pre_attn_scalar is not the size of a head, by which {TOOL} scales")
     values = {key: getattr(config, name, None) for key, name in SETTINGS.items()}
     values |= _windows(config, bool(facts.get("windows")))
     stretch, divisors = _positions(config, head)
@@ -93,7 +93,7 @@ def describe(config: transformers.PretrainedConfig) -> Model:
     notes = []
     if values[CONTEXT] != config.max_position_embeddings:
         notes.append(
-            f"context_length is {values[CONTEXT]}, the sliding window: llama.cpp attends to all tokens, which is the "
+            f"context_length is {values[CONTEXT]}, the sliding window: {TOOL} attends to all tokens, which is the "
             "same up to there"
         )
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == facts["name"])

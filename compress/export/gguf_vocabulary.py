@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 from compress.errors import ExportError
-from compress.export.gguf_data import DATA
+from compress.export.gguf_data import DATA, TOOL
 from compress.model.load import load_tokenizer
 from compress.storage.checkpoint import read_json
 
@@ -57,7 +57,7 @@ def metadata(directory: Path, rows: int) -> dict[str, Any]:
 
 def _refused(directory: Path, reason: str) -> ExportError:
     return ExportError(
-        f"the tokenizer of {directory} cannot be described to llama.cpp: {reason}; export to a target that reads "
+        f"the tokenizer of {directory} cannot be described to {TOOL}: {reason}; export to a target that reads "
         "tokenizer.json, such as mlx"
     )
 
@@ -94,7 +94,7 @@ def _byte_level(directory: Path, facts: Mapping[str, Any], merges: Sequence[tupl
         if each["text"] == split and each.get("ignore_merges", False) == ignores
     ]
     if not names:
-        raise _refused(directory, "it splits text in a way that llama.cpp has no name for, or that is not known here")
+        raise _refused(directory, f"it splits text in a way that {TOOL} has no name for, or that is not known here")
     if facts["normalizer"] not in (None, {"type": "NFC"}):  # most text is in that form already
         raise _refused(directory, f"it changes text first ({facts['normalizer'].get('type')})")
     return {
@@ -139,7 +139,7 @@ def _sentencepiece(
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     )
     if order != sorted(order) or not whole:
-        raise _refused(directory, "its merges do not follow from one score for each token, as llama.cpp has them")
+        raise _refused(directory, f"its merges do not follow from one score for each token, as {TOOL} has them")
     return {
         "ggml.model": DATA["vocabularies"]["sentencepiece"],
         "ggml.scores": [float(-places.get(token, len(places))) for token in tokens],

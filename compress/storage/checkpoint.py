@@ -148,8 +148,7 @@ class EditedTensor(NamedTuple):
 
     def parts(self) -> Iterator[Tensor]:
         stored = self.stored
-        row = stored.nbytes // stored.shape[0]
-        step = max(1, CHUNK // row)
+        step = max(1, CHUNK // (stored.nbytes // stored.shape[0]))
         for start in range(0, stored.shape[0], step):
             yield self.change(stored.rows(start, min(start + step, stored.shape[0])))
 

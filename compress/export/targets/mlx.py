@@ -32,7 +32,6 @@ from compress.export.convert import TIED, Export
 from compress.export.directory import Named
 from compress.export.signed import scales_of, signed, width
 from compress.export.weights import Packed, Weight
-from compress.model.load import plain_config
 from compress.numerics.packing import pack_stream
 
 SUFFIX = ""
@@ -122,7 +121,7 @@ def _section(form: Form) -> dict[str, int]:
 
 def _settings(export: Export) -> dict[str, Any]:
     """Return the configuration with what transformers leaves out, and rotary positions as mlx-lm reads them."""
-    own = plain_config(export.source.directory)
+    own = export.source.skeleton.model.config
     every = json.loads(own.to_json_string(use_diff=False))
     every |= {alias: every[name] for alias, name in own.attribute_map.items() if name in every}
     general = PretrainedConfig().to_dict().keys() - {TIED}
