@@ -59,8 +59,11 @@ def type_of(weight: Weight) -> int | None:
 def entries(export: Export, model: Model) -> dict[str, Entry]:
     """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
     found: dict[str, dict[int | None, Readable | Packed]] = {}
-    named = [*export.plain().items(), *((f"{weight.name}.weight", weight) for weight in export.held)]
-    for name, tensor in named:
+    named: dict[str, Readable | Packed] = {
+        **export.plain(),
+        **{f"{weight.name}.weight": weight for weight in export.held},
+    }
+    for name, tensor in named.items():
         place, expert = model.place(name)
         found.setdefault(place, {})[expert] = tensor
     made = {name: _entry(export, model, name, parts) for name, parts in found.items()}

@@ -8,7 +8,6 @@ that codes which were chosen for other scales would not be the same weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,13 @@ def write(export: Export, out: Path) -> None:
         export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, blocks of {BLOCK}")
     entries = gguf_tensors.entries(export, model)
     keys = {**model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
-    sizes = Counter[str]()
     writer = gguf.GGUFWriter(out, model.architecture)
     writer.add_name(directory.resolve().name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
         kind = gguf.GGMLQuantizationType(entry.type)
-        sizes[kind.name] += entry.nbytes
         # with another element type than uint8 the shape is taken as it is
         writer.add_tensor_info(name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=kind)
-    most = sizes.most_common(1)[0][0]
-    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if most == 'F32' else 'MOSTLY'}_{most}"])
     for key, value in keys.items():
         _add(writer, key, value)
     writer.write_header_to_file()
