@@ -8,6 +8,7 @@ CompressError
 ├── CalibrationError       too little, empty or undecodable text
 ├── BudgetError            the memory budget cannot be met
 ├── UnreadCacheError       attention that cannot read the codes of the cache it was given
+├── ExportError            what is stored cannot be written in another tool's format without loss
 ├── NotMeasuredError       something is not measured yet, and the job forbids measuring
 └── NumericalError         non-finite weights, activations or Hessians
 
@@ -109,6 +110,10 @@ class UnreadCacheError(CompressError, AttributeError):
 
 class TokenIdError(CompressError, IndexError):
     """A token id was looked up that the table of embeddings does not have."""
+
+
+class ExportError(CompressError):
+    """A checkpoint cannot be written in the format of another tool without loss."""
 
 
 class NotMeasuredError(CompressError):

@@ -9,6 +9,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
     formats    Params, specs, pack, decode, and check where stored integers select: compress/formats/__init__.py
     importers  describe(source), tensors(source): compress/importers/__init__.py
+    export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
 
@@ -45,11 +46,13 @@ KINDS = {
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
     "importers": ("describe", "tensors"),
+    "export": ("refuses", "write", "SUFFIX"),
 }
-SETTABLE = tuple(kind for kind in KINDS if kind != "importers")  # with settings; a checkpoint chooses its importer
+SETTABLE = tuple(kind for kind in KINDS if kind not in ("importers", "export"))  # with settings
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-PACKAGES = {kind: {"allocate": "allocate.methods", "kv": "kv.codecs"}.get(kind, kind) for kind in KINDS}
+_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "export": "export.targets"}
+PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
 
 LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly
 MISMATCH = object()  # "this value is not of that type"; None is a value

@@ -34,6 +34,7 @@ PLUGINS: dict[str, set[str]] = {
     "quant": BASE | {"compress.formats", "compress.kernels.llvm", "compress.lowrank.factors"},
     "allocate": BASE | {"compress.allocate"},
     "importers": {"compress.errors", "compress.numerics", "compress.storage"},
+    "export": BASE | {"compress.formats", "compress.storage", "compress.export"},
     "formats": BASE | {"compress.formats.lowrank"},  # which any weight may have beside it
 }
 

@@ -13,7 +13,17 @@ from typing import Annotated
 
 import typer
 
-from compress.cli import allocate, evaluate, interruption, kv, lists, push, quantize, streams  # noqa: F401  (they add their commands)
+from compress.cli import (  # noqa: F401  (they add their commands)
+    allocate,
+    evaluate,
+    export,
+    interruption,
+    kv,
+    lists,
+    push,
+    quantize,
+    streams,
+)
 from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note
 from compress.progress import NOTES
 from compress.storage import paths

@@ -1,7 +1,8 @@
 """Decode the block formats of GGUF files to float32, with the operations of their reference reader in its order.
 
 A row of a tensor is a sequence of blocks. Each block holds the codes of 32 or 256 weights and their scales; in "K"
-formats the scales are coded too, with a float16 scale of their own.
+formats the scales are coded too, with a float16 scale of their own. `pack` writes blocks of the types that hold signed
+integers and one scale.
 """
 
 from __future__ import annotations
@@ -187,7 +188,27 @@ BLOCKS = {
     35: BlockType("TQ2_0", 256, 66, None),
     39: BlockType("MXFP4", 32, 17, None),
 }
+SIGNED = {2: 4, 6: 5, 8: 8}  # types whose blocks are a float16 scale and signed codes -> bits of a code
 UNKNOWN = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 40: "NVFP4"}
+
+
+def pack(codes: Tensor, scales: Tensor, number: int) -> Tensor:
+    """Pack signed codes, int8 [rows, columns], as blocks of a type of `SIGNED`: uint8 [rows, bytes of a row].
+
+    scales float16 [rows, columns / 32]; the weights are scale * code. Every code fits the bits of the type.
+    """
+    elements, bits = BLOCKS[number].elements, SIGNED[number]
+    signed = codes.numpy().reshape(-1, elements)
+    parts = [scales.numpy().reshape(-1, 1).view(np.uint8)]
+    if bits == 8:
+        parts.append(signed.view(np.uint8))
+    else:
+        fields = (signed + np.int8(1 << (bits - 1))).view(np.uint8)
+        if bits == 5:
+            parts.append(np.packbits(fields >> np.uint8(4), axis=1, bitorder="little"))
+        half, low = elements // 2, fields & np.uint8(15)
+        parts.append(low[:, :half] | (low[:, half:] << np.uint8(4)))
+    return torch.from_numpy(np.concatenate(parts, 1).reshape(len(codes), -1))
 
 
 def type_name(number: int) -> str:

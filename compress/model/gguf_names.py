@@ -21,19 +21,15 @@ from compress.errors import CheckpointError, UnsupportedModelError, first_line, 
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf import values
 from compress.importers.gguf_header import Header
+from compress.importers.gguf_settings import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config
 from compress.storage.checkpoint import CONFIG, write_text
 
-LEFT_OUT = {  # keys of files -> settings that transformers would leave at their defaults
-    "attention.key_length": "head_dim",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
+LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
+    *("attention.key_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+)
 PATHS = ("_name_or_path", "_model_name_or_path")  # of a directory that another process has under another name
-HEAD = "output.weight"  # the output head; a file without one has tied embeddings
-FREQUENCIES = "rope_freqs.weight"  # by how much each rotary frequency is divided, float32 [head size / 2]
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
-LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # of the one way to stretch positions that is written as such a tensor
 
 
 def write_directory(file: Path, directory: Path) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
     header = gguf_header.read_all(file)
     with _one_line(file, header):
         config = open_config(directory, gguf_file=file.name)
-        for key, name in LEFT_OUT.items():
+        for key, name in ((key, SETTINGS[key]) for key in LEFT_OUT):
             if (width := header.metadata.get(f"{header.architecture}.{key}")) is not None and hasattr(config, name):
                 setattr(config, name, width)
         unused = _stretch(file, header, config)
@@ -112,11 +108,11 @@ def _stretch(file: Path, header: Header, config: transformers.PretrainedConfig) 
 
 def _stretched_by_factor(file: Path, header: Header, known: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a file's metadata gives, {} if positions are as they are or transformers has read it."""
-    prefix = f"{header.architecture}.rope.scaling."
-    kind, factor = header.metadata.get(f"{prefix}type", "none"), header.metadata.get(f"{prefix}factor")
+    prefix = f"{header.architecture}."
+    kind, factor = header.metadata.get(prefix + KIND, "none"), header.metadata.get(prefix + FACTOR)
     if kind == "none" or known.get("rope_type", "default") != "default":
         return {}
-    original = header.metadata.get(f"{prefix}original_context_length")
+    original = header.metadata.get(prefix + ORIGINAL_LENGTH)
     if kind == "linear" and factor:
         return {"rope_type": kind, "factor": factor}
     if kind == "yarn" and factor and original:
@@ -127,21 +123,11 @@ def _stretched_by_factor(file: Path, header: Header, known: dict[str, Any]) -> d
 def _stretched_by_tensor(file: Path, header: Header, known: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that give the divisors of the rotary frequencies in a file, computed anew and compared."""
     divisors = values(header.tensors[FREQUENCIES]).tolist()
-    factor = max(divisors)
-    turns = [float(known.get("rope_theta", 10000.0)) ** (index / len(divisors)) for index in range(len(divisors))]
-    expected = []
-    for wavelength in (2 * math.pi * turn for turn in turns):
-        share = min(1.0, max(0.0, (ORIGINAL / wavelength - LOW) / (HIGH - LOW)))
-        expected.append(1 / ((1 - share) / factor + share))
+    bands = Bands(max(divisors))
+    expected = bands.divisors(float(known.get("rope_theta", 10000.0)), len(divisors))
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, expected, strict=True)):
         raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({FREQUENCIES}); not read")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": LOW,
-        "high_freq_factor": HIGH,
-        "original_max_position_embeddings": ORIGINAL,
-    }
+    return {"rope_type": "llama3", **bands._asdict()}
 
 
 @contextmanager

@@ -88,6 +88,12 @@ def remember(packed: PackedLinear, replaced: nn.Module) -> None:
         vars(packed)["replaced"] = copy.deepcopy(replaced).to("meta")  # not a child: it holds no part of the model
 
 
+def is_turned(packed: PackedLinear) -> bool:
+    """Return whether the module that a PackedLinear has replaced holds its weight as [in, out]."""
+    template = vars(packed).get("replaced")
+    return template is not None and bool(_is_turned(template))
+
+
 @torch.no_grad()
 def _is_turned(module: nn.Module) -> bool | None:
     """Return whether the module computes x W + b (True), x W^T + b (False), or anything else (None).

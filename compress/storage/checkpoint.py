@@ -40,6 +40,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
@@ -147,8 +148,7 @@ class EditedTensor(NamedTuple):
 
     def parts(self) -> Iterator[Tensor]:
         stored = self.stored
-        row = stored.nbytes // stored.shape[0]
-        step = max(1, CHUNK // row)
+        step = max(1, CHUNK // (stored.nbytes // stored.shape[0]))
         for start in range(0, stored.shape[0], step):
             yield self.change(stored.rows(start, min(start + step, stored.shape[0])))
 

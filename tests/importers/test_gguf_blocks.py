@@ -28,3 +28,19 @@ def test_decoders_are_equal_to_the_reference_in_every_bit(number: int) -> None:
 
 def test_types_have_names() -> None:
     assert [gguf_blocks.type_name(number) for number in (1, 14, 40, 99)] == ["float16", "Q6_K", "NVFP4", "number 99"]
+
+
+@pytest.mark.parametrize("number", gguf_blocks.SIGNED, ids=lambda number: gguf_blocks.BLOCKS[number].name)
+def test_packed_blocks_decode_to_scale_times_code_in_the_reference_reader(number: int) -> None:
+    """All codes, negative scales, the smallest and the largest one."""
+    reach = 1 << (gguf_blocks.SIGNED[number] - 1)
+    generator = torch.Generator().manual_seed(number)
+    codes = torch.randint(-reach, reach, (48, 96), generator=generator, dtype=torch.int8)
+    codes[0, :2] = torch.tensor([-reach, reach - 1])
+    scales = torch.randn(48, 3, generator=generator).half()
+    scales[1] = torch.tensor([2.0**-24, -65504.0 / reach, 0.0])
+    packed = gguf_blocks.pack(codes, scales, number)
+    expected = codes.float() * scales.float().repeat_interleave(32, 1)
+    assert packed.shape == (48, 3 * gguf_blocks.BLOCKS[number].nbytes) and packed.dtype == torch.uint8
+    assert np.array_equal(gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType(number)), expected.numpy())
+    assert torch.equal(gguf_blocks.decode(packed.reshape(-1), number).view(48, 96), expected)

@@ -1,0 +1,180 @@
+"""Export a checkpoint to a target: ask what the target can hold, refuse or go on, write, and put in place.
+
+Linears are exported as they are stored or not at all. Embeddings and output head, which most recipes pack, are written
+as plain numbers where the target cannot hold them packed, and a line says what that costs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress import plugins
+from compress.errors import ExportError, RecipeError
+from compress.export.place import Place
+from compress.export.source import Source, open_source
+from compress.export.weights import EMBEDDINGS, HEAD, Packed
+from compress.importers.source import Decoded
+from compress.process_memory import show
+from compress.progress import Progress, silent
+from compress.runtime.embedding import PackedEmbedding
+from compress.storage.checkpoint import Readable, StoredTensor
+from compress.storage.workdir import check_space
+
+KIND = "export"
+TIED = "tie_word_embeddings"
+
+
+@dataclass
+class Export:
+    """What a target is to write."""
+
+    source: Source
+    held: tuple[Packed, ...]  # the weights that the target holds as they are stored, in the order of the model
+    tables: tuple[Packed, ...]  # packed tables that become plain numbers
+    dtype: torch.dtype  # of these, and of the model that is written
+    is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
+    notes: list[str] = field(default_factory=list)  # for the user, a line each
+    progress: Progress = silent
+
+    def plain(self) -> dict[str, Readable]:
+        """Return all tensors that are written as plain numbers by their published names, decoded when they are read."""
+        tensors = dict(self.source.plain)
+        for table in self.tables:
+            for role, name in self.places(table).items():
+                tensors[f"{name}.weight"] = dense(table, f"{name}.weight", self.dtype, role)
+        return tensors
+
+    def places(self, table: Packed) -> dict[str, str]:
+        """Return role -> module under whose name a table is written: one for both where the rows are the same."""
+        if table.tied and not table.is_one_table:
+            return {EMBEDDINGS: table.name, HEAD: table.tied}
+        return {table.roles[0]: table.name}
+
+    def plain_linears(self) -> list[str]:
+        """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
+        modules = self.source.skeleton.model.named_modules()
+        looked_up = [name for name, module in modules if isinstance(module, nn.Embedding | PackedEmbedding)]
+        matrices = [name.removesuffix(".weight") for name, stored in self.plain().items() if len(stored.shape) == 2]
+        return sorted({*matrices} - {*looked_up})
+
+    def check_packed(self) -> None:
+        """Raise ExportError if the target holds no weight of this checkpoint."""
+        if not self.held:
+            raise ExportError(f"{self.source.directory} has no packed linears; export it --to dense")
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json without how the weights are packed, and with what has changed of the rest."""
+        changes: dict[str, Any] = {} if self.dtype == self.source.dtype else {"dtype": word(self.dtype)}
+        if any(len(self.places(table)) > 1 for table in self.tables):
+            changes[TIED] = False
+        config = self.source.config
+        nested = {
+            name: {**part, **{key: value for key, value in changes.items() if key in part}}
+            for name, part in config.items()
+            if isinstance(part, dict)
+        }
+        return {**config, **nested, **changes}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What has been written."""
+
+    nbytes: int  # of all files
+    source_nbytes: int  # of the tensors of the packed checkpoint
+    notes: tuple[str, ...]
+
+
+def target_named(name: str) -> ModuleType:
+    """Return the target that a user has named; ExportError with what there is for an unknown one."""
+    try:
+        return plugins.load(KIND, name.lower().replace("-", "_"))
+    except RecipeError as error:
+        raise ExportError(plugins.unknown("export target", name, target_names())) from error
+
+
+def target_names() -> list[str]:
+    """Return the targets as users name them."""
+    return [name.replace("_", "-") for name in plugins.names(KIND)]
+
+
+def prepare(source: Source, name: str, dtype: torch.dtype | None = None) -> Export:
+    """Return what a target is to write; ExportError for linears that it cannot hold, with the first of them.
+
+    dtype: of all plain numbers; None: as they are stored, and decoded tables in the type of the model.
+    """
+    target = target_named(name)
+    reasons = {weight.name: target.refuses(weight) for weight in source.packed}
+    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not weight.roles]
+    if refused:
+        others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
+        raise ExportError(f"{name} cannot hold {refused[0].name}{others}: {reasons[refused[0].name]}")
+    held = tuple(weight for weight in source.packed if reasons[weight.name] is None)
+    tables = tuple(weight for weight in source.packed if reasons[weight.name] is not None)
+    export = Export(source, held, tables, dtype or source.dtype, dtype is not None, list(source.dropped))
+    if hasattr(target, "check"):
+        target.check(export)
+    for table in [table for table in tables if reasons[table.name]]:
+        plain = sum(tensor.nbytes for name, tensor in export.plain().items() if name not in source.plain)
+        cost = f"{show(plain)} in place of {show(table.nbytes)}"
+        export.notes.append(f"{table.name} is written as plain {word(export.dtype)}, {cost}: {reasons[table.name]}")
+    return export
+
+
+def export(
+    directory: Path,
+    name: str,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Result:
+    """Write a checkpoint of ours at `out` in the format of a target; nothing is left behind if that fails.
+
+    Raises ExportError for what the target cannot hold, OutputError for what is in the way.
+    """
+    target = target_named(name)
+    with Place(out, target.SUFFIX, overwrite) as place:
+        prepared = prepare(open_source(directory), name, dtype)
+        prepared.progress = progress
+        check_space(out.parent, prepared.source.nbytes)
+        target.write(prepared, place.new)
+        place.publish()
+    files = [out] if target.SUFFIX else [path for path in out.rglob("*") if path.is_file()]
+    nbytes = sum(os.path.getsize(path) for path in files)
+    return Result(nbytes, prepared.source.nbytes, tuple(prepared.notes))
+
+
+def dense(weight: Packed, name: str, dtype: torch.dtype, role: str = "") -> Decoded:
+    """Return a packed weight as a tensor that is decoded when it is read, turned as published checkpoints have it."""
+
+    def make() -> Tensor:
+        matrix = weight.dense(dtype, role)
+        return matrix.T.contiguous() if weight.is_turned else matrix
+
+    shape = weight.shape[::-1] if weight.is_turned else weight.shape
+    return lazy(name, dtype, shape, make, weight)
+
+
+def lazy(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor], weight: Packed) -> Decoded:
+    """Return a tensor of one weight that is made, whole, when it is read."""
+    sources: tuple[StoredTensor, ...] = tuple(s for tensor in (weight.tensors or {}).values() for s in tensor.sources)
+    return Decoded(name, dtype, shape, sources, partial(_rows, make), max(1, shape[0]))
+
+
+def _rows(make: Callable[[], Tensor], start: int, stop: int) -> Tensor:
+    return make()[start:stop]
+
+
+def word(dtype: torch.dtype) -> str:
+    """Return the name of a type as configurations have it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,92 @@
+"""Write an export as a directory of safetensors files in the layout of transformers.
+
+Tensors are gathered up to `SHARD` bytes, and written as one file: memory is bounded by that, not by the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.export.convert import Export
+from compress.export.place import RECORD
+from compress.export.weights import Packed
+from compress.importers.source import Decoded
+from compress.run import write_checkpoint
+from compress.storage.checkpoint import CONFIG, MANIFEST, SINGLE, Readable, write_shard, write_text
+from compress.version import __version__
+
+SHARD = 512 << 20  # bytes of a file, unless one tensor is larger
+OURS = (MANIFEST, "report.json", "recipe.yaml")  # of the packed checkpoint
+
+Named = tuple[str, Tensor | Readable]  # with its full name
+
+
+def write(
+    export: Export,
+    out: Path,
+    tensors: Iterable[Named],
+    config: Mapping[str, Any],
+    left_out: Collection[str] = (),
+) -> None:
+    """Write the directory `out`: weights, configuration, tokenizer and the other files of the checkpoint.
+
+    tensors: what is stored for the held weights, by full name; taken one after the other. config: what is laid over
+    config.json. left_out: plain tensors that are not written.
+    """
+    out.mkdir(parents=True)
+    plain = {name: stored for name, stored in export.plain().items() if name not in left_out}
+    if export.is_chosen:
+        plain = {name: typed(stored, export.dtype) for name, stored in plain.items()}
+    write_shards(out, chain(plain.items(), tensors))
+    write_checkpoint.copy_files(export.source.directory, out)
+    for name in OURS:
+        (out / name).unlink(missing_ok=True)
+    write_text(out / CONFIG, json.dumps({**export.config(), **config}, indent=2) + "\n")
+    record = {"version": __version__, "source": export.source.directory.name, "notes": export.notes}
+    write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def held(export: Export, tensors: Callable[[Packed], Mapping[str, Tensor]]) -> Iterator[Named]:
+    """Yield what a target stores for the held weights: `tensors(weight)` gives it by last names, such as qweight."""
+    for number, weight in enumerate(export.held):
+        export.progress(f"writing {weight.name}", number, len(export.held))
+        for key, tensor in tensors(weight).items():
+            yield f"{weight.name}.{key}", tensor
+
+
+def typed(stored: Readable, dtype: torch.dtype) -> Readable:
+    """Return a floating tensor in another type, any other as it is."""
+    if not stored.dtype.is_floating_point or stored.dtype == dtype:
+        return stored
+    return Decoded(
+        stored.name,
+        dtype,
+        stored.shape,
+        stored.sources,
+        lambda start, stop: stored.rows(start, stop).to(dtype) if stored.shape else stored.read().to(dtype),
+        stored.shape[0] if stored.shape else 1,
+    )
+
+
+def write_shards(out: Path, tensors: Iterable[Named]) -> None:
+    """Write tensors into files of at most SHARD bytes, and an index where there are several."""
+    gathered: dict[str, Tensor | Readable] = {}
+    nbytes = count = 0
+    for name, tensor in tensors:
+        if gathered and nbytes + tensor.nbytes > SHARD:
+            count += 1
+            write_shard(out / f"model-{count:05}.safetensors", gathered)
+            gathered, nbytes = {}, 0
+        gathered[name] = tensor
+        nbytes += tensor.nbytes
+    count += 1
+    write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered)
+    if count > 1:
+        write_checkpoint.write_index(out)

@@ -1,0 +1,121 @@
+"""Turn what is exported into the tensors of a GGUF file: names, types, order of rows, blocks.
+
+A block of the types that hold signed codes is a float16 scale and 32 codes: w = scale * code. Scales of larger groups
+are repeated. Experts of a layer are one tensor, of the widest type that one of them needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.errors import ExportError
+from compress.export.convert import Export
+from compress.export.gguf_model import Model
+from compress.export.signed import scales_of, signed, width
+from compress.export.weights import Packed, Weight
+from compress.importers import gguf_blocks
+from compress.importers.gguf_settings import FREQUENCIES
+from compress.storage.checkpoint import Readable
+
+BLOCK = 32  # weights of a block
+CHUNK = 1 << 24  # codes that are packed at a time
+PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
+IN_FULL = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")  # in float32
+
+
+@dataclass
+class Entry:
+    """A tensor of the file."""
+
+    type: int  # its number in GGUF
+    shape: tuple[int, ...]
+    parts: list[Callable[[], Tensor]]  # what it is made of, read when called; experts in order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        numel = torch.Size(self.shape).numel()
+        if self.type in gguf_blocks.PLAIN:
+            return numel * gguf_blocks.PLAIN[self.type].itemsize
+        block = gguf_blocks.BLOCKS[self.type]
+        return numel // block.elements * block.nbytes
+
+    def read(self) -> Tensor:
+        """Return the bytes of the tensor, uint8 [nbytes]."""
+        read = [part().contiguous().reshape(-1).view(torch.uint8) for part in self.parts]
+        return torch.cat(read) if len(read) > 1 else read[0]
+
+
+def type_of(weight: Weight) -> int | None:
+    """Return the narrowest type for the signed integers of a weight, None if there is none."""
+    return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= width(weight)), None)
+
+
+def entries(export: Export, model: Model) -> dict[str, Entry]:
+    """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
+    found: dict[str, dict[int | None, Readable | Packed]] = {}
+    named: dict[str, Readable | Packed] = {
+        **export.plain(),
+        **{f"{weight.name}.weight": weight for weight in export.held},
+    }
+    for name, tensor in named.items():
+        place, expert = model.place(name)
+        found.setdefault(place, {})[expert] = tensor
+    made = {name: _entry(export, model, name, parts) for name, parts in found.items()}
+    if model.divisors:
+        made[FREQUENCIES] = Entry(PLAIN[torch.float32], (len(model.divisors),), [partial(torch.tensor, model.divisors)])
+    return made
+
+
+def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Readable | Packed]) -> Entry:
+    """Return the tensor that is made of a weight, or of those of all experts of a layer."""
+    ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
+    packed = [part for part in ordered if isinstance(part, Packed)]
+    if not packed:
+        made = _plain(export, model, name, [part for part in ordered if not isinstance(part, Packed)])
+    elif len(packed) == len(ordered):
+        made = _packed(model, name, packed)
+    else:
+        raise ExportError(
+            f"{name} is one tensor of all experts of a layer, and {len(ordered) - len(packed)} of them are not "
+            "quantized; quantize all, or none"
+        )
+    return made if None in parts else Entry(made.type, (len(ordered), *made.shape), made.parts)
+
+
+def _packed(model: Model, name: str, weights: list[Packed]) -> Entry:
+    kind = max(number for weight in weights if (number := type_of(weight)) is not None)
+    order = model.rows(name, weights[0].shape[0])
+    return Entry(kind, weights[0].shape, [partial(_blocks, weight, kind, order) for weight in weights])
+
+
+def _plain(export: Export, model: Model, name: str, tensors: list[Readable]) -> Entry:
+    shape = tensors[0].shape if len(tensors[0].shape) == 1 or tensors[0].shape[0] > 1 else tensors[0].shape[1:]
+    dtype = export.dtype if export.is_chosen else tensors[0].dtype
+    if len(shape) == 1 or name.endswith(IN_FULL):
+        dtype = torch.float32
+    if dtype not in PLAIN:
+        raise ExportError(f"{tensors[0].name} is stored as {dtype}, which GGUF files do not have; set --dtype bfloat16")
+    offset = model.norm_offset if name.endswith("_norm.weight") else 0.0
+    order = model.rows(name, shape[0])
+
+    def read(stored: Readable) -> Tensor:
+        values = stored.read().to(dtype)
+        values = values if order is None else values[order]
+        return values + offset if offset else values
+
+    return Entry(PLAIN[dtype], shape, [partial(read, stored) for stored in tensors])
+
+
+def _blocks(weight: Packed, kind: int, order: Tensor | None) -> Tensor:
+    """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
+    integers = weight.integers()
+    scales = scales_of(integers, BLOCK, torch.float16, "GGUF")
+    rows = torch.arange(integers.shape[0]) if order is None else order
+    parts = rows.split(max(1, CHUNK // integers.shape[1]))
+    return torch.cat([gguf_blocks.pack(signed(integers, part), scales[part], kind) for part in parts])

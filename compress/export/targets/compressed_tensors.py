@@ -1,0 +1,130 @@
+"""Write compressed-tensors, for vLLM, SGLang, transformers: packed integers of 2 to 8 bits, int8 with int8 inputs.
+
+A packed weight has weight_packed int32 [out, ceil(in * bits / 32)], weight_scale [out, groups] in the type of ours and
+weight_shape; asymmetric weights have weight_zero_point, packed along the rows. W = (code - zero) * scale. Where inputs
+are quantized to 8 bits a token at a time, weight is int8 [out, in] and weight_scale [out, 1].
+
+transformers with compressed-tensors 0.18 to 0.20 opens asymmetric weights only if it is told to decode them all, and
+can do that only if all are alike: "dequantize" says so, and asymmetric weights that differ are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import ExportError
+from compress.export import directory, integers
+from compress.export.convert import Export
+from compress.export.weights import IntWeight, Packed, Weight
+from compress.types import Activations
+
+SUFFIX = ""
+BITS = tuple(range(2, 9))
+PACKED, INT8, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+INPUTS = Activations(bits=8, scale="token", clip=1.0, dtype="int")  # the only ones that readers compute likewise
+
+
+def refuses(weight: Weight) -> str | None:
+    """Return why a weight is no plain integers, or has quantized inputs that readers do not know."""
+    if reason := integers.refusal(weight, BITS):
+        return reason
+    if weight.is_expert and not weight.stored.params.symmetric:
+        return "transformers cannot open asymmetric experts in this format; set symmetric: true"
+    activations, params = weight.stored.activations, weight.stored.params
+    if activations is None:
+        return None
+    if activations != INPUTS:
+        return (
+            "its inputs are quantized otherwise than readers do it; set activations: {bits: 8, scale: token}, or null"
+        )
+    if params.bits != 8 or params.group(weight.shape[1]) != weight.shape[1] or not params.symmetric:
+        return "readers multiply quantized inputs with int8 rows; set bits: 8, group_size: -1 and symmetric: true"
+    return None
+
+
+def check(export: Export) -> None:
+    """Raise ExportError for asymmetric weights that are not all alike, which no version of transformers opens."""
+    export.check_packed()
+    groups = _groups(export)
+    if len(groups) > 1 and any(not scheme["weights"]["symmetric"] for scheme, _ in groups):
+        raise ExportError(
+            "transformers opens asymmetric compressed-tensors only if all weights are alike; set symmetric: true, or "
+            "the same bits and group_size for all"
+        )
+    integers.settle_type(export, (weight.stored.params.scale_dtype for weight in export.held))
+
+
+def write(export: Export, out: Path) -> None:
+    """Write the directory, with the settings in config.json."""
+    groups = _groups(export)
+    formats = sorted({scheme["format"] for scheme, _ in groups})
+    is_one = len(groups) == 1
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": formats[0] if len(formats) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": export.plain_linears(),
+        "config_groups": {
+            f"group_{number}": {"targets": ["Linear"] if is_one else _targets(names), **scheme}
+            for number, (scheme, names) in enumerate(groups)
+        },
+        **({} if groups[0][0]["weights"]["symmetric"] else {"dequantize": True}),
+    }
+    tensors = directory.held(export, lambda weight: _tensors(weight.integers()))
+    directory.write(export, out, tensors, {"quantization_config": settings})
+
+
+def _groups(export: Export) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return each way in which weights are stored, and the names of those."""
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for weight in export.held:
+        scheme = _scheme(weight)
+        names = next((names for known, names in groups if known == scheme), None)
+        if names is None:
+            groups.append((scheme, names := []))
+        names.append(weight.name)
+    return groups
+
+
+def _scheme(weight: Packed) -> dict[str, Any]:
+    params = weight.stored.params
+    is_row = params.group(weight.shape[1]) == weight.shape[1]
+    shared = {"type": "int", "symmetric": params.symmetric, "dynamic": False, "actorder": None}
+    inputs = None
+    if weight.stored.activations is not None:
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "weights": {
+            "num_bits": params.bits,
+            **shared,
+            "strategy": "channel" if is_row else "group",
+            "group_size": None if is_row else params.group_size,
+        },
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": PACKED if inputs is None else INT8,
+    }
+
+
+def _targets(names: list[str]) -> list[str]:
+    return [f"re:^{re.escape(name)}$" for name in names]
+
+
+def _tensors(weight: IntWeight) -> dict[str, Tensor]:
+    if weight.activations is not None:
+        return {"weight": (weight.codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": weight.scales}
+    stored = {
+        "weight_packed": integers.words(weight.codes, weight.bits),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if weight.zeros is not None:
+        stored["weight_zero_point"] = integers.words(weight.zeros.T.contiguous(), weight.bits).T.contiguous()
+    return stored

@@ -1,0 +1,158 @@
+"""Write the affine format of MLX, which mlx-lm runs on Apple machines: integers with a scale and a bias, exact.
+
+    weight uint32 [out, in * bits / 32]   codes, a little-endian stream of bits in each row
+    scales, biases [out, in / group]      w = scale * code + bias
+
+The bias is -scale * 2^(bits - 1), a product with a power of two, and so exact. A zero point of its own would make it
+a rounded product. Asymmetric codes are therefore written less their zero points, with one bit more. MLX has 2, 3, 4, 5,
+6 and 8 bits, and groups of 32, 64 and 128 columns: scales of larger groups are repeated. Where linears differ, the
+configuration says so module by module. Experts of a layer are one tensor, as in the models of mlx-lm.
+
+All other numbers are written in the type of the scales, so that MLX computes in it. mlx-lm reads `rope_theta` and
+`rope_scaling`, and some settings that transformers leaves out where they are its defaults: both are written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from compress.errors import ExportError
+from compress.export import directory
+from compress.export.convert import TIED, Export
+from compress.export.directory import Named
+from compress.export.signed import scales_of, signed, width
+from compress.export.weights import Packed, Weight
+from compress.numerics.packing import pack_stream
+
+SUFFIX = ""
+BITS = (2, 3, 4, 5, 6, 8)
+GROUPS = (128, 64, 32)
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # names of experts -> those of mlx-lm
+Form = tuple[int, int]  # bits, columns of a group
+
+
+def refuses(weight: Weight) -> str | None:
+    """Return why the affine format does not hold the weight in every bit, and what would have to be chosen."""
+    if (reason := weight.not_integers()) is not None:
+        return reason
+    if width(weight) > BITS[-1]:
+        return "asymmetric codes of 8 bits have no exact bias in MLX; set symmetric: true, or bits: 7"
+    params, columns = weight.stored.params, weight.shape[1]
+    if _group(params.group_size, columns) is None:
+        return f"groups of {params.group(columns)} of {columns} columns are no groups of 32; set group_size: 64, or -1"
+    return None
+
+
+def write(export: Export, out: Path) -> None:
+    """Write a directory that mlx-lm loads; ExportError for scales or other numbers that its type does not hold."""
+    dtype = _dtype(export)
+    if any(weight.stored.activations is not None for weight in export.held):
+        export.notes.append("inputs of linears are not quantized: MLX computes with them as they are")
+    others = export if export.is_chosen else replace(export, dtype=dtype, is_chosen=True)
+    stacks = _stacks(export)
+    forms = {name: _form(weights[0]) for name, weights in stacks.items()}
+    for name, weights in stacks.items():
+        if len({_form(weight) for weight in weights}) > 1:
+            raise ExportError(
+                f"the experts of {name} differ in bits or groups, which one tensor of MLX cannot hold; give them the "
+                "same in the recipe"
+            )
+    config = {**_settings(others), "quantization": _quantization(forms)}
+    config["quantization_config"] = config["quantization"]
+    directory.write(others, out, _tensors(export, stacks, dtype), config)
+
+
+def _group(group_size: int, columns: int) -> int | None:
+    """Return the largest group of MLX that divides the weight's own groups and its rows."""
+    size = columns if group_size == -1 else group_size
+    return next((group for group in GROUPS if size % group == 0 and columns % group == 0), None)
+
+
+def _form(weight: Packed) -> Form:
+    group = _group(weight.stored.params.group_size, weight.shape[1])
+    assert group is not None
+    return next(bits for bits in BITS if bits >= width(weight)), group
+
+
+def _dtype(export: Export) -> torch.dtype:
+    """Return the type of the scales: bfloat16 if all are stored so, else float16."""
+    stored = {weight.stored.params.scale_dtype for weight in export.held}
+    return torch.bfloat16 if stored == {"bfloat16"} else torch.float16
+
+
+def _stacks(export: Export) -> dict[str, list[Packed]]:
+    """Return name of a module in mlx-lm -> its weight, or those of the experts that are stacked there, in order."""
+    found: dict[str, dict[int, Packed]] = {}
+    for weight in export.held:
+        expert = EXPERT.fullmatch(weight.name)
+        if weight.is_turned:
+            raise ExportError(
+                f"{weight.name} is stored as [in, out], which mlx-lm does not read packed; export to gguf"
+            )
+        if expert:
+            name = f"{expert[1]}.switch_mlp.{PROJECTIONS.get(expert[3], expert[3])}"
+            found.setdefault(name, {})[int(expert[2])] = weight
+        else:
+            found[weight.name] = {0: weight}
+    return {name: [stack[index] for index in sorted(stack)] for name, stack in found.items()}
+
+
+def _quantization(forms: dict[str, Form]) -> dict[str, Any]:
+    """Return what config.json says: the form of most modules, and those that differ."""
+    most = Counter(forms.values()).most_common(1)[0][0] if forms else (4, 64)
+    others = {name: _section(form) for name, form in forms.items() if form != most}
+    return {**_section(most), **others}
+
+
+def _section(form: Form) -> dict[str, int]:
+    return {"group_size": form[1], "bits": form[0]}
+
+
+def _settings(export: Export) -> dict[str, Any]:
+    """Return the configuration with what transformers leaves out, and rotary positions as mlx-lm reads them."""
+    own = export.source.skeleton.model.config
+    every = json.loads(own.to_json_string(use_diff=False))
+    every |= {alias: every[name] for alias, name in own.attribute_map.items() if name in every}
+    general = PretrainedConfig().to_dict().keys() - {TIED}
+    defaults = {key: value for key, value in every.items() if value is not None and key not in general}
+    config = {**defaults, **export.config()}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return config
+
+
+def _tensors(export: Export, stacks: dict[str, list[Packed]], dtype: torch.dtype) -> Iterator[Named]:
+    for number, (name, weights) in enumerate(stacks.items()):
+        export.progress(f"writing {name}", number, len(stacks))
+        parts = [_affine(weight, dtype) for weight in weights]
+        for key in parts[0]:
+            is_stack = EXPERT.fullmatch(weights[0].name) is not None
+            yield f"{name}.{key}", torch.stack([part[key] for part in parts]) if is_stack else parts[0][key]
+
+
+def _affine(weight: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what is stored for a weight."""
+    bits, group = _form(weight)
+    integers = weight.integers()
+    middle = 1 << (bits - 1)
+    codes = (signed(integers).to(torch.int16) + middle).to(torch.uint8)
+    words = torch.cat([pack_stream(rows, bits) for rows in codes.split(max(1, (1 << 22) // codes.shape[1]))])
+    scales = scales_of(integers, group, dtype, "MLX")
+    biases = scales * -middle
+    if not torch.isfinite(biases).all():
+        raise ExportError(f"{weight.name} has scales too large for {dtype} biases in MLX; export to dense or gguf")
+    return {"weight": words.view(torch.int32).view(torch.uint32), "scales": scales, "biases": biases}

@@ -1,0 +1,93 @@
+"""The affine format of MLX, decoded here as its documentation says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compress.errors import ExportError
+from compress.export import convert
+from compress.export.source import open_source
+from engines import FOUR_BITS, packed
+from runs import stored_tensors
+
+
+def decoded(tensors: dict[str, Tensor], name: str, bits: int, group: int) -> Tensor:
+    """w = scale * code + bias, codes in a little-endian stream of bits; in float32."""
+    words = tensors[f"{name}.weight"]
+    octets = words.contiguous().view(torch.uint8).numpy()
+    bit = np.unpackbits(octets, axis=-1, bitorder="little")
+    fields = bit.reshape(*octets.shape[:-1], -1, bits) * (1 << np.arange(bits))
+    codes = torch.from_numpy(fields.sum(-1)).float().unflatten(-1, (-1, group))
+    scales, biases = (tensors[f"{name}.{key}"].float()[..., None] for key in ("scales", "biases"))
+    return (codes * scales + biases).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits", "group"),
+    [
+        (FOUR_BITS, 4, 32),
+        (("bits=3", "group_size=64"), 3, 64),
+        (("bits=2", "group_size=32"), 2, 32),
+        (("bits=5", "group_size=32", "symmetric=false"), 6, 32),
+        (("bits=6", "group_size=32", "symmetric=false"), 8, 32),
+        (("bits=7", "group_size=-1"), 8, 64),
+    ],
+)
+def test_weights_are_exact(settings: tuple[str, ...], bits: int, group: int, tmp_path: Path) -> None:
+    """Linears of 64 columns and of 160, which groups of 64 do not divide: these have groups of 32."""
+    checkpoint = packed("qwen2", tmp_path, settings)
+    convert.export(checkpoint, "mlx", tmp_path / "out")
+    tensors = stored_tensors(tmp_path / "out")
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    for weight in open_source(checkpoint).packed:
+        form = section.get(weight.name, section)
+        found = decoded(tensors, weight.name, form["bits"], form["group_size"])
+        assert torch.equal(found, weight.dense(torch.float32)), weight.name
+    form = section.get("model.layers.0.mlp.up_proj", section)
+    assert (form["bits"], form["group_size"]) == (bits, group)
+    form = section.get("model.layers.0.mlp.down_proj", section)
+    assert (form["bits"], form["group_size"]) == (bits, 32)
+    form = section.get("lm_head", section)
+    assert (form["bits"], form["group_size"]) == (8, 64)
+
+
+def test_everything_is_of_one_type_and_the_configuration_is_whole(tmp_path: Path) -> None:
+    checkpoint = packed(
+        "llama_tied", tmp_path, changes={"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    )
+    convert.export(checkpoint, "mlx", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == 5e4 and config["tie_word_embeddings"] is True and config["dtype"] == "float16"
+    assert config["quantization"] == config["quantization_config"] and str(tmp_path) not in json.dumps(config)
+    types = {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()}
+    assert types == {torch.uint32, torch.float16}
+    assert not [name for name in stored_tensors(tmp_path / "out") if name.startswith("lm_head")]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_one_tensor(name: str, tmp_path: Path) -> None:
+    checkpoint = packed(name, tmp_path)
+    convert.export(checkpoint, "mlx", tmp_path / "out")
+    published = {"mixtral": "block_sparse_moe.experts.{}.w2", "qwen3_moe": "mlp.experts.{}.down_proj"}[name]
+    folder = published.partition(".")[0]
+    found = decoded(stored_tensors(tmp_path / "out"), f"model.layers.1.{folder}.switch_mlp.down_proj", 4, 32)
+    weights = {weight.name: weight for weight in open_source(checkpoint).packed}
+    stack = [weights[f"model.layers.1.{published.format(index)}"] for index in range(len(found))]
+    assert torch.equal(found, torch.stack([weight.dense(torch.float32) for weight in stack]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [(("bits=8", "symmetric=false"), "asymmetric codes of 8 bits"), (("bits=4", "group_size=16"), "groups of 16")],
+)
+def test_what_does_not_fit_is_refused(settings: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    checkpoint = packed("llama", tmp_path, settings)
+    with pytest.raises(ExportError, match=reason):
+        convert.export(checkpoint, "mlx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
