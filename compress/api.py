@@ -36,7 +36,13 @@ def quantize(
         with Output(job.out, job.overwrite):
             pass  # what would be refused after hours of measuring is refused before
         job = decide.decided(job, progress)
-    with pipeline.opened(job, progress, on_plan) as (loop, blocks):
+
+    def seen(prepared: Prepared) -> None:
+        _check_export(job, prepared)
+        if on_plan is not None:
+            on_plan(prepared)
+
+    with pipeline.opened(job, progress, seen) as (loop, blocks):
         loop.run(blocks)
         blocks.write_rest(loop.head)
         return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
@@ -55,8 +61,17 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
         return decided
     progress("reading headers", 0, 0)
     prepared = prepare.prepare(decided)
+    _check_export(decided, prepared)
     progress("timing one block", 0, 0)
     return decided, prepared, pipeline.predict_seconds(decided, prepared)
+
+
+def _check_export(job: Job, prepared: Prepared) -> None:
+    """Raise ExportError for a plan whose result the target that the recipe names could not hold."""
+    if job.recipe.export is not None:
+        from compress.export import planned
+
+        planned.check(prepared, job.recipe.export)
 
 
 def load(

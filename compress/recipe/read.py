@@ -39,6 +39,7 @@
     towers:                    # rules for linears beside the text (vision, audio); kept where none matches
       - match: "*.visual.*"    # by default 8 bits by rtn: only methods without data can be used here
         bits: 8
+    export: gptq               # refuse what `compress export --to gptq` could not write without loss
 
 Only `quantize.method` or `kv_cache.method` is required; without `quantize` all weights stay as they are. Keys and types
 come from the dataclasses; anything else is an error with its line.
@@ -165,6 +166,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
         **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),
+        **({"export": recipe.export} if recipe.export is not None else {}),
     }
 
 
@@ -232,7 +234,18 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         towers=_towers(entries),
         embeddings=table(entries, "embeddings"),
         head=table(entries, "head"),
+        export=_target(entries),
     )
+
+
+def _target(entries: Entries) -> str | None:
+    """Return the format that the result must fit, as users name it; None without one."""
+    if "export" not in entries:
+        return None
+    name, known = value(entries, "export", str, ""), [each.replace("_", "-") for each in plugins.names("export")]
+    if name not in known:
+        raise error_at(entries["export"][1], plugins.unknown("export target", name, known))
+    return name
 
 
 def _towers(entries: Entries) -> tuple[Rule, ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
-OTHER_KEYS = ("allocate", "experts", "kv_cache", "towers")
+OTHER_KEYS = ("allocate", "experts", "kv_cache", "towers", "export")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
 ALLOCATE_KEYS = (
@@ -200,6 +200,7 @@ class Recipe:
     towers: tuple[Rule, ...] = ()  # for linears beside the text model, which no rule matches stay as they are
     embeddings: Scheme | None = None  # of the token embeddings; None: they stay as they are
     head: Scheme | None = None  # of the output head; None: it stays as it is
+    export: str | None = None  # the format of another tool that the result must fit (compress/export/targets)
 
     @property
     def packs(self) -> bool:

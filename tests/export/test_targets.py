@@ -1,0 +1,201 @@
+"""Exports are read back by our importers with the same weights, and by transformers without us."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress import api, importers
+from compress.errors import ExportError, OutputError, RecipeError
+from compress.export import convert
+from compress.export.source import Source, open_source
+from compress.model.load import load_model
+from pico import save_pico
+from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors
+
+TOKENS = torch.arange(40).view(2, 20) * 5
+ASYMMETRIC = ("symmetric=false",)
+INT8_INPUTS = ("quantize.bits=8", "group_size=-1", "activations={bits: 8, scale: token}")
+READ = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+assert "compress" not in sys.modules
+with torch.no_grad():
+    logits = model(torch.arange(40).view(2, 20) * 5).logits
+print((logits - torch.tensor(eval(sys.stdin.read()))).abs().max().item())
+"""
+
+
+def packed(folder: Path, model: str, *settings: str, tables: bool = False) -> Path:
+    """A model of two blocks, packed as int4 in groups of 16 unless `settings` say otherwise."""
+    source = save_pico(model, folder / "model", dtype=torch.bfloat16)
+    kept = () if tables else KEEP_TABLES
+    api.quantize(job(source, Setup("int8", (*kept, "quantize.bits=4", "group_size=16", *settings)), folder / "packed"))
+    return folder / "packed"
+
+
+def assert_equal(out: Path, source: Source, weights: int) -> None:
+    """Every weight that our importer decodes is ours, in the importer's type, and nothing else has changed."""
+    read = importers.open_checkpoint(out)
+    assert len([weight for weight in source.packed if not weight.roles]) == weights
+    for weight in source.packed:
+        tensor = read.tensors[f"{weight.name}.weight"].read()
+        assert torch.equal(tensor, weight.dense(tensor.dtype)), weight.name
+    for name, stored in source.plain.items():
+        assert torch.equal(read.tensors[name].read(), stored.read()), name
+    assert len(read.tensors) == len(source.plain) + len(source.packed)
+
+
+CASES = [
+    ("gptq", "llama", 14, ()),
+    ("gptq", "qwen2", 14, ASYMMETRIC),
+    ("gptq", "llama", 14, ("quantize.bits=3", "group_size=32")),
+    ("gptq", "mixtral", 32, ("quantize.bits=2",)),
+    ("gptq", "llama", 14, ("rules=[{match: '*down_proj', bits: 8}]",)),
+    ("awq", "qwen2", 14, ASYMMETRIC),
+    ("awq", "mixtral", 32, ()),
+    ("compressed-tensors", "llama", 14, ("quantize.bits=5",)),
+    ("compressed-tensors", "qwen2", 14, (*ASYMMETRIC, "quantize.bits=3")),
+    ("compressed-tensors", "qwen3_moe", 56, ()),
+    ("compressed-tensors", "llama", 14, ("rules=[{match: '*down_proj', bits: 8, group_size: -1}]",)),
+    ("compressed-tensors", "llama", 14, INT8_INPUTS),
+]
+
+
+@pytest.mark.parametrize(("target", "model", "weights", "settings"), CASES)
+def test_weights_come_back(target: str, model: str, weights: int, settings: tuple[str, ...], tmp_path: Path) -> None:
+    directory = packed(tmp_path, model, *settings)
+    convert.export(directory, target, tmp_path / "out")
+    assert_equal(tmp_path / "out", open_source(directory), weights)
+
+
+@pytest.mark.parametrize("model", ["llama_tied", "gpt_neox", "mixtral"])
+def test_dense_is_the_same_function(model: str, tmp_path: Path) -> None:
+    directory = packed(tmp_path, model, tables=True)
+    result = convert.export(directory, "dense", tmp_path / "out", torch.float32)
+    assert result.notes == ()
+    ours, plain = (load_model(path, "float32") for path in (directory, tmp_path / "out"))
+    with torch.no_grad():
+        assert torch.allclose(ours(TOKENS).logits, plain(TOKENS).logits, atol=2e-5)
+    assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["int3", "int3-eora"])
+def test_dense_holds_what_no_other_target_holds(name: str, tmp_path: Path) -> None:
+    source = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16)
+    small = ("calibration.num_samples=4", "calibration.seq_len=32", "calibration.importance=none", "group_size=32")
+    api.quantize(job(source, Setup(name, small), tmp_path / "packed"))
+    with pytest.raises(ExportError, match=r"incoherence: false|lowrank: null"):
+        convert.export(tmp_path / "packed", "gptq", tmp_path / "out")
+    convert.export(tmp_path / "packed", "dense", tmp_path / "out", torch.float32)
+    ours, plain = (load_model(tmp_path / path, "float32") for path in ("packed", "out"))
+    with torch.no_grad():
+        assert torch.allclose(ours(TOKENS).logits, plain(TOKENS).logits, atol=1e-3)
+
+
+WITHOUT_US = [("compressed-tensors", "llama"), ("compressed-tensors", "mixtral"), ("dense", "qwen2")]
+
+
+@pytest.mark.parametrize(("target", "model"), WITHOUT_US)
+def test_transformers_without_us(target: str, model: str, tmp_path: Path) -> None:
+    directory = packed(tmp_path, model)
+    convert.export(directory, target, tmp_path / "out", torch.float32 if target == "dense" else None)
+    with torch.no_grad():
+        logits = load_model(directory, "float32")(TOKENS).logits
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", READ, str(tmp_path / "out")]
+    done = subprocess.run(
+        command,
+        input=repr(logits.tolist()),
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # fused experts are decoded in the float16 of the scales
+    assert float(done.stdout) < (1e-2 if model == "mixtral" else 1e-4)
+
+
+REFUSED = [
+    ("awq", ("quantize.bits=3",), "it has 3 bits; set bits to one of 4"),
+    ("gptq", INT8_INPUTS, "set activations: null"),
+    ("awq", ("rules=[{match: '*down_proj', bits: 4, group_size: -1}]",), "one group_size for all"),
+    ("compressed-tensors", ("symmetric=false", "rules=[{match: '*down_proj', bits: 8}]"), "symmetric: true"),
+    ("gptqq", (), "did you mean 'gptq'"),
+]
+
+
+@pytest.mark.parametrize(("target", "settings", "reason"), REFUSED)
+def test_refusals(target: str, settings: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    directory = packed(tmp_path, "llama", *settings)
+    with pytest.raises(ExportError) as error:
+        convert.export(directory, target, tmp_path / "out")
+    assert reason in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "packed"}
+
+
+def test_packed_tables_become_plain_with_their_cost(tmp_path: Path) -> None:
+    directory = packed(tmp_path, "llama_tied", tables=True)
+    result = convert.export(directory, "gptq", tmp_path / "out")
+    assert any("33.00 KiB in place of" in note for note in result.notes)
+    stored = stored_tensors(tmp_path / "out")
+    assert stored["model.embed_tokens.weight"].dtype == torch.float16
+    assert "lm_head.weight" not in stored
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_a_cache_recipe_is_left_out(tmp_path: Path) -> None:
+    source = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16)
+    api.quantize(dataclasses.replace(job(source, Setup("kv8"), tmp_path / "packed"), pack=False))
+    result = convert.export(tmp_path / "packed", "dense", tmp_path / "out")
+    assert "cache recipe is left out" in result.notes[0]
+    before, after = stored_tensors(source), stored_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.export.directory.SHARD", 20_000)
+    directory = packed(tmp_path, "llama")
+    convert.export(directory, "awq", tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    assert_equal(tmp_path / "out", open_source(directory), 14)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    directory = packed(tmp_path, "llama")
+    words = ("export", str(directory), "--to", "gptq", "--out", str(tmp_path / "out"))
+    done = cli(*words)
+    assert (done.code, done.out.count("\n")) == (0, 1)
+    assert "exists already" in one_line(cli(*words))
+    assert cli(*words, "--overwrite").code == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    with pytest.raises(OutputError, match="delete it yourself"):
+        convert.export(directory, "gptq", tmp_path / "other", overwrite=True)
+    assert [*(tmp_path / "other").iterdir()] == [tmp_path / "other" / "file"]
+    assert {"gptq", "dense"} <= json.loads(cli("exports", "--json").out).keys()
+
+
+def test_a_recipe_names_its_export(tmp_path: Path) -> None:
+    directory = packed(tmp_path, "llama", "export=gptq")
+    assert "export: gptq" in (directory / "recipe.yaml").read_text()
+    for settings, reason in ((("quantize.bits=5",), "it has 5 bits"), (("incoherence=true",), "incoherence: false")):
+        setup = Setup("int8", (*KEEP_TABLES, "export=gptq", *settings))
+        with pytest.raises(ExportError, match=reason):
+            api.quantize(job(tmp_path / "model", setup, tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(RecipeError, match="did you mean 'gptq'"):
+        Setup("int8", ("export=gptqq",)).load()
