@@ -4,6 +4,7 @@
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
 # make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
 # make vllm: packed checkpoints in vLLM on the CPU, in an environment of its own (.venv-vllm, 3.5 GB).
+# make exports: exported files in llama.cpp and MLX, in an environment of their own (.venv-exports; builds llama.cpp).
 # make peft: the tests of PEFT and the Trainer, in an environment of their own (.venv-peft).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
@@ -94,3 +95,9 @@ peft:
 	.venv-peft/bin/pip install --quiet "$(TORCH)"
 	.venv-peft/bin/pip install --quiet --editable ".[peft]" pytest
 	.venv-peft/bin/python -m pytest tests/runtime/test_peft.py tests/export/test_adapter.py tests/importers/test_lora.py
+
+exports:
+	$(PYTHON) -m venv .venv-exports
+	.venv-exports/bin/pip install --quiet "$(TORCH)"
+	.venv-exports/bin/pip install --quiet --editable ".[gguf]" pytest compressed-tensors -r tests/export/requirements-engines.txt
+	.venv-exports/bin/python -m pytest tests/export
