@@ -7,7 +7,7 @@ kind of task are those of the base's own card, where that lies beside the base.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from compress import process_memory
 from compress.model.opener import opener
 from compress.run.job import RunState
 from compress.storage.paths import HUB_ID
+from compress.types import LayerPlan
 
 CARD = "README.md"
 PACKAGE = "compress-llm"
@@ -100,13 +101,19 @@ def front_matter(run: RunState, report: Mapping[str, Any], base: Mapping[str, An
     front |= {"pipeline_tag": TASKS[opened_by]} if opened_by in TASKS else {}
     front |= {key: base[key] for key in COPIED if key in base}
     if run.layers:
-        front["tags"] = ["compress", "quantized", f"{max(1, round(report['bpw']))}-bit"]
+        front["tags"] = ["compress", "quantized", f"{_bits(run.prepared.plan.layers)}-bit"]
     else:
         front["tags"] = ["compress"]
     source = (report["calibration"] or {}).get("source") or ""
     if job.calib is not None and HUB_ID.fullmatch(source) and not Path(job.calib).exists():
         front["datasets"] = [source]
     return front
+
+
+def _bits(layers: Sequence[LayerPlan]) -> int:
+    """Return the bits of a weight of the blocks, without those of scales where they are few."""
+    stored = 8 * sum(layer.nbytes for layer in layers) / max(1, sum(layer.spec.numel for layer in layers))
+    return max(1, int(stored + 0.25))
 
 
 def base_model(model: str, given: str | None, config: Mapping[str, Any]) -> str | None:

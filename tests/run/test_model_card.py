@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from compress import api
 from compress.run import model_card
 from pico import save_pico
-from runs import GPTQ, RTN, cli, job
+from runs import GPTQ, RTN, SMALL, Setup, cli, job
 
 BASE_CARD = """---
 license: llama3.2
@@ -111,3 +111,10 @@ def test_the_name_of_a_snapshot_in_the_cache(tmp_path: Path) -> None:
 def test_cards_that_say_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(text)
     assert model_card.base_card(tmp_path) == {}
+
+
+def test_the_tag_of_bits_is_that_of_the_blocks(tmp_path: Path) -> None:
+    """Not of the tables, which have 8 bits, nor of scales of small groups."""
+    setup = Setup("int3", (*SMALL, "group_size=32"))
+    api.quantize(job(save_pico("llama", tmp_path / "base"), setup, tmp_path / "out"))
+    assert "3-bit" in ModelCard.load(tmp_path / "out" / "README.md").data.tags
