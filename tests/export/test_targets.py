@@ -89,11 +89,11 @@ def test_dense_is_the_same_function(model: str, tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["int3", "int3-eora"])
-def test_dense_holds_what_no_other_target_holds(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "settings"), [("int3", ()), ("int3-eora", ("incoherence=false",))])
+def test_dense_holds_what_no_other_target_holds(name: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     source = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16)
     small = ("calibration.num_samples=4", "calibration.seq_len=32", "calibration.importance=none", "group_size=32")
-    api.quantize(job(source, Setup(name, small), tmp_path / "packed"))
+    api.quantize(job(source, Setup(name, (*small, *settings)), tmp_path / "packed"))
     with pytest.raises(ExportError, match=r"incoherence: false|lowrank: null"):
         convert.export(tmp_path / "packed", "gptq", tmp_path / "out")
     convert.export(tmp_path / "packed", "dense", tmp_path / "out", torch.float32)
