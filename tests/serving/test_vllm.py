@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # 
 SMALL = (*runs.SMALL, "group_size=32")
 PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
 TOKENS = 12
+FLIPPED = 0.02  # nats that an input makes which is rounded to the next code
 MIXED = (  # of the linears of one fused layer: two formats, one not packed, one with a low-rank part
     *SMALL,
     "rules=[{match: '*.k_proj', bits: 2}, {match: '*.v_proj', keep: true}, {match: '*.up_proj', bits: 3}]",
@@ -93,18 +95,26 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @torch.no_grad()
 def check(directory: Path, answers: Answers, change: Callable[[Any], None] = lambda model: None) -> None:
-    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32."""
+    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32.
+
+    Where inputs are quantized, sums that differ in their last bit may round to another code: of half of the
+    probabilities and more this is not so, and of none it makes more than FLIPPED.
+    """
     from compress.model.load import load_model
 
     model = load_model(directory, dtype=torch.float32).eval()
     change(model)
+    errors = []
     for ids, answer in zip(PROMPTS, answers, strict=True):
         whole = torch.tensor([ids + answer["ids"]])
         known = model(whole).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
         assert known.argmax(-1).tolist() == answer["ids"]
         for row, told in zip(known, answer["logprobs"], strict=True):
             for token, value in told.items():
-                assert abs(float(row[int(token)]) - value) < 1e-5
+                errors.append(abs(float(row[int(token)]) - value))
+    is_rounded = any(getattr(module, "activations", None) is not None for module in model.modules())
+    assert max(errors) < (FLIPPED if is_rounded else 1e-5)
+    assert statistics.median(errors) < 1e-5
 
 
 CASES = {
