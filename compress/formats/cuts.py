@@ -46,8 +46,13 @@ def cut(weight: PackedWeight, rows: range, columns: range) -> PackedWeight:
         kept[IN_SCALE] = weight.tensors[IN_SCALE]
     chosen = dataclasses.replace(stored, params=params, lowrank=part)
     size = (len(rows), len(columns))
-    kept = {name: {**tensors, **kept}[name] for name in formats.specs(chosen, size)}  # ValueError as `specs`
+    kept = {name: _own({**tensors, **kept}[name]) for name in formats.specs(chosen, size)}  # ValueError as `specs`
     return PackedWeight(chosen, kept, size)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a tensor that does not keep a larger one in memory."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _transforms(weight: PackedWeight, side: str, names: tuple[str, ...], part: range, size: int) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ name of a stored tensor, which hand a tensor to the part that it belongs to.
 
 Ranks of tensor parallelism take rows or columns of a linear, cut exactly (compress/formats/cuts.py). What cannot be cut
 stays whole on every rank, which computes all of it and uses its share of the inputs or outputs: right, but nothing is
-saved. `Totals` tells how much that is.
+saved. `Totals` tells how much that is. Where inputs are rounded with the scale of a token and ranks have different
+columns of it, each rank rounds with the scale of its own columns, so that numbers differ within the rounding.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from compress.errors import CheckpointError, UnsupportedModelError
@@ -51,6 +52,10 @@ class PackedExperts(FusedMoEMethodBase):
             raise UnsupportedModelError(
                 f"{self.module}: experts with biases, without a gate or with activation {activation} are not served "
                 "by vLLM; serve with transformers"
+            )
+        if torch.empty(0).is_cuda and not get_current_vllm_config().model_config.enforce_eager:
+            raise UnsupportedModelError(
+                f"{self.module}: packed experts are not recorded in CUDA graphs; serve with --enforce-eager"
             )
         self.activation, self.dtype = ACTIVATIONS[activation], params_dtype
         parallel = self.moe.moe_parallel_config

@@ -47,6 +47,7 @@ def possible(weight: PackedWeight) -> list[Part]:
             continue
         formats.check(part, "part")
         assert all(tensor.is_contiguous() for tensor in part.tensors.values())
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in part.tensors.values())
         wanted = whole[rows.start : rows.stop, columns.start : columns.stop]
         decoded = formats.decode(part, torch.float32)
         if weight.format == "lowrank":  # a product, which a matrix library may sum in another order
