@@ -47,7 +47,8 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 def test_the_commands() -> None:
     assert (
         " ".join(COMMANDS)
-        == "allocate bench eval generate inspect kv-bench measure methods plan quantize recipes transform verify"
+        == "allocate bench eval export exports generate inspect kv-bench measure methods plan push quantize recipes "
+        "transform verify"
     )
 
 

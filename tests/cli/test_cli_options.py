@@ -26,7 +26,7 @@ class Wider(RunOptions):
 FIELDS = [field.name for field in dataclasses.fields(RunOptions)]
 WITHOUT = {
     "quantize": (),
-    "plan": ("overwrite", "restart"),
+    "plan": ("overwrite", "restart", "base_model"),
     "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial"),
     "measure": (*GOAL, *OUTPUT),
     "allocate": OUTPUT,

@@ -90,6 +90,8 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
     "eval": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64"],
     "generate": ["--prompt", "a", "--max-new-tokens", "2"],
     "bench": ["--prompt-tokens", "2", "--new-tokens", "1"],
+    "export": ["--to", "dense", "--out", "exported"],
+    "push": ["me/model", "--dry-run"],
     "kv-bench": ["--text", str(TEXT), "--kv", "kv8", "--context", "64", "--max-tokens", "128", "--no-speed"],
 }
 
