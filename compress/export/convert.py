@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import plugins
-from compress.errors import ExportError, RecipeError
+from compress.errors import ExportError, OutputError, RecipeError
 from compress.export.place import Place
 from compress.export.source import Source, open_source
 from compress.export.weights import EMBEDDINGS, HEAD, Packed
@@ -143,6 +143,8 @@ def export(
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
     target = target_named(name)
+    if directory.resolve().is_relative_to(out.resolve()):
+        raise OutputError(f"{out} holds the checkpoint that is exported; give another --out")
     with Place(out, target.SUFFIX, overwrite) as place:
         prepared = prepare(open_source(directory), name, dtype)
         prepared.progress = progress

@@ -15,10 +15,11 @@ import torch
 from compress import api, importers
 from compress.errors import ExportError, OutputError, RecipeError
 from compress.export import convert
+from compress.export.place import RECORD
 from compress.export.source import Source, open_source
 from compress.model.load import load_model
 from pico import save_pico
-from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors
+from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
 
 TOKENS = torch.arange(40).view(2, 20) * 5
 ASYMMETRIC = ("symmetric=false",)
@@ -187,6 +188,16 @@ def test_the_command(tmp_path: Path) -> None:
         convert.export(directory, "gptq", tmp_path / "other", overwrite=True)
     assert [*(tmp_path / "other").iterdir()] == [tmp_path / "other" / "file"]
     assert {"gptq", "dense"} <= json.loads(cli("exports", "--json").out).keys()
+
+
+@pytest.mark.parametrize("place", ["packed", "link", "."])
+def test_the_source_is_never_replaced(place: str, tmp_path: Path) -> None:
+    """Neither by itself, nor through a link, nor with a directory around it that holds the record of an export."""
+    directory = packed(tmp_path, "llama")
+    (tmp_path / RECORD).write_text("{}")
+    (tmp_path / "link").symlink_to(directory)
+    with untouched(tmp_path), pytest.raises(OutputError, match="holds the checkpoint that is exported"):
+        convert.export(directory, "dense", tmp_path / place, overwrite=True)
 
 
 def test_a_recipe_names_its_export(tmp_path: Path) -> None:
