@@ -161,10 +161,24 @@ def dense(weight: Packed, name: str, dtype: torch.dtype, role: str = "") -> Deco
 
     def make() -> Tensor:
         matrix = weight.dense(dtype, role)
+        if not matrix.isfinite().all():
+            raise _out_of_range(name, dtype)
         return matrix.T.contiguous() if weight.is_turned else matrix
 
     shape = weight.shape[::-1] if weight.is_turned else weight.shape
     return lazy(name, dtype, shape, make, weight)
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in another type; ExportError where that would make a finite one infinite."""
+    made = values.to(dtype)
+    if not made.isfinite().all() and not made.isfinite()[values.float().isfinite()].all():
+        raise _out_of_range(name, dtype)
+    return made
+
+
+def _out_of_range(name: str, dtype: torch.dtype) -> ExportError:
+    return ExportError(f"{name} has values outside of the range of {word(dtype)}; set --dtype bfloat16 or float32")
 
 
 def lazy(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor], weight: Packed) -> Decoded:

@@ -8,7 +8,8 @@ a rounded product. Asymmetric codes are therefore written less their zero points
 6 and 8 bits, and groups of 32, 64 and 128 columns: scales of larger groups are repeated. Where linears differ, the
 configuration says so module by module. Experts of a layer are one tensor, as in the models of mlx-lm.
 
-All other numbers are written in the type of the scales, so that MLX computes in it. mlx-lm reads `rope_theta` and
+All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
+keeps its types. mlx-lm reads `rope_theta` and
 `rope_scaling`, and some settings that transformers leaves out where they are its defaults: both are written.
 """
 
@@ -59,7 +60,7 @@ def write(export: Export, out: Path) -> None:
     dtype = _dtype(export)
     if any(weight.stored.activations is not None for weight in export.held):
         export.notes.append("inputs of linears are not quantized: MLX computes with them as they are")
-    others = export if export.is_chosen else replace(export, dtype=dtype, is_chosen=True)
+    others = export if export.is_chosen or not export.held else replace(export, dtype=dtype, is_chosen=True)
     stacks = _stacks(export)
     forms = {name: _form(weights[0]) for name, weights in stacks.items()}
     for name, weights in stacks.items():
@@ -68,8 +69,9 @@ def write(export: Export, out: Path) -> None:
                 f"the experts of {name} differ in bits or groups, which one tensor of MLX cannot hold; give them the "
                 "same in the recipe"
             )
-    config = {**_settings(others), "quantization": _quantization(forms)}
-    config["quantization_config"] = config["quantization"]
+    config = _settings(others)
+    if forms:
+        config["quantization"] = config["quantization_config"] = _quantization(forms)
     directory.write(others, out, _tensors(export, stacks, dtype), config)
 
 
@@ -110,7 +112,7 @@ def _stacks(export: Export) -> dict[str, list[Packed]]:
 
 def _quantization(forms: dict[str, Form]) -> dict[str, Any]:
     """Return what config.json says: the form of most modules, and those that differ."""
-    most = Counter(forms.values()).most_common(1)[0][0] if forms else (4, 64)
+    most = Counter(forms.values()).most_common(1)[0][0]
     others = {name: _section(form) for name, form in forms.items() if form != most}
     return {**_section(most), **others}
 
