@@ -38,12 +38,21 @@ def refuses(weight: Weight) -> str | None:
     return None
 
 
-def write(export: Export, out: Path) -> None:
-    """Write the file; ExportError for models, settings and tokenizers that llama.cpp does not have."""
+def check(export: Export) -> None:
+    """Raise ExportError for models, settings and tokenizers that llama.cpp does not have."""
     try:
-        import gguf
+        import gguf  # noqa: F401 (all that follows needs it)
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
+    config = export.source.skeleton.model.config
+    gguf_model.describe(config)
+    gguf_vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
+
+
+def write(export: Export, out: Path) -> None:
+    """Write the file; ExportError for tensors that llama.cpp does not have."""
+    import gguf
+
     directory = export.source.directory
     model = gguf_model.describe(export.source.skeleton.model.config)
     export.notes.extend(model.notes)

@@ -47,12 +47,24 @@ def refuses(weight: Weight) -> str | None:
     """Return why the affine format does not hold the weight in every bit, and what would have to be chosen."""
     if (reason := weight.not_integers()) is not None:
         return reason
+    if weight.is_turned:
+        return "it is stored as [in, out], which mlx-lm does not read packed; keep it"
     if width(weight) > BITS[-1]:
         return "asymmetric codes of 8 bits have no exact bias in MLX; set symmetric: true, or bits: 7"
     params, columns = weight.stored.params, weight.shape[1]
     if _group(params.group_size, columns) is None:
         return f"groups of {params.group(columns)} of {columns} columns are no groups of 32; set group_size: 64, or -1"
     return None
+
+
+def check(export: Export) -> None:
+    """Raise ExportError for experts of a layer that differ in bits or groups."""
+    for name, weights in _stacks(export).items():
+        if len({_form(weight) for weight in weights}) > 1:
+            raise ExportError(
+                f"the experts of {name} differ in bits or groups, which one tensor of MLX cannot hold; give them the "
+                "same in the recipe"
+            )
 
 
 def write(export: Export, out: Path) -> None:
@@ -63,12 +75,6 @@ def write(export: Export, out: Path) -> None:
     others = export if export.is_chosen or not export.held else replace(export, dtype=dtype, is_chosen=True)
     stacks = _stacks(export)
     forms = {name: _form(weights[0]) for name, weights in stacks.items()}
-    for name, weights in stacks.items():
-        if len({_form(weight) for weight in weights}) > 1:
-            raise ExportError(
-                f"the experts of {name} differ in bits or groups, which one tensor of MLX cannot hold; give them the "
-                "same in the recipe"
-            )
     config = _settings(others)
     if forms:
         config["quantization"] = config["quantization_config"] = _quantization(forms)
@@ -98,10 +104,6 @@ def _stacks(export: Export) -> dict[str, list[Packed]]:
     found: dict[str, dict[int, Packed]] = {}
     for weight in export.held:
         expert = EXPERT.fullmatch(weight.name)
-        if weight.is_turned:
-            raise ExportError(
-                f"{weight.name} is stored as [in, out], which mlx-lm does not read packed; export to gguf"
-            )
         if expert:
             name = f"{expert[1]}.switch_mlp.{PROJECTIONS.get(expert[3], expert[3])}"
             found.setdefault(name, {})[int(expert[2])] = weight
