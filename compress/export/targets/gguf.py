@@ -18,7 +18,9 @@ from compress.export import gguf_model, gguf_tensors, gguf_vocabulary
 from compress.export.convert import Export
 from compress.export.gguf_data import TOOL
 from compress.export.gguf_tensors import BLOCK
+from compress.export.place import MARK
 from compress.export.weights import Weight
+from compress.version import __version__
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
@@ -62,6 +64,7 @@ def write(export: Export, out: Path) -> None:
     keys = {**model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
     writer = gguf.GGUFWriter(out, model.architecture)
     writer.add_name(directory.resolve().name)
+    writer.add_string(MARK, __version__)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
         kind = gguf.GGMLQuantizationType(entry.type)
