@@ -148,12 +148,21 @@ def export(
     with Place(out, target.SUFFIX, overwrite) as place:
         prepared = prepare(open_source(directory), name, dtype)
         prepared.progress = progress
-        check_space(out.parent, prepared.source.nbytes)
+        check_space(out.parent, _written(prepared, target))
         target.write(prepared, place.new)
         place.publish()
     files = [out] if target.SUFFIX else [path for path in out.rglob("*") if path.is_file()]
     nbytes = sum(os.path.getsize(path) for path in files)
     return Result(nbytes, prepared.source.nbytes, tuple(prepared.notes))
+
+
+def _written(export: Export, target: ModuleType) -> int:
+    """Return about how many bytes a target will write: packed weights in their own size, unless it says otherwise."""
+    held = sum(target.nbytes(export, each) if hasattr(target, "nbytes") else each.nbytes for each in export.held)
+    return held + sum(
+        torch.Size(tensor.shape).numel() * (export.dtype if export.is_chosen else tensor.dtype).itemsize
+        for tensor in export.plain().values()
+    )
 
 
 def dense(weight: Packed, name: str, dtype: torch.dtype, role: str = "") -> Decoded:

@@ -208,6 +208,17 @@ def test_dense_says_that_inputs_are_not_quantized(tmp_path: Path) -> None:
     assert notes == ("inputs of linears are not quantized: plain weights cannot say so",)
 
 
+@pytest.mark.parametrize(("target", "dtype"), [("dense", None), ("dense", torch.float32), ("gptq", None)])
+def test_the_disk_is_asked_for_what_will_be_written(
+    target: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(convert, "check_space", lambda folder, nbytes: asked.append(nbytes))
+    convert.export(packed(tmp_path, "llama_tied", tables=True), target, tmp_path / "out", dtype)
+    written = sum(tensor.nbytes for tensor in stored_tensors(tmp_path / "out").values())
+    assert asked[0] == pytest.approx(written, rel=0 if target == "dense" else 0.1)
+
+
 @pytest.mark.parametrize("place", ["packed", "link", "."])
 def test_the_source_is_never_replaced(place: str, tmp_path: Path) -> None:
     """Neither by itself, nor through a link, nor with a directory around it that holds the record of an export."""

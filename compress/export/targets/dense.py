@@ -27,6 +27,11 @@ def check(export: Export) -> None:
         export.notes.append("inputs of linears are not quantized: plain weights cannot say so")
 
 
+def nbytes(export: Export, weight: Packed) -> int:
+    """Return the bytes of a weight as it is written."""
+    return weight.shape[0] * weight.shape[1] * export.dtype.itemsize
+
+
 def write(export: Export, out: Path) -> None:
     """Write a directory that transformers loads without any package for quantized weights."""
     together = [weight for weight in export.held if _experts(weight) in export.source.fused]
