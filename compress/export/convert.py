@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import plugins
-from compress.errors import ExportError, RecipeError
+from compress.errors import ExportError, OutputError, RecipeError
 from compress.export.place import Place
 from compress.export.source import Source, open_source
 from compress.export.weights import EMBEDDINGS, HEAD, Packed
@@ -143,10 +143,12 @@ def export(
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
     target = target_named(name)
+    if directory.resolve().is_relative_to(out.resolve()):
+        raise OutputError(f"{out} holds the checkpoint that is exported; give another --out")
     with Place(out, target.SUFFIX, overwrite) as place:
         prepared = prepare(open_source(directory), name, dtype)
         prepared.progress = progress
-        check_space(out.parent, prepared.source.nbytes)
+        check_space(out.parent, _written(prepared, target))
         target.write(prepared, place.new)
         place.publish()
     files = [out] if target.SUFFIX else [path for path in out.rglob("*") if path.is_file()]
@@ -154,15 +156,38 @@ def export(
     return Result(nbytes, prepared.source.nbytes, tuple(prepared.notes))
 
 
+def _written(export: Export, target: ModuleType) -> int:
+    """Return about how many bytes a target will write: packed weights in their own size, unless it says otherwise."""
+    held = sum(target.nbytes(export, each) if hasattr(target, "nbytes") else each.nbytes for each in export.held)
+    return held + sum(
+        torch.Size(tensor.shape).numel() * (export.dtype if export.is_chosen else tensor.dtype).itemsize
+        for tensor in export.plain().values()
+    )
+
+
 def dense(weight: Packed, name: str, dtype: torch.dtype, role: str = "") -> Decoded:
     """Return a packed weight as a tensor that is decoded when it is read, turned as published checkpoints have it."""
 
     def make() -> Tensor:
         matrix = weight.dense(dtype, role)
+        if not matrix.isfinite().all():
+            raise _out_of_range(name, dtype)
         return matrix.T.contiguous() if weight.is_turned else matrix
 
     shape = weight.shape[::-1] if weight.is_turned else weight.shape
     return lazy(name, dtype, shape, make, weight)
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in another type; ExportError where that would make a finite one infinite."""
+    made = values.to(dtype)
+    if not made.isfinite().all() and not made.isfinite()[values.float().isfinite()].all():
+        raise _out_of_range(name, dtype)
+    return made
+
+
+def _out_of_range(name: str, dtype: torch.dtype) -> ExportError:
+    return ExportError(f"{name} has values outside of the range of {word(dtype)}; set --dtype bfloat16 or float32")
 
 
 def lazy(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor], weight: Packed) -> Decoded:

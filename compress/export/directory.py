@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.export.convert import Export
+from compress.export.convert import Export, cast
 from compress.export.place import RECORD
 from compress.export.weights import Packed
 from compress.importers.source import Decoded
@@ -44,6 +44,8 @@ def write(
     plain = {name: stored for name, stored in export.plain().items() if name not in left_out}
     if export.is_chosen:
         plain = {name: typed(stored, export.dtype) for name, stored in plain.items()}
+    elif export.dtype != export.source.dtype:  # readers turn into that type what is stored in others
+        plain = {name: typed(stored, export.dtype, is_kept=True) for name, stored in plain.items()}
     write_shards(out, chain(plain.items(), tensors))
     write_checkpoint.copy_files(export.source.directory, out)
     for name in OURS:
@@ -61,18 +63,22 @@ def held(export: Export, tensors: Callable[[Packed], Mapping[str, Tensor]]) -> I
             yield f"{weight.name}.{key}", tensor
 
 
-def typed(stored: Readable, dtype: torch.dtype) -> Readable:
-    """Return a floating tensor in another type, any other as it is."""
+def typed(stored: Readable, dtype: torch.dtype, is_kept: bool = False) -> Readable:
+    """Return a floating tensor in another type, any other as it is.
+
+    is_kept: the tensor keeps its type, and is only checked. Reading raises ExportError where a finite value would
+    become infinite in `dtype`.
+    """
     if not stored.dtype.is_floating_point or stored.dtype == dtype:
         return stored
-    return Decoded(
-        stored.name,
-        dtype,
-        stored.shape,
-        stored.sources,
-        lambda start, stop: stored.rows(start, stop).to(dtype) if stored.shape else stored.read().to(dtype),
-        stored.shape[0] if stored.shape else 1,
-    )
+
+    def rows(start: int, stop: int) -> Tensor:
+        values = stored.rows(start, stop) if stored.shape else stored.read()
+        made = cast(stored.name, values, dtype)
+        return values if is_kept else made
+
+    step = stored.shape[0] if stored.shape else 1
+    return Decoded(stored.name, stored.dtype if is_kept else dtype, stored.shape, stored.sources, rows, step)
 
 
 def write_shards(out: Path, tensors: Iterable[Named]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import ExportError
-from compress.export.convert import Export
+from compress.export.convert import Export, cast
 from compress.export.gguf_model import Model
 from compress.export.signed import scales_of, signed, width
 from compress.export.weights import Packed, Weight
@@ -105,7 +105,7 @@ def _plain(export: Export, model: Model, name: str, tensors: list[Readable]) -> 
     order = model.rows(name, shape[0])
 
     def read(stored: Readable) -> Tensor:
-        values = stored.read().to(dtype)
+        values = cast(stored.name, stored.read(), dtype)
         values = values if order is None else values[order]
         return values + offset if offset else values
 

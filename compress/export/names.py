@@ -17,7 +17,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from compress.runtime.experts import Experts
+from compress.runtime.expert_layouts import Layout
+from compress.runtime.experts import Experts, is_supported, layout_of
 
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 TRIED = 2  # experts whose names are asked for: the others differ by their number only
@@ -32,9 +33,11 @@ class Published(NamedTuple):
 
 
 def published(model: PreTrainedModel, linears: Iterable[str]) -> Published:
-    """Return the names of these linears of a model, whose experts are `Experts`."""
-    experts = {path: module for path, module in model.named_modules() if isinstance(module, Experts)}
-    templates = {path: _templates(model, path, module) for path, module in experts.items()}
+    """Return the names of these linears of a model, whose experts are `Experts`, or not taken apart yet."""
+    modules = dict(model.named_modules())
+    experts = {path: module.layout for path, module in modules.items() if isinstance(module, Experts)}
+    experts |= {path: layout_of(module) for path, module in modules.items() if is_supported(module)}
+    templates = {path: _templates(model, path, layout) for path, layout in experts.items()}
     renamings = _reversed(model)
     names = {}
     for linear in linears:
@@ -53,12 +56,11 @@ def _reversed(model: PreTrainedModel) -> list[WeightRenaming]:
     return [entry for entry in reverse if isinstance(entry, WeightRenaming)]
 
 
-def _templates(model: PreTrainedModel, path: str, module: Experts) -> dict[str, str]:
+def _templates(model: PreTrainedModel, path: str, layout: Layout) -> dict[str, str]:
     """Return projection -> name with {} for the number of the expert; {} if no expert has a tensor of its own.
 
     transformers takes apart small stand-ins of the fused parameters, whose numbers tell what has gone where.
     """
-    layout = module.layout
     marks: dict[str, Tensor] = {}
     for name in dict.fromkeys(part.parameter for part in layout.parts):
         inside = [index for index, part in enumerate(layout.parts) if part.parameter == name]

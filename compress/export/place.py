@@ -12,12 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from compress.errors import OutputError
+from compress.errors import CheckpointError, OutputError
+from compress.importers import gguf_header
 from compress.storage import paths
 from compress.storage.checkpoint import sync_directory
 from compress.storage.workdir import WorkDirectory, writing
 
 RECORD = "compress_export.json"  # in every exported directory: what it was made from
+MARK = "compress.version"  # the key of the same meaning in the header of a GGUF file
 NAMES = {"lock", "new", "old"}
 
 
@@ -34,13 +36,20 @@ def check(out: Path, suffix: str, overwrite: bool) -> None:
     if not overwrite:
         raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")
     if suffix:
-        is_replaceable = out.is_file()
+        is_replaceable = out.is_file() and _is_marked(out)
     else:
         is_ours = any((out / name).is_file() for name in (RECORD, paths.MANIFEST))
         is_replaceable = out.is_dir() and (is_ours or not os.listdir(out))
     if not is_replaceable:
-        what = "a file" if suffix else "a checkpoint that compress wrote"
-        raise OutputError(f"{out} is not {what}; delete it yourself or give another --out")
+        what = "file" if suffix else "checkpoint"
+        raise OutputError(f"{out} is not a {what} that compress wrote; delete it yourself or give another --out")
+
+
+def _is_marked(file: Path) -> bool:
+    try:
+        return MARK in gguf_header.read(file).metadata
+    except CheckpointError:
+        return False
 
 
 class Place(WorkDirectory):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from compress.export import convert
+import copy
+
+from torch import nn
+
+from compress.export import convert, names
+from compress.export.names import Published
 from compress.export.source import Source
 from compress.export.weights import Packed
 from compress.run.job import Prepared
+from compress.runtime import linears
 from compress.types import LayerPlan
 
 
@@ -15,11 +21,22 @@ def check(prepared: Prepared, target: str) -> None:
     What depends on values, such as scales that float16 cannot hold, is found by the export itself.
     """
     skeleton, plan = prepared.skeleton, prepared.plan
-    packed = tuple(map(_weight, (*plan.layers, *plan.beside)))
+    layers = (*plan.layers, *plan.beside)
+    published = names.published(skeleton.model, [layer.spec.name for layer in layers])
+    packed = tuple(_weight(skeleton.model, published, layer) for layer in layers)
     directory, config = skeleton.checkpoint.directory, skeleton.checkpoint.config
     convert.prepare(Source(directory, config, packed, {}, skeleton.dtype, skeleton, frozenset(), ()), target)
 
 
-def _weight(layer: LayerPlan) -> Packed:
+def _weight(model: nn.Module, published: Published, layer: LayerPlan) -> Packed:
     spec = layer.spec
-    return Packed(spec.name, spec.shape, layer.stored, is_expert=spec.is_expert, module=spec.name)
+    is_turned = not spec.is_expert and _is_turned(model.get_submodule(spec.name))
+    is_fused = spec.name.rsplit(".", 2)[0] in published.fused
+    name = published.names[spec.name]
+    return Packed(name, spec.shape, layer.stored, (), is_turned, spec.is_expert, is_fused, spec.name)
+
+
+def _is_turned(module: nn.Module) -> bool:
+    return linears.shape_of(module) is not None and isinstance(
+        linears.as_linear(copy.deepcopy(module)), linears.TurnedLinear
+    )

@@ -36,6 +36,8 @@ class Weight:
         Quantized activations are no reason: `IntWeight.activations` has them.
         """
         stored = self.stored
+        if stored.format == "dense" and self.is_expert:
+            return "the recipe keeps it, as plain numbers among packed weights; quantize this expert, too (gptq, rtn)"
         if stored.format != "int":
             return (
                 f"it is stored in the format {stored.format!r}; choose a method that writes plain integers (gptq, rtn)"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress.errors import ExportError
+from compress.errors import ExportError, OutputError
 from compress.export import convert, gguf_model, gguf_vocabulary
 from compress.export.source import open_source
 from compress.importers import gguf_header, open_checkpoint
@@ -181,6 +181,23 @@ def test_positions(tmp_path: Path) -> None:
     divisors = values(gguf_header.read_all(file).tensors[FREQUENCIES])
     assert torch.equal(divisors, torch.tensor(bands.divisors(5e5, 8))) and divisors.max() == 8
     assert load_config(source.resolve(str(file))).rope_parameters == stretched
+
+
+def test_only_our_own_files_are_replaced(tmp_path: Path) -> None:
+    """Neither a GGUF file of another tool nor a file that only has the name of one."""
+    checkpoint = packed("llama", tmp_path)
+    ours, other = written(checkpoint), tmp_path / "other.gguf"
+    convert.export(checkpoint, "gguf", ours, overwrite=True)
+    writer = gguf.GGUFWriter(other, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    for content in (other.read_bytes(), b"notes"):
+        other.write_bytes(content)
+        with pytest.raises(OutputError, match="is not a file that compress wrote"):
+            convert.export(checkpoint, "gguf", other, overwrite=True)
+        assert other.read_bytes() == content
 
 
 def test_missing_merges_and_unknown_splits_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
 from engines import FOUR_BITS, packed
+from pico import save_pico
 from runs import stored_tensors
 
 
@@ -68,6 +69,14 @@ def test_everything_is_of_one_type_and_the_configuration_is_whole(tmp_path: Path
     types = {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()}
     assert types == {torch.uint32, torch.float16}
     assert not [name for name in stored_tensors(tmp_path / "out") if name.startswith("lm_head")]
+
+
+def test_a_checkpoint_without_packed_weights_keeps_its_types(tmp_path: Path) -> None:
+    source = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16)
+    convert.export(source, "mlx", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and not [key for key in config if key.startswith("quantization")]
+    assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -15,10 +15,11 @@ import torch
 from compress import api, importers
 from compress.errors import ExportError, OutputError, RecipeError
 from compress.export import convert
+from compress.export.place import RECORD
 from compress.export.source import Source, open_source
 from compress.model.load import load_model
-from pico import save_pico
-from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors
+from pico import build, save, save_pico
+from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
 
 TOKENS = torch.arange(40).view(2, 20) * 5
 ASYMMETRIC = ("symmetric=false",)
@@ -187,6 +188,45 @@ def test_the_command(tmp_path: Path) -> None:
         convert.export(directory, "gptq", tmp_path / "other", overwrite=True)
     assert [*(tmp_path / "other").iterdir()] == [tmp_path / "other" / "file"]
     assert {"gptq", "dense"} <= json.loads(cli("exports", "--json").out).keys()
+
+
+@pytest.mark.parametrize("target", ["mlx", "gptq", "awq", "compressed-tensors"])
+def test_numbers_stay_finite(target: str, tmp_path: Path) -> None:
+    """Neither what is written nor what readers make of it becomes infinite in the type of the scales."""
+    model = build("llama").to(torch.bfloat16)
+    model.get_parameter("model.norm.weight").data[3] = 1e5
+    settings = (*KEEP_TABLES, "quantize.bits=4", "group_size=32")
+    api.quantize(job(save(model, tmp_path / "model"), Setup("int8", settings), tmp_path / "packed"))
+    with pytest.raises(ExportError, match=r"model.norm.weight has values outside of the range of float16; set --dtype"):
+        convert.export(tmp_path / "packed", target, tmp_path / "out")
+    convert.export(tmp_path / "packed", target, tmp_path / "out", torch.bfloat16)
+    assert stored_tensors(tmp_path / "out")["model.norm.weight"].max() > 9e4
+
+
+def test_dense_says_that_inputs_are_not_quantized(tmp_path: Path) -> None:
+    notes = convert.export(packed(tmp_path, "llama", *INT8_INPUTS), "dense", tmp_path / "out").notes
+    assert notes == ("inputs of linears are not quantized: plain weights cannot say so",)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("dense", None), ("dense", torch.float32), ("gptq", None)])
+def test_the_disk_is_asked_for_what_will_be_written(
+    target: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(convert, "check_space", lambda folder, nbytes: asked.append(nbytes))
+    convert.export(packed(tmp_path, "llama_tied", tables=True), target, tmp_path / "out", dtype)
+    written = sum(tensor.nbytes for tensor in stored_tensors(tmp_path / "out").values())
+    assert asked[0] == pytest.approx(written, rel=0 if target == "dense" else 0.1)
+
+
+@pytest.mark.parametrize("place", ["packed", "link", "."])
+def test_the_source_is_never_replaced(place: str, tmp_path: Path) -> None:
+    """Neither by itself, nor through a link, nor with a directory around it that holds the record of an export."""
+    directory = packed(tmp_path, "llama")
+    (tmp_path / RECORD).write_text("{}")
+    (tmp_path / "link").symlink_to(directory)
+    with untouched(tmp_path), pytest.raises(OutputError, match="holds the checkpoint that is exported"):
+        convert.export(directory, "dense", tmp_path / place, overwrite=True)
 
 
 def test_a_recipe_names_its_export(tmp_path: Path) -> None:

@@ -21,6 +21,17 @@ def refuses(weight: Weight) -> str | None:
     return "" if weight.roles else None
 
 
+def check(export: Export) -> None:
+    """Say so where weights of the checkpoint have inputs that are quantized, which plain weights do not."""
+    if any(weight.stored.activations is not None for weight in export.source.packed):
+        export.notes.append("inputs of linears are not quantized: plain weights cannot say so")
+
+
+def nbytes(export: Export, weight: Packed) -> int:
+    """Return the bytes of a weight as it is written."""
+    return weight.shape[0] * weight.shape[1] * export.dtype.itemsize
+
+
 def write(export: Export, out: Path) -> None:
     """Write a directory that transformers loads without any package for quantized weights."""
     together = [weight for weight in export.held if _experts(weight) in export.source.fused]

@@ -18,7 +18,9 @@ from compress.export import gguf_model, gguf_tensors, gguf_vocabulary
 from compress.export.convert import Export
 from compress.export.gguf_data import TOOL
 from compress.export.gguf_tensors import BLOCK
+from compress.export.place import MARK
 from compress.export.weights import Weight
+from compress.version import __version__
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
@@ -38,12 +40,21 @@ def refuses(weight: Weight) -> str | None:
     return None
 
 
-def write(export: Export, out: Path) -> None:
-    """Write the file; ExportError for models, settings and tokenizers that llama.cpp does not have."""
+def check(export: Export) -> None:
+    """Raise ExportError for models, settings and tokenizers that llama.cpp does not have."""
     try:
-        import gguf
+        import gguf  # noqa: F401 (all that follows needs it)
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
+    config = export.source.skeleton.model.config
+    gguf_model.describe(config)
+    gguf_vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
+
+
+def write(export: Export, out: Path) -> None:
+    """Write the file; ExportError for tensors that llama.cpp does not have."""
+    import gguf
+
     directory = export.source.directory
     model = gguf_model.describe(export.source.skeleton.model.config)
     export.notes.extend(model.notes)
@@ -53,6 +64,7 @@ def write(export: Export, out: Path) -> None:
     keys = {**model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
     writer = gguf.GGUFWriter(out, model.architecture)
     writer.add_name(directory.resolve().name)
+    writer.add_string(MARK, __version__)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
         kind = gguf.GGMLQuantizationType(entry.type)

@@ -8,7 +8,8 @@ a rounded product. Asymmetric codes are therefore written less their zero points
 6 and 8 bits, and groups of 32, 64 and 128 columns: scales of larger groups are repeated. Where linears differ, the
 configuration says so module by module. Experts of a layer are one tensor, as in the models of mlx-lm.
 
-All other numbers are written in the type of the scales, so that MLX computes in it. mlx-lm reads `rope_theta` and
+All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
+keeps its types. mlx-lm reads `rope_theta` and
 `rope_scaling`, and some settings that transformers leaves out where they are its defaults: both are written.
 """
 
@@ -46,6 +47,8 @@ def refuses(weight: Weight) -> str | None:
     """Return why the affine format does not hold the weight in every bit, and what would have to be chosen."""
     if (reason := weight.not_integers()) is not None:
         return reason
+    if weight.is_turned:
+        return "it is stored as [in, out], which mlx-lm does not read packed; keep it"
     if width(weight) > BITS[-1]:
         return "asymmetric codes of 8 bits have no exact bias in MLX; set symmetric: true, or bits: 7"
     params, columns = weight.stored.params, weight.shape[1]
@@ -54,22 +57,27 @@ def refuses(weight: Weight) -> str | None:
     return None
 
 
-def write(export: Export, out: Path) -> None:
-    """Write a directory that mlx-lm loads; ExportError for scales or other numbers that its type does not hold."""
-    dtype = _dtype(export)
-    if any(weight.stored.activations is not None for weight in export.held):
-        export.notes.append("inputs of linears are not quantized: MLX computes with them as they are")
-    others = export if export.is_chosen else replace(export, dtype=dtype, is_chosen=True)
-    stacks = _stacks(export)
-    forms = {name: _form(weights[0]) for name, weights in stacks.items()}
-    for name, weights in stacks.items():
+def check(export: Export) -> None:
+    """Raise ExportError for experts of a layer that differ in bits or groups."""
+    for name, weights in _stacks(export).items():
         if len({_form(weight) for weight in weights}) > 1:
             raise ExportError(
                 f"the experts of {name} differ in bits or groups, which one tensor of MLX cannot hold; give them the "
                 "same in the recipe"
             )
-    config = {**_settings(others), "quantization": _quantization(forms)}
-    config["quantization_config"] = config["quantization"]
+
+
+def write(export: Export, out: Path) -> None:
+    """Write a directory that mlx-lm loads; ExportError for scales or other numbers that its type does not hold."""
+    dtype = _dtype(export)
+    if any(weight.stored.activations is not None for weight in export.held):
+        export.notes.append("inputs of linears are not quantized: MLX computes with them as they are")
+    others = export if export.is_chosen or not export.held else replace(export, dtype=dtype, is_chosen=True)
+    stacks = _stacks(export)
+    forms = {name: _form(weights[0]) for name, weights in stacks.items()}
+    config = _settings(others)
+    if forms:
+        config["quantization"] = config["quantization_config"] = _quantization(forms)
     directory.write(others, out, _tensors(export, stacks, dtype), config)
 
 
@@ -96,10 +104,6 @@ def _stacks(export: Export) -> dict[str, list[Packed]]:
     found: dict[str, dict[int, Packed]] = {}
     for weight in export.held:
         expert = EXPERT.fullmatch(weight.name)
-        if weight.is_turned:
-            raise ExportError(
-                f"{weight.name} is stored as [in, out], which mlx-lm does not read packed; export to gguf"
-            )
         if expert:
             name = f"{expert[1]}.switch_mlp.{PROJECTIONS.get(expert[3], expert[3])}"
             found.setdefault(name, {})[int(expert[2])] = weight
@@ -110,7 +114,7 @@ def _stacks(export: Export) -> dict[str, list[Packed]]:
 
 def _quantization(forms: dict[str, Form]) -> dict[str, Any]:
     """Return what config.json says: the form of most modules, and those that differ."""
-    most = Counter(forms.values()).most_common(1)[0][0] if forms else (4, 64)
+    most = Counter(forms.values()).most_common(1)[0][0]
     others = {name: _section(form) for name, form in forms.items() if form != most}
     return {**_section(most), **others}
 
