@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import compress
 from compress import api
@@ -121,3 +122,29 @@ def test_what_is_packed_no_more_leaves_the_list(packed: Path, tmp_path: Path) ->
             model.set_submodule(name, module.to_linear(torch.float32))
     model.save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / CONFIG).read_text())
+
+
+def test_the_notice_is_there_when_files_are_uploaded(packed: Path, tmp_path: Path) -> None:
+    """With push_to_hub=True transformers uploads inside of what saves the configuration."""
+    config, uploaded = AutoConfig.from_pretrained(packed), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("transformers.configuration_utils.hf_api", MagicMock())
+        patched.setattr(
+            type(config),
+            "_upload_modified_files",
+            lambda *_, **__: uploaded.append(json.loads((tmp_path / CONFIG).read_text())),
+        )
+        config.save_pretrained(str(tmp_path), push_to_hub=True)
+    assert [values.get(notice.KEY) for values in uploaded] == [notice.TEXT]
+
+
+def test_other_configurations_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may be writing the same file."""
+    config, stock = LlamaConfig(), LlamaConfig.to_json_string
+
+    def half(self: LlamaConfig, *values: Any, **options: Any) -> str:
+        return stock(self, *values, **options)[:-9]
+
+    monkeypatch.setattr(LlamaConfig, "to_json_string", half)
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / CONFIG).is_file()
