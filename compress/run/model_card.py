@@ -36,7 +36,7 @@ TASKS = {
 class Words(yaml.SafeLoader):
     """Reads `no` as the language that it is: YAML would make it False."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]  # the stubs take it for one of instances
         first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:bool"]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
