@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from compress.runtime.packed import PackedModule
@@ -41,7 +42,9 @@ def keep_notice() -> None:
         if not _has_packed(self):
             stock(self, json_file_path, use_diff, **options)
             return
-        values = notice.added(json.loads(self.to_json_string(use_diff)))
+        values = _without_gone(json.loads(self.to_json_string(use_diff)), self.quantization_config)
+        if values.get("quantization_config", {}).get("modules"):
+            values = notice.added(values)
         write_text(Path(json_file_path), json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     to_json_file.keeps_notice = True  # type: ignore[attr-defined]
@@ -53,6 +56,30 @@ def _has_packed(config: PreTrainedConfig) -> bool:
     packed = getattr(config, "quantization_config", None)
     values = packed if isinstance(packed, dict) else getattr(packed, "__dict__", {})
     return values.get("quant_method") == METHOD and bool(values.get("modules"))
+
+
+def _without_gone(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the values of a config.json without the modules that the quantizer has marked as gone, and unmark them."""
+    gone = config.gone if hasattr(config, "gone") else ()
+    if not gone:
+        return values
+    config.gone = frozenset()
+    packed = dict(values["quantization_config"])
+    for key in ("modules", "experts"):
+        kept = {name: entry for name, entry in packed.pop(key, {}).items() if name not in gone}
+        packed |= {key: kept} if kept or key == "modules" else {}
+    if packed["modules"] or "kv_cache" in packed:
+        return {**values, "quantization_config": packed}
+    return {key: value for key, value in values.items() if key != "quantization_config"}
+
+
+def state_with(model: nn.Module, replaced: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, as if these modules stood in the place of those of their names."""
+    inside = tuple(f"{name}." for name in replaced)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+    for name, module in replaced.items():
+        state |= module.state_dict(prefix=f"{name}.")
+    return state
 
 
 def no_longer_packed(model: nn.Module, listed: dict[str, str]) -> set[str]:
