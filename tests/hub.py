@@ -27,6 +27,8 @@ class Received:
     revision: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
+    there: list[str] = field(default_factory=list)  # files of the repository before
+    deleted: list[str] = field(default_factory=list)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -36,7 +38,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
-    def answer(self, values: dict[str, Any], code: int = 200) -> None:
+    def answer(self, values: Any, code: int = 200) -> None:
         text = json.dumps(values).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
@@ -57,6 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.refuses:
             self.answer({"error": "Repository not found"}, 404)
+            return
+        if self.path.split("/")[5:6] == ["tree"]:
+            self.answer([{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in self.received.there])
             return
         self.answer({"id": "me/model", "sha": "0" * 40, "siblings": [], "private": False, "tags": []})
 
@@ -84,6 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
         for line in lines:
             if line["key"] == "file":
                 self.received.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            elif line["key"] == "deletedFile":
+                self.received.deleted.append(line["value"]["path"])
         url = f"http://{self.headers['Host']}/me/model/commit/{'1' * 40}"
         self.answer({"commitUrl": url, "commitOid": "1" * 40, "success": True})
 

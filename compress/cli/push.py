@@ -24,7 +24,9 @@ def push(
 ) -> None:
     """Upload a checkpoint to the Hugging Face hub, once all of its files have the hashes of its manifest.
 
-    Files that the manifest does not list stay here. The token is that of `hf auth login`, or HF_TOKEN.
+    Files that the manifest does not list stay here. Weights in the repository (*.safetensors and their index) that are
+    not among the uploaded files are deleted by the same commit; its other files stay. The token is that of
+    `hf auth login`, or HF_TOKEN.
     """
     with errors():
         if not paths.HUB_ID.fullmatch(repo):
@@ -43,5 +45,6 @@ def push(
                 print(f"{nbytes:>14,}  {name}")
             for name in upload.left:
                 print(f"{'stays here':>14}  {name}")
+            print(f"deleted from {repo}: {', '.join(pushing.STALE)} at its top that are not listed above")
         said = f"would upload to {repo}" if address is None else f"uploaded to {address}"
         print(f"{len(upload.files)} files, {show(upload.nbytes)}, {said}")

@@ -1,10 +1,14 @@
 """Upload a finished checkpoint to the Hugging Face hub: the files of its manifest, once they are compared with it.
 
+Weights of an earlier upload that the manifest does not list go, in the same commit: transformers reads
+model.safetensors before any shards. Other files of the repository stay.
+
 Needs the network and a token, as huggingface_hub finds it (HF_TOKEN, or `hf auth login`).
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,6 +17,8 @@ from compress.errors import CheckpointError, OutputError, first_line
 from compress.storage import paths
 from compress.storage.checkpoint import CONFIG, MANIFEST
 from compress.storage.manifest import Manifest
+
+STALE = ("*.safetensors", "*.safetensors.index.json")  # of a repository, where they are not uploaded
 
 
 class Upload(NamedTuple):
@@ -58,8 +64,19 @@ def check(directory: Path) -> Upload:
     return Upload({name: (directory / name).stat().st_size for name in names}, left)
 
 
+def stale(names: list[str], upload: Upload) -> list[str]:
+    """Return patterns of the weights among a repository's files that would lie beside those of an upload."""
+    return [
+        glob.escape(name)
+        for name in names
+        if "/" not in name and name not in upload.files and any(fnmatch.fnmatch(name, pattern) for pattern in STALE)
+    ]
+
+
 def push(directory: Path, target: Target, upload: Upload, endpoint: str | None = None) -> str:
     """Upload files of a checkpoint that `check` has returned, as one commit; return its address.
+
+    The commit deletes `stale` weights of the repository.
 
     endpoint: address of the hub; None: that of huggingface_hub. Raises OutputError where the hub is not reached, knows
     no token, or refuses.
@@ -80,6 +97,7 @@ def push(directory: Path, target: Target, upload: Upload, endpoint: str | None =
             folder_path=directory,
             revision=target.revision,
             allow_patterns=[glob.escape(name) for name in upload.files],
+            delete_patterns=stale(api.list_repo_files(repo, revision=target.revision), upload) or None,
             commit_message=f"Upload {directory.resolve().name}, written by compress",
         )
     except OfflineModeIsEnabled as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -31,6 +31,16 @@ TASKS = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForMultimodalLM": "any-to-any",
 }
+
+
+class Words(yaml.SafeLoader):
+    """Reads `no` as the language that it is: YAML would make it False."""
+
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]  # the stubs take it for one of instances
+        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:bool"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
 
 PACKED = """# {model}, quantized with compress (recipe `{recipe}`)
 
@@ -95,7 +105,7 @@ def front_matter(run: RunState, report: Mapping[str, Any], base: Mapping[str, An
     """Return what the hub reads of a card; `base`: that of the base's, `opened_by`: the automatic class."""
     job = run.job
     front: dict[str, Any] = {"library_name": "transformers"}
-    if (name := base_model(job.model, job.base_model, run.prepared.skeleton.checkpoint.config)) is not None:
+    if (name := base_model(job.model, job.base_model)) is not None:
         front["base_model"] = name
         front |= {"base_model_relation": "quantized"} if run.layers else {}
     front |= {"pipeline_tag": TASKS[opened_by]} if opened_by in TASKS else {}
@@ -116,19 +126,18 @@ def _bits(layers: Sequence[LayerPlan]) -> int:
     return max(1, int(stored + 0.25))
 
 
-def base_model(model: str, given: str | None, config: Mapping[str, Any]) -> str | None:
-    """Return the hub id of the original: given, loaded by it or from the hub's cache, or named by config.json."""
+def base_model(model: str, given: str | None) -> str | None:
+    """Return the hub id of the original: given, or that of `model` where it is one or lies in the hub's cache.
+
+    What the config.json of a local directory says is not asked: a fine-tuned model names there what it began from.
+    """
     if given is not None:
         return given
     path = Path(model)
     if path.exists():
         cached = SNAPSHOT.search(str(path.resolve()))
-        named = "/".join(cached.groups()) if cached else config.get("_name_or_path")
-    else:
-        named = model
-    if not isinstance(named, str) or not HUB_ID.fullmatch(named) or named.startswith(".") or Path(named).exists():
-        return None
-    return named
+        return "/".join(cached.groups()) if cached else None
+    return model if HUB_ID.fullmatch(model) and not model.startswith(".") else None
 
 
 def base_card(directory: Path) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def base_card(directory: Path) -> dict[str, Any]:
     try:
         with (directory / CARD).open(encoding="utf-8", errors="replace") as stream:
             found = FRONT.match(stream.read(READ))
-        values = yaml.safe_load(found[1]) if found else None
+        values = yaml.load(found[1], Loader=Words) if found else None
     except (OSError, yaml.YAMLError, RecursionError, ValueError):
         return {}
     return {key: value for key, value in values.items() if _is_words(value)} if isinstance(values, dict) else {}

@@ -91,6 +91,7 @@ class CompressConfig(QuantizationConfigMixin):
         self.modules = modules or {}
         self.experts = experts or {}
         self.kv_cache = kv_cache
+        self.gone: Set[str] = frozenset()  # listed names that are left out of the next file (saving.py)
 
     @classmethod
     def read(cls, packed: Any) -> CompressConfig:
@@ -104,7 +105,8 @@ class CompressConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json stores it; without "experts" and "kv_cache" where there are none, for older versions."""
-        return {k: value for k, value in super().to_dict().items() if value or k not in ("experts", "kv_cache")}
+        values = {k: value for k, value in super().to_dict().items() if k != "gone"}
+        return {k: value for k, value in values.items() if value or k not in ("experts", "kv_cache")}
 
 
 def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
@@ -179,23 +181,22 @@ class CompressQuantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # called in its place before transformers 5.18
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> Any:
-        """Before a model is saved, leave out of the list what is packed no more, such as merged linears.
+        """Before a model is saved, leave out of the saved list what is packed no more, such as merged linears.
 
-        Experts of which some are packed no more are fused, as a transformers without us holds them.
+        Experts of which some are packed no more are written fused, as a transformers without us holds them. The model
+        stays as it is: an adapter that is merged may be taken out again.
         """
         config = self.quantization_config
         listed, pruned = _names_in(model, config.modules), _names_in(model, config.experts)
         gone = saving.no_longer_packed(model, listed)
-        for name, module in list(model.named_modules()):
+        fused: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
             if isinstance(module, Experts) and module.is_partly_plain():
                 gone |= {listed_name for inner, listed_name in listed.items() if inner.startswith(f"{name}.")}
                 gone |= {pruned[name]} if name in pruned else set()
-                model.set_submodule(name, module.fuse(model.dtype))
-        config.modules = {name: entry for name, entry in config.modules.items() if name not in gone}
-        config.experts = {name: entry for name, entry in config.experts.items() if name not in gone}
-        if gone and not config.modules and config.kv_cache is None:
-            self.remove_quantization_config(model)
-        return super().get_state_dict_and_metadata(model)
+                fused[name] = module.fuse(model.dtype)
+        config.gone = gone
+        return saving.state_with(model, fused) if fused else None, {}
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Keep the type of a packed tensor, whatever the model says of parameters whose names are like its name."""

@@ -184,11 +184,13 @@ class PackedLinear(PackedModule):
         return layer
 
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
-        """A plain linear with the dequantized weight and the bias in `dtype`; it does not quantize its inputs."""
+        """A plain linear with copies of the dequantized weight and the bias in `dtype`; it quantizes no inputs."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self.dequantize(dtype))
+        weight = self.dequantize(dtype)
+        shared = any(weight.data_ptr() == tensor.data_ptr() for tensor in self.tensors.values())  # kept as it was
+        linear.weight = nn.Parameter(weight.clone() if shared else weight)
         if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype, copy=True))
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,11 +58,13 @@ class PackedLoraLinear(Linear):
         if not isinstance(packed, PackedLinear) or not set(names) - set(self.merged_adapters):
             super().merge(safe_merge, adapter_names)
             return
+        before = list(self.merged_adapters)
         self.base_layer = packed.to_linear(self.merged_dtype)
         try:
             super().merge(safe_merge, adapter_names)
-        except ValueError:  # not finite
+        except ValueError:  # not finite; adapters before this one are in the linear that is let go
             self.base_layer = packed
+            self.merged_adapters[:] = before
             raise
         self.__dict__["packed"] = packed  # not a child: it holds no part of the model now
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from compress.runtime.packed import PackedModule
 from compress.storage import notice
-from compress.storage.checkpoint import CONFIG, read_json, write_text
+from compress.storage.checkpoint import write_text
 from compress.storage.paths import METHOD
 
 
@@ -25,28 +26,60 @@ def take_notice_away(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def keep_notice() -> None:
-    """Let configurations of packed models be saved with the notice; again does no harm.
+    """Let configurations of packed models be written with the notice; again does no harm.
 
-    transformers removes "transformers_weights" from every configuration that it saves, and asks no quantizer.
+    transformers removes "transformers_weights" from every configuration that it saves, and asks no quantizer. The
+    notice is part of the file when it appears, so that it is uploaded with it. Other configurations are not touched.
     """
-    stock: Any = PreTrainedConfig.save_pretrained
+    stock: Any = PreTrainedConfig.to_json_file
     if getattr(stock, "keeps_notice", False):
         return
 
     @functools.wraps(stock)
-    def save_pretrained(
-        self: PreTrainedConfig, save_directory: str | os.PathLike[str], *args: Any, **options: Any
-    ) -> Any:
-        result = stock(self, save_directory, *args, **options)
-        path = Path(save_directory) / CONFIG
-        values = read_json(path)
-        packed = values.get("quantization_config")
-        if isinstance(packed, dict) and packed.get("quant_method") == METHOD and packed.get("modules"):
-            write_text(path, json.dumps(notice.added(values), indent=2, sort_keys=True) + "\n")
-        return result
+    def to_json_file(
+        self: PreTrainedConfig, json_file_path: str | os.PathLike[str], use_diff: bool = True, **options: Any
+    ) -> None:
+        if not _has_packed(self):
+            stock(self, json_file_path, use_diff, **options)
+            return
+        values = _without_gone(json.loads(self.to_json_string(use_diff)), self.quantization_config)
+        if values.get("quantization_config", {}).get("modules"):
+            values = notice.added(values)
+        write_text(Path(json_file_path), json.dumps(values, indent=2, sort_keys=True) + "\n")
 
-    save_pretrained.keeps_notice = True  # type: ignore[attr-defined]
-    PreTrainedConfig.save_pretrained = save_pretrained  # type: ignore[method-assign]
+    to_json_file.keeps_notice = True  # type: ignore[attr-defined]
+    PreTrainedConfig.to_json_file = to_json_file  # type: ignore[method-assign]
+
+
+def _has_packed(config: PreTrainedConfig) -> bool:
+    """Tell whether a configuration lists packed modules."""
+    packed = getattr(config, "quantization_config", None)
+    values = packed if isinstance(packed, dict) else getattr(packed, "__dict__", {})
+    return values.get("quant_method") == METHOD and bool(values.get("modules"))
+
+
+def _without_gone(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the values of a config.json without the modules that the quantizer has marked as gone, and unmark them."""
+    gone = config.gone if hasattr(config, "gone") else ()
+    if not gone:
+        return values
+    config.gone = frozenset()
+    packed = dict(values["quantization_config"])
+    for key in ("modules", "experts"):
+        kept = {name: entry for name, entry in packed.pop(key, {}).items() if name not in gone}
+        packed |= {key: kept} if kept or key == "modules" else {}
+    if packed["modules"] or "kv_cache" in packed:
+        return {**values, "quantization_config": packed}
+    return {key: value for key, value in values.items() if key != "quantization_config"}
+
+
+def state_with(model: nn.Module, replaced: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, as if these modules stood in the place of those of their names."""
+    inside = tuple(f"{name}." for name in replaced)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+    for name, module in replaced.items():
+        state |= module.state_dict(prefix=f"{name}.")
+    return state
 
 
 def no_longer_packed(model: nn.Module, listed: dict[str, str]) -> set[str]:

@@ -53,6 +53,18 @@ def test_all_files_of_the_manifest_arrive_in_one_commit(checkpoint: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_old_weights_in_the_repository_go_in_the_same_commit(checkpoint: Path) -> None:
+    """transformers reads model.safetensors before any shards."""
+    upload = push.check(checkpoint)
+    shard = next(name for name in upload.files if name.endswith(".safetensors"))
+    old = ["a [1].safetensors", "old-00001-of-00002.safetensors", "old.safetensors.index.json"]
+    with hub.served() as (address, received):
+        received.there = [*old, shard, "README.md", "notes.txt", "other/model.safetensors", "model.gguf"]
+        push.push(checkpoint, push.Target(REPO), upload, endpoint=address)
+    assert sorted(received.deleted) == old and received.commits == 1
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_refusal_and_a_hub_that_is_not_there_are_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upload, target = push.check(checkpoint), push.Target(REPO)
     with hub.served(refuses=True) as (address, received):
@@ -102,6 +114,7 @@ def test_the_dry_run_lists_what_would_go(checkpoint: Path) -> None:
     for path in checkpoint.iterdir():
         row = next(line for line in result.out.splitlines() if line.endswith(f"  {path.name}"))
         assert row.split()[0] == ("stays" if path.name == "notes.log" else f"{path.stat().st_size:,}")
+    assert f"deleted from {REPO}: *.safetensors" in result.out
     assert f"would upload to {REPO}" in result.out.splitlines()[-1]
     found = json.loads(cli("push", str(checkpoint), REPO, "--dry-run", "--json").out)
     assert sum(found["files"].values()) == total and found["left"] == ["notes.log"] and found["commit"] is None

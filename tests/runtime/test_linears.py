@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from compress import api
+from compress.formats import dense
 from compress.runtime import linears
 from compress.runtime.linear import PackedLinear
-from pico import of_type, pico_tokenizer
+from compress.types import PackedWeight, Stored
+from pico import of_type, pico_tokenizer, round_to_nearest
 from runs import GPTQ, RTN, Setup, job, stored_tensors
 
 SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -40,6 +42,20 @@ class Router(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         out = super().forward(input)
         return out, out.softmax(-1)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("format", ["int", "dense"])
+def test_a_decoded_linear_shares_nothing_with_the_packed_one(format: str) -> None:
+    """It is trained, or merged into, while the packed one waits."""
+    linear = nn.Linear(32, 48)
+    kept = PackedWeight(Stored("dense", dense.Params("float32")), {"values": linear.weight.detach().clone()}, (48, 32))
+    weight = kept if format == "dense" else round_to_nearest(linear.weight, 8, 16)
+    packed = PackedLinear.from_packed(weight, linear.bias)
+    decoded, before = packed.to_linear(torch.float32), {k: v.clone() for k, v in packed.state_dict().items()}
+    with torch.no_grad():
+        decoded.weight += 1
+        decoded.bias += 1
+    assert all(torch.equal(packed.state_dict()[key], tensor) for key, tensor in before.items())
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

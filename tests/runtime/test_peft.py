@@ -129,6 +129,45 @@ def test_merged_into_dense_and_saved(packed: Path, trained: Any, tmp_path: Path)
     assert (notice.KEY in config) == bool(listed)
 
 
+def test_trained_biases_leave_those_of_the_base(tmp_path: Path) -> None:
+    api.quantize(job(save_pico("qwen2", tmp_path / "model"), RTN, tmp_path / "packed"))
+    model = adapted(tmp_path / "packed", lora_bias=True, target_modules=["q_proj"])
+    for parameter in (
+        parameter for name, parameter in model.named_parameters() if name.endswith("lora_B.default.bias")
+    ):
+        parameter.data += 1
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_saving_while_merged_leaves_the_model_as_it_is(packed: Path, tmp_path: Path) -> None:
+    model = adapted(packed)
+    expected = logits(model)  # an adapter begins as nothing
+    model.merge_adapter()
+    model.get_base_model().save_pretrained(tmp_path / "merged")
+    model.unmerge_adapter()
+    model.unload().save_pretrained(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config == json.loads((packed / "config.json").read_text())
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")), expected)
+
+
+def test_a_merge_that_fails_changes_nothing(packed: Path) -> None:
+    names = ["c_attn", "q_proj"]
+    model = adapted(packed, target_modules=names)
+    model.add_adapter("broken", peft.LoraConfig(**{**CONFIG, "target_modules": names}))
+    layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
+    layer.lora_B["broken"].weight.data.fill_(float("nan"))
+    base = layer.base_layer
+    with pytest.raises(ValueError, match="NaNs"):
+        layer.merge(safe_merge=True, adapter_names=["default", "broken"])
+    assert layer.base_layer is base and not layer.merged_adapters
+    layer.merge(adapter_names=["default"])
+    assert layer.merged_adapters == ["default"] and layer.base_layer is not base
+
+
 def test_kbit_preparation_keeps_the_stored_tensors(packed: Path) -> None:
     """And turns gradient checkpointing on, with the same gradients."""
     model = AutoModelForCausalLM.from_pretrained(packed)

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import compress
 from compress import api
@@ -111,13 +112,56 @@ def test_what_is_packed_no_more_leaves_the_list(packed: Path, tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(packed)
     expected = logits(model)
     name = "model.layers.0.mlp.up_proj"
-    model.set_submodule(name, model.get_submodule(name).to_linear(torch.float32))
+    was = model.get_submodule(name)
+    model.set_submodule(name, was.to_linear(torch.float32))
     model.save_pretrained(tmp_path / "mixed")
     mixed = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed")
     assert type(mixed.get_submodule(name)) is torch.nn.Linear
     torch.testing.assert_close(logits(mixed), expected, rtol=1e-3, atol=1e-4)
+    model.set_submodule(name, was)
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")), expected)
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             model.set_submodule(name, module.to_linear(torch.float32))
     model.save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / CONFIG).read_text())
+
+
+def test_the_notice_is_there_when_files_are_uploaded(packed: Path, tmp_path: Path) -> None:
+    """With push_to_hub=True transformers uploads inside of what saves the configuration."""
+    config, uploaded = AutoConfig.from_pretrained(packed), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("transformers.configuration_utils.hf_api", MagicMock())
+        patched.setattr(
+            type(config),
+            "_upload_modified_files",
+            lambda *_, **__: uploaded.append(json.loads((tmp_path / CONFIG).read_text())),
+        )
+        config.save_pretrained(str(tmp_path), push_to_hub=True)
+    assert [values.get(notice.KEY) for values in uploaded] == [notice.TEXT]
+
+
+def test_other_configurations_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may be writing the same file."""
+    config, stock = LlamaConfig(), LlamaConfig.to_json_string
+
+    def half(self: LlamaConfig, *values: Any, **options: Any) -> str:
+        return stock(self, *values, **options)[:-9]
+
+    monkeypatch.setattr(LlamaConfig, "to_json_string", half)
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / CONFIG).is_file()
+
+
+def test_saving_experts_that_are_packed_in_part_leaves_them_as_they_are(tmp_path: Path) -> None:
+    api.quantize(job(save_pico("mixtral", tmp_path / "model"), RTN, tmp_path / "packed"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    name = "model.layers.0.mlp.experts"
+    experts, expected = model.get_submodule(name), logits(model)
+    experts["0"]["up_proj"] = experts["0"]["up_proj"].to_linear(torch.float32)
+    model.save_pretrained(tmp_path / "mixed")
+    assert model.get_submodule(name) is experts
+    mixed = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed")
+    assert type(mixed.get_submodule(name)) is not type(experts)
+    torch.testing.assert_close(logits(mixed), expected, rtol=1e-3, atol=1e-4)
