@@ -17,9 +17,10 @@ from compress.importers import gguf_header
 from compress.storage import paths
 from compress.storage.checkpoint import sync_directory
 from compress.storage.workdir import WorkDirectory, writing
+from compress.version import __version__
 
 RECORD = "compress_export.json"  # in every exported directory: what it was made from
-MARK = "compress.version"  # the key of the same meaning in the header of a GGUF file
+MARK = {"compress.version": __version__}  # the same in the header of a GGUF file
 NAMES = {"lock", "new", "old"}
 
 
@@ -47,7 +48,7 @@ def check(out: Path, suffix: str, overwrite: bool) -> None:
 
 def _is_marked(file: Path) -> bool:
     try:
-        return MARK in gguf_header.read(file).metadata
+        return MARK.keys() <= gguf_header.read(file).metadata.keys()
     except CheckpointError:
         return False
 

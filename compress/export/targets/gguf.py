@@ -20,7 +20,6 @@ from compress.export.gguf_data import TOOL
 from compress.export.gguf_tensors import BLOCK
 from compress.export.place import MARK
 from compress.export.weights import Weight
-from compress.version import __version__
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
@@ -61,10 +60,9 @@ def write(export: Export, out: Path) -> None:
     if any(weight.stored.activations is not None for weight in export.held):
         export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, blocks of {BLOCK}")
     entries = gguf_tensors.entries(export, model)
-    keys = {**model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
+    keys = {**MARK, **model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
     writer = gguf.GGUFWriter(out, model.architecture)
     writer.add_name(directory.resolve().name)
-    writer.add_string(MARK, __version__)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
         kind = gguf.GGMLQuantizationType(entry.type)
