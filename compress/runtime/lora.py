@@ -13,7 +13,7 @@ from compress.errors import AdapterError
 from compress.runtime import linears
 from compress.runtime.linear import PackedLinear
 
-INITIAL = (True, False, "gaussian", "eva")  # ways to begin that do not look at the base weight
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # ways to begin that do not look at the base weight
 
 
 class PackedLoraLinear(Linear):
@@ -45,8 +45,14 @@ class PackedLoraLinear(Linear):
 
     def update_layer(self, adapter_name: str, *values: Any, **options: Any) -> None:
         """Add an adapter, on the device of the packed tensors."""
-        super().update_layer(adapter_name, *values, **options)
-        device = next(self.get_base_layer().parameters()).device
+        base = self.get_base_layer()
+        device = next(base.parameters()).device
+        if isinstance(base, PackedLinear) and options["config"].init_lora_weights == "orthogonal":
+            vars(base)["weight"] = torch.empty(0, device=device)  # PEFT reads its type, and nothing else
+        try:
+            super().update_layer(adapter_name, *values, **options)
+        finally:
+            vars(base).pop("weight", None)
         for part in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
             if not any(parameter.is_meta for parameter in part.parameters()):
                 part.to(device)

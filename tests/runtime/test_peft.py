@@ -188,6 +188,12 @@ def test_what_needs_the_plain_weight_is_refused(packed: Path) -> None:
             adapted(packed, **settings)
 
 
+@pytest.mark.parametrize("initial", ["gaussian", "orthogonal"])
+def test_initial_values_that_leave_the_base_alone(packed: Path, initial: str) -> None:
+    model = adapted(packed, init_lora_weights=initial)
+    assert any(type(module).__name__ == "PackedLoraLinear" for module in model.modules())
+
+
 def test_names_and_a_second_adapter(packed: Path) -> None:
     names = ["c_attn", "q_proj"]
     model = adapted(packed, target_modules=names)
