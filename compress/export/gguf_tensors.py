@@ -115,7 +115,7 @@ def _plain(export: Export, model: Model, name: str, tensors: list[Readable]) -> 
 def _blocks(weight: Packed, kind: int, order: Tensor | None) -> Tensor:
     """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
     integers = weight.integers()
-    scales = scales_of(integers, BLOCK, torch.float16, "GGUF")
+    scales = scales_of(integers, BLOCK, torch.float16)
     rows = torch.arange(integers.shape[0]) if order is None else order
     parts = rows.split(max(1, CHUNK // integers.shape[1]))
     return torch.cat([gguf_blocks.pack(signed(integers, part), scales[part], kind) for part in parts])

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from compress.errors import ExportError
 from compress.export.convert import Export, word
-from compress.export.weights import IntWeight, Weight
+from compress.export.weights import Weight
 from compress.numerics.packing import pack_stream
 
 
@@ -43,17 +42,6 @@ def words(codes: Tensor, bits: int) -> Tensor:
     """Return codes uint8 [rows, n] as int32 [rows, ceil(n * bits / 32)]: a stream of bits, the lowest first."""
     packed = pack_stream(torch.nn.functional.pad(codes, (0, -codes.shape[1] % 32)), bits)
     return packed[:, : 4 * -(-codes.shape[1] * bits // 32)].contiguous().view(torch.int32)
-
-
-def half_scales(weight: IntWeight) -> Tensor:
-    """Return scales float16 [out, groups]; ExportError where that would round them."""
-    scales = weight.scales.half()
-    if not torch.equal(scales.float(), weight.scales.float()):
-        raise ExportError(
-            f"{weight.name} has scales outside of the range of float16, the only type there; compressed-tensors holds "
-            "them as they are"
-        )
-    return scales
 
 
 def settle_type(export: Export, types: Iterable[str]) -> None:

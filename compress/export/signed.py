@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.errors import ExportError
 from compress.export.weights import IntWeight, Weight
 
 
@@ -27,15 +26,9 @@ def signed(weight: IntWeight, rows: Tensor | slice = slice(None)) -> Tensor:
     return (codes - zeros).view(torch.int8)
 
 
-def scales_of(weight: IntWeight, group: int, dtype: torch.dtype, tool: str) -> Tensor:
+def scales_of(weight: IntWeight, group: int, dtype: torch.dtype) -> Tensor:
     """Return a scale for each `group` columns, which divide the weight's own groups: [out, in / group] in `dtype`.
 
-    Raises ExportError, which names the tool, where a scale is no number of that type.
+    Raises ExportError where a scale is no number of that type.
     """
-    scales = weight.scales.to(dtype)
-    if not torch.equal(scales.float(), weight.scales.float()):
-        name = str(dtype).removeprefix("torch.")
-        raise ExportError(
-            f"{weight.name} has scales that {name} does not hold, which {tool} needs; export to dense or gptq"
-        )
-    return scales.repeat_interleave(weight.group_size // group, 1)[:, : weight.shape[1] // group]
+    return weight.scales_in(dtype).repeat_interleave(weight.group_size // group, 1)[:, : weight.shape[1] // group]

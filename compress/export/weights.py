@@ -73,6 +73,16 @@ class IntWeight:
         """(out_features, in_features)."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    def scales_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the scales [out, groups] in another type; ExportError where that would round them."""
+        scales = self.scales.to(dtype)
+        if not torch.equal(scales.float(), self.scales.float()):
+            raise ExportError(
+                f"{self.name} has scales that {str(dtype).removeprefix('torch.')}, the only type there, does not hold; "
+                "export to compressed-tensors, which has them as they are, or to dense"
+            )
+        return scales
+
     def full_zeros(self) -> Tensor:
         """Return the zero points, uint8 [out, groups], those that are implied too."""
         return (

@@ -28,9 +28,7 @@ PROMPTS = (
     *("Once upon a time there was a", "He had no money, and", "In the morning the captain"),
 )
 TIE = 0.05  # the most likely token leads by less: rounding decides
-EIGHT_BITS = (
-    0.03  # error of logits, relative to their size, that rounding of inputs to 8 bits makes in such narrow models
-)
+EIGHT_BITS = 0.03  # error of logits, relative to their size: inputs of such narrow models rounded to 8 bits
 HALF = 0.002  # that of a cache in float16
 SINGLE = 1e-4  # that of computing in float32
 ASYMMETRIC = ("bits=4", "group_size=32", "symmetric=false")

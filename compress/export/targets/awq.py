@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from compress.errors import ExportError
@@ -59,7 +60,7 @@ def _tensors(weight: IntWeight) -> dict[str, Tensor]:
     return {
         "qweight": _words(weight.codes.T),
         "qzeros": _words(weight.full_zeros().T),
-        "scales": integers.half_scales(weight).T.contiguous(),
+        "scales": weight.scales_in(torch.float16).T.contiguous(),
     }
 
 

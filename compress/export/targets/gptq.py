@@ -83,6 +83,6 @@ def _tensors(weight: IntWeight, is_first: bool) -> dict[str, Tensor]:
     return {
         "qweight": integers.words(weight.codes, weight.bits).T.contiguous(),
         "qzeros": integers.words(zeros.T.contiguous(), weight.bits),
-        "scales": integers.half_scales(weight).T.contiguous(),
+        "scales": weight.scales_in(torch.float16).T.contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // weight.group_size,
     }

@@ -9,8 +9,8 @@ a rounded product. Asymmetric codes are therefore written less their zero points
 configuration says so module by module. Experts of a layer are one tensor, as in the models of mlx-lm.
 
 All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
-keeps its types. mlx-lm reads `rope_theta` and
-`rope_scaling`, and some settings that transformers leaves out where they are its defaults: both are written.
+keeps its types. mlx-lm reads `rope_theta` and `rope_scaling`, and some settings that transformers leaves out where they
+are its defaults: both are written.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _affine(weight: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
     middle = 1 << (bits - 1)
     codes = (signed(integers).to(torch.int16) + middle).to(torch.uint8)
     words = torch.cat([pack_stream(rows, bits) for rows in codes.split(max(1, (1 << 22) // codes.shape[1]))])
-    scales = scales_of(integers, group, dtype, "MLX")
+    scales = scales_of(integers, group, dtype)
     biases = scales * -middle
     if not torch.isfinite(biases).all():
         raise ExportError(f"{weight.name} has scales too large for {dtype} biases in MLX; export to dense or gguf")
