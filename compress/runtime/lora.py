@@ -68,7 +68,7 @@ class PackedLoraLinear(Linear):
         self.base_layer = packed.to_linear(self.merged_dtype)
         try:
             super().merge(safe_merge, adapter_names)
-        except ValueError:  # not finite; adapters before this one are in the linear that is let go
+        except BaseException:  # adapters before the one that failed are in the linear that is let go
             self.base_layer = packed
             self.merged_adapters[:] = before
             raise

@@ -1,4 +1,4 @@
-"""What transformers writes of a packed model: the list of what is packed, and the notice for those without compress."""
+"""Write the config.json of packed models: the list of what is packed, and the notice for those without compress."""
 
 from __future__ import annotations
 
