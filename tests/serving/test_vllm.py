@@ -94,12 +94,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @torch.no_grad()
-def check(directory: Path, answers: Answers, change: Callable[[Any], None] = lambda model: None) -> None:
-    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32.
-
-    Where inputs are quantized, sums that differ in their last bit may round to another code: of half of the
-    probabilities and more this is not so, and of none it makes more than FLIPPED.
-    """
+def errors_of(directory: Path, answers: Answers, change: Callable[[Any], None] = lambda model: None) -> list[float]:
+    """Errors of log probabilities, in float32; greedy tokens must be those of transformers."""
     from compress.model.load import load_model
 
     model = load_model(directory, dtype=torch.float32).eval()
@@ -110,11 +106,13 @@ def check(directory: Path, answers: Answers, change: Callable[[Any], None] = lam
         known = model(whole).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
         assert known.argmax(-1).tolist() == answer["ids"]
         for row, told in zip(known, answer["logprobs"], strict=True):
-            for token, value in told.items():
-                errors.append(abs(float(row[int(token)]) - value))
-    is_rounded = any(getattr(module, "activations", None) is not None for module in model.modules())
-    assert max(errors) < (FLIPPED if is_rounded else 1e-5)
-    assert statistics.median(errors) < 1e-5
+            errors += [abs(float(row[int(token)]) - value) for token, value in told.items()]
+    return errors
+
+
+def check(directory: Path, answers: Answers, change: Callable[[Any], None] = lambda model: None) -> None:
+    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32."""
+    assert max(errors_of(directory, answers, change)) < 1e-5
 
 
 CASES = {
@@ -126,7 +124,7 @@ CASES = {
     "phi3": ("phi3", "int4", *SMALL),
     "qwen3_moe": ("qwen3_moe", "int4", *SMALL),
     "mixtral": ("mixtral", "int4", *SMALL),
-    "w4a8": ("llama", "w4a8", *runs.SMALL),
+    "w4a8": ("llama", "w4a8", *runs.SMALL, *runs.KEEP_TABLES),
     "quarot4bit": ("llama_tied", "quarot4bit", *SMALL),
     "kept tables": ("mixtral", "int4", *SMALL, *runs.KEEP_TABLES),
 }
@@ -137,6 +135,13 @@ def test_same_as_transformers(case: str, packed: Callable[..., Path], tmp_path: 
     directory = packed(*CASES[case])
     check(directory, served(directory, tmp_path))
     assert "packed weights" in (tmp_path / "log").read_text()
+
+
+def test_rounded_inputs_may_flip(packed: Callable[..., Path], tmp_path: Path) -> None:
+    """Sums that differ in their last bit may round to another code: few do, and make no more than FLIPPED."""
+    directory = packed("llama", "w4a8", *runs.SMALL)
+    errors = errors_of(directory, served(directory, tmp_path))
+    assert statistics.median(errors) < 1e-5 and max(errors) < FLIPPED
 
 
 def test_compiled_by_vllm(packed: Callable[..., Path], tmp_path: Path) -> None:
