@@ -32,9 +32,10 @@ PLAIN = {"quantize": {**GROUP_64, "incoherence": False}, **ALIKE, **KEPT}
 BASES: dict[str, Row] = {
     **{name: PLAIN for name in ("int4", "int3", "int2")},
     "vq2bit": {"quantize": {"state_bits": 14}, **ALIKE},
-    **{name: ALIKE for name in ("vq3bit", "trellis4bit")},
+    **{name: ALIKE for name in ("vq3bit", "trellis4bit", "e8p2bit")},
     **{name: KEPT for name in ("quarot4bit", "rsq3bit", "w4a8", "w4a4kv4")},
     "int3-eora": {"quantize": {"incoherence": False}, **ALIKE},
+    "glvq2bit": {"quantize": {"incoherence": False}},
 }
 ROTATE = {"method": "rotate"}
 AS_IS = "as_is"  # in the place of changes
