@@ -36,6 +36,7 @@ from compress.types import Quantized, Stats
 FORMAT = "int"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
+PACKED = 4 << 20  # bytes; up to 2.3 MiB were seen, depending on where buffers lie
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside weight and Hessian.
 
     In the loop that is five copies of the weight, and codes, and three copies of a group that is fitted there. After
-    it, three copies of the weight, codes four times, four copies of a group and its part of the Hessian, twice.
+    it, three copies of the weight, codes four times, four copies of a group and its part of the Hessian, twice. Matrix
+    products pack their operands into buffers of the library, PACKED.
     """
     numel, columns = shape[0] * shape[1], plan_params(config, shape).group(shape[1])
     group = 4 * shape[0] * columns
     loop = feedback.workspace(shape, numel * (5 * 4 + 1) + (0 if config.static_groups else 3 * group), ordered=False)
-    return max(loop, numel * (3 * 4 + 4) + 4 * group + 2 * 4 * columns**2) if config.sweeps else loop
+    return PACKED + (max(loop, numel * (3 * 4 + 4) + 4 * group + 2 * 4 * columns**2) if config.sweeps else loop)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
