@@ -47,6 +47,11 @@ def write(
     elif export.dtype != export.source.dtype:  # readers turn into that type what is stored in others
         plain = {name: typed(stored, export.dtype, is_kept=True) for name, stored in plain.items()}
     write_shards(out, chain(plain.items(), tensors))
+    finish(export, out, config)
+
+
+def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
+    """Write all files of a directory that hold no weights; config: what is laid over config.json."""
     write_checkpoint.copy_files(export.source.directory, out)
     for name in OURS:
         (out / name).unlink(missing_ok=True)
