@@ -69,6 +69,8 @@ CASES = [
     ("compressed-tensors", "qwen3_moe", 56, ()),
     ("compressed-tensors", "llama", 14, ("rules=[{match: '*down_proj', bits: 8, group_size: -1}]",)),
     ("compressed-tensors", "llama", 14, INT8_INPUTS),
+    ("torchao", "llama", 14, ("quantize.bits=8", "group_size=-1")),
+    ("torchao", "qwen2", 14, ASYMMETRIC),
 ]
 
 
@@ -134,6 +136,7 @@ REFUSED = [
     ("gptq", INT8_INPUTS, "set activations: null"),
     ("awq", ("rules=[{match: '*down_proj', bits: 4, group_size: -1}]",), "one group_size for all"),
     ("compressed-tensors", ("symmetric=false", "rules=[{match: '*down_proj', bits: 8}]"), "symmetric: true"),
+    ("torchao", (*ASYMMETRIC, "group_size=-1"), "leaves the zero points of whole rows out"),
     ("gptqq", (), "did you mean 'gptq'"),
 ]
 
@@ -167,10 +170,11 @@ def test_a_cache_recipe_is_left_out(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", ["awq", "torchao"])
+def test_shards(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compress.export.directory.SHARD", 20_000)
     directory = packed(tmp_path, "llama")
-    convert.export(directory, "awq", tmp_path / "out")
+    convert.export(directory, target, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     assert_equal(tmp_path / "out", open_source(directory), 14)
 
@@ -190,7 +194,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert {"gptq", "dense"} <= json.loads(cli("exports", "--json").out).keys()
 
 
-@pytest.mark.parametrize("target", ["mlx", "gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("target", ["mlx", "gptq", "awq", "compressed-tensors", "torchao"])
 def test_numbers_stay_finite(target: str, tmp_path: Path) -> None:
     """Neither what is written nor what readers make of it becomes infinite in the type of the scales."""
     model = build("llama").to(torch.bfloat16)
@@ -208,7 +212,9 @@ def test_dense_says_that_inputs_are_not_quantized(tmp_path: Path) -> None:
     assert notes == ("inputs of linears are not quantized: plain weights cannot say so",)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("dense", None), ("dense", torch.float32), ("gptq", None)])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("dense", None), ("dense", torch.float32), ("gptq", None), ("torchao", None)]
+)
 def test_the_disk_is_asked_for_what_will_be_written(
     target: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
