@@ -102,11 +102,13 @@ def write(export: Export, out: Path, heads: list[CachedHeads]) -> None:
     model.set_attn_implementation("eager")  # plain operations, which every version of ONNX has
     with _quiet():
         program = _traced(model, heads, export.dtype)
-        graph = program.model.graph
-        for name, value in graph.initializers.items():
-            if (maker := makers.get(name.removeprefix("model."))) is not None:
-                value.const_value = _lazy(name, value, maker)
+        for name, value in program.model.graph.initializers.items():
+            if name.removeprefix("model.") in makers:
+                value.const_value = None  # zeros are not to be computed with
         program.optimize()
+    for name, value in program.model.graph.initializers.items():
+        if value.const_value is None:
+            value.const_value = _lazy(name, value, makers[name.removeprefix("model.")])
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # where in the sources of this machine it comes from
     onnx_ir.save(program.model, out / FILE, external_data=DATA, callback=_reported(export))

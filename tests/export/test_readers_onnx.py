@@ -20,7 +20,7 @@ from compress.errors import ExportError
 from compress.export import convert, onnx_graph
 from compress.model.load import load_model
 from engines import packed
-from pico import of_type, save
+from pico import build, of_type, save
 from runs import KEEP_TABLES, Setup, job
 
 SINGLE = 2e-6  # error of logits of computing in float32, relative to the largest
@@ -35,7 +35,7 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen2", ("bits=3", "group_size=32", "symmetric=false")),
     ("qwen3", ("bits=8", "group_size=64")),
     ("mistral", ("bits=6", "group_size=-1")),
-    ("gemma", ("bits=4", "group_size=16", "embeddings={bits: 4}")),
+    ("gemma", ("bits=4", "group_size=16", "embeddings={bits: 4}", "head={bits: 4}")),
     ("gemma2", ("bits=4", "group_size=16")),
     ("phi3", ("bits=4", "group_size=32", "rules=[{match: '*down_proj', bits: 8}]")),
     ("mixtral", ("bits=4", "group_size=32")),
@@ -133,7 +133,8 @@ def test_half_the_precision(tmp_path: Path) -> None:
 
 
 def test_a_table_of_other_codes_becomes_plain(tmp_path: Path) -> None:
-    checkpoint = packed("llama_tied", tmp_path, ("bits=4", "group_size=32", "embeddings={method: nf, bits: 4}"))
+    nf = "{method: nf, bits: 4, group_size: 64}"
+    checkpoint = packed("llama_tied", tmp_path, ("bits=4", "group_size=32", f"embeddings={nf}", f"head={nf}"))
     assert_equal(checkpoint, exported(checkpoint))
 
 
@@ -151,16 +152,12 @@ def test_files_name_nothing_of_this_machine(tmp_path: Path) -> None:
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     reader("onnxscript")
-    checkpoint = packed("llama", tmp_path, changes={"hidden_size": 64})
-    tensors = "compress.export.weights.IntWeight.scales_in"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ExportError, match="scales that float32"):
-        patch.setattr(tensors, refuse)
-        convert.export(checkpoint, "onnx", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def refuse(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    raise ExportError(f"{weight.name} has scales that {str(dtype).removeprefix('torch.')} does not hold")
+    model = build("llama")
+    model.get_parameter("model.layers.1.mlp.down_proj.weight").data[3] *= 1e8
+    api.quantize(job(save(model, tmp_path / "model"), Setup("int8", ("bits=4", "group_size=32")), tmp_path / "packed"))
+    with pytest.raises(ExportError, match="scales that float16"):
+        convert.export(tmp_path / "packed", "onnx", tmp_path / "out", torch.float16)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "packed"}
 
 
 def test_genai_writes_the_same_text(tmp_path: Path) -> None:

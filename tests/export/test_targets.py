@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -105,13 +106,21 @@ def test_dense_holds_what_no_other_target_holds(name: str, settings: tuple[str, 
         assert torch.allclose(ours(TOKENS).logits, plain(TOKENS).logits, atol=1e-3)
 
 
-WITHOUT_US = [("compressed-tensors", "llama"), ("compressed-tensors", "mixtral"), ("dense", "qwen2")]
+WITHOUT_US = [
+    ("compressed-tensors", "llama", ()),
+    ("compressed-tensors", "mixtral", ()),
+    ("dense", "qwen2", ()),
+    ("torchao", "llama", ("quantize.bits=8", "group_size=-1")),
+    ("torchao", "qwen2", ASYMMETRIC),
+]
 
 
-@pytest.mark.parametrize(("target", "model"), WITHOUT_US)
-def test_transformers_without_us(target: str, model: str, tmp_path: Path) -> None:
-    directory = packed(tmp_path, model)
-    convert.export(directory, target, tmp_path / "out", torch.float32 if target == "dense" else None)
+@pytest.mark.parametrize(("target", "model", "settings"), WITHOUT_US)
+def test_transformers_without_us(target: str, model: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    if target == "torchao" and importlib.util.find_spec(target) is None:
+        pytest.skip("torchao is not installed; `make exports` does")
+    directory = packed(tmp_path, model, *settings)
+    convert.export(directory, target, tmp_path / "out", None if target == "compressed-tensors" else torch.float32)
     with torch.no_grad():
         logits = load_model(directory, "float32")(TOKENS).logits
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
