@@ -34,11 +34,12 @@ def write(
     tensors: Iterable[Named],
     config: Mapping[str, Any],
     left_out: Collection[str] = (),
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write the directory `out`: weights, configuration, tokenizer and the other files of the checkpoint.
 
     tensors: what is stored for the held weights, by full name; taken one after the other. config: what is laid over
-    config.json. left_out: plain tensors that are not written.
+    config.json. left_out: plain tensors that are not written. metadata: what every file of weights says of them.
     """
     out.mkdir(parents=True)
     plain = {name: stored for name, stored in export.plain().items() if name not in left_out}
@@ -46,7 +47,12 @@ def write(
         plain = {name: typed(stored, export.dtype) for name, stored in plain.items()}
     elif export.dtype != export.source.dtype:  # readers turn into that type what is stored in others
         plain = {name: typed(stored, export.dtype, is_kept=True) for name, stored in plain.items()}
-    write_shards(out, chain(plain.items(), tensors))
+    write_shards(out, chain(plain.items(), tensors), metadata or {})
+    finish(export, out, config)
+
+
+def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
+    """Write all files of a directory that hold no weights; config: what is laid over config.json."""
     write_checkpoint.copy_files(export.source.directory, out)
     for name in OURS:
         (out / name).unlink(missing_ok=True)
@@ -81,18 +87,18 @@ def typed(stored: Readable, dtype: torch.dtype, is_kept: bool = False) -> Readab
     return Decoded(stored.name, stored.dtype if is_kept else dtype, stored.shape, stored.sources, rows, step)
 
 
-def write_shards(out: Path, tensors: Iterable[Named]) -> None:
-    """Write tensors into files of at most SHARD bytes, and an index where there are several."""
+def write_shards(out: Path, tensors: Iterable[Named], metadata: Mapping[str, str]) -> None:
+    """Write tensors into files of at most SHARD bytes, each with the metadata, and an index where there are several."""
     gathered: dict[str, Tensor | Readable] = {}
     nbytes = count = 0
     for name, tensor in tensors:
         if gathered and nbytes + tensor.nbytes > SHARD:
             count += 1
-            write_shard(out / f"model-{count:05}.safetensors", gathered)
+            write_shard(out / f"model-{count:05}.safetensors", gathered, **metadata)
             gathered, nbytes = {}, 0
         gathered[name] = tensor
         nbytes += tensor.nbytes
     count += 1
-    write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered)
+    write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered, **metadata)
     if count > 1:
         write_checkpoint.write_index(out)

@@ -55,6 +55,15 @@ def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Re
     return named
 
 
+def is_converted(model: PreTrainedModel, stored: Readable) -> bool:
+    """Return whether transformers does more to a stored tensor than to give it another name."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
+    converters = [w for w in mapping if isinstance(w, WeightConverter)]
+    state = dict.fromkeys(model.state_dict())
+    return rename_source_key(stored.name, renamings, converters, model.base_model_prefix, state)[1] is not None
+
+
 def conversions(model: PreTrainedModel, checkpoint: Checkpoint) -> list[WeightTransform]:
     """Return what transformers does to names and tensors while it loads them, for loading a part of a checkpoint.
 

@@ -321,14 +321,14 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
     return StoredTensor(name, path, dtype, shape, base + start, end - start)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor | Readable | EditedTensor]) -> str:
+def write_shard(path: Path, tensors: Mapping[str, Tensor | Readable | EditedTensor], **metadata: str) -> str:
     """Write a safetensors file whole or not at all; return the sha256 of its bytes.
 
     Values are tensors in memory or tensors on disk, which are copied (and changed) in chunks. Entries are ordered by
-    element size, then name, so that every tensor is aligned and equal input gives equal bytes.
+    element size, then name, so that every tensor is aligned and equal input gives equal bytes. metadata: of the file.
     """
     entries = sorted(tensors.items(), key=lambda kv: (-kv[1].dtype.itemsize, kv[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, value in entries:
         start, end = end, end + math.prod(value.shape) * value.dtype.itemsize

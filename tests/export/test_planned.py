@@ -33,6 +33,8 @@ REFUSED = [
     ("mlx", "mixtral", MIXTRAL, (MIXED,), "differ in bits or groups"),
     ("mlx", "mixtral", MIXTRAL, (KEPT,), "quantize this expert, too"),
     ("gptq", "mixtral", MIXTRAL, (KEPT,), "1.block_sparse_moe.experts.1.* quantize this expert, too"),
+    ("onnx", "mixtral", MIXTRAL, (KEPT,), "quantize this expert, too"),
+    ("torchao", "mixtral", MIXTRAL, (), "keep experts"),
     ("gguf", "opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, (), "models of type opt are not written"),
     ("gguf", "llama", LLAMA, (), "has no merges"),
 ]

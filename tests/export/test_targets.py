@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -70,6 +71,8 @@ CASES = [
     ("compressed-tensors", "qwen3_moe", 56, ()),
     ("compressed-tensors", "llama", 14, ("rules=[{match: '*down_proj', bits: 8, group_size: -1}]",)),
     ("compressed-tensors", "llama", 14, INT8_INPUTS),
+    ("torchao", "llama", 14, ("quantize.bits=8", "group_size=-1")),
+    ("torchao", "qwen2", 14, ASYMMETRIC),
 ]
 
 
@@ -104,15 +107,34 @@ def test_dense_holds_what_no_other_target_holds(name: str, settings: tuple[str, 
         assert torch.allclose(ours(TOKENS).logits, plain(TOKENS).logits, atol=1e-3)
 
 
-# fused experts are decoded in the float16 of the scales
-WITHOUT_US = [("compressed-tensors", "llama", 1e-4), ("compressed-tensors", "mixtral", 1e-2), ("dense", "qwen2", 1e-4)]
+# target, model, settings, bound; fused experts are decoded in the float16 of the scales
+WITHOUT_US: list[tuple[str, str, tuple[str, ...], float]] = [
+    ("compressed-tensors", "llama", (), 1e-4),
+    ("compressed-tensors", "mixtral", (), 1e-2),
+    ("dense", "qwen2", (), 1e-4),
+]
+TORCHAO: list[tuple[str, str, tuple[str, ...], float]] = [
+    ("torchao", "llama", ("quantize.bits=8", "group_size=-1"), 1e-4),
+    ("torchao", "qwen2", ASYMMETRIC, 1e-4),
+]
 
 
 def test_transformers_without_us(tmp_path: Path) -> None:
+    assert_read_without_us(WITHOUT_US, tmp_path)
+
+
+def test_torchao_without_us(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed; `make exports` does")
+    assert_read_without_us(TORCHAO, tmp_path)
+
+
+def assert_read_without_us(cases: list[tuple[str, str, tuple[str, ...], float]], folder: Path) -> None:
+    """A process without us computes the same logits from what was exported."""
     known = {}
-    for target, model, _ in WITHOUT_US:
-        directory, out = packed(tmp_path / model, model), tmp_path / f"{model}-{target}"
-        convert.export(directory, target, out, torch.float32 if target == "dense" else None)
+    for target, model, settings, _ in cases:
+        directory, out = packed(folder / f"{model}-{target}", model, *settings), folder / f"out-{model}-{target}"
+        convert.export(directory, target, out, None if target == "compressed-tensors" else torch.float32)
         with torch.no_grad():
             known[str(out)] = load_model(directory, "float32")(TOKENS).logits.tolist()
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
@@ -120,7 +142,7 @@ def test_transformers_without_us(tmp_path: Path) -> None:
         [sys.executable, "-c", READ],
         input=json.dumps(known),
         env=environment,
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=200,
@@ -128,8 +150,8 @@ def test_transformers_without_us(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     errors = [float(line) for line in done.stdout.split()]
-    for (target, model, bound), error in zip(WITHOUT_US, errors, strict=True):
-        assert error < bound, (target, model)
+    for (*case, bound), error in zip(cases, errors, strict=True):
+        assert error < bound, case
 
 
 REFUSED = [
@@ -137,6 +159,7 @@ REFUSED = [
     ("gptq", INT8_INPUTS, "set activations: null"),
     ("awq", ("rules=[{match: '*down_proj', bits: 4, group_size: -1}]",), "one group_size for all"),
     ("compressed-tensors", ("symmetric=false", "rules=[{match: '*down_proj', bits: 8}]"), "symmetric: true"),
+    ("torchao", (*ASYMMETRIC, "group_size=-1"), "leaves the zero points of whole rows out"),
     ("gptqq", (), "did you mean 'gptq'"),
 ]
 
@@ -170,10 +193,11 @@ def test_a_cache_recipe_is_left_out(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", ["awq", "torchao"])
+def test_shards(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compress.export.directory.SHARD", 20_000)
     directory = packed(tmp_path, "llama")
-    convert.export(directory, "awq", tmp_path / "out")
+    convert.export(directory, target, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     assert_equal(tmp_path / "out", open_source(directory), 14)
 
@@ -193,7 +217,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert {"gptq", "dense"} <= json.loads(cli("exports", "--json").out).keys()
 
 
-@pytest.mark.parametrize("target", ["mlx", "gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("target", ["mlx", "gptq", "awq", "compressed-tensors", "torchao"])
 def test_numbers_stay_finite(target: str, tmp_path: Path) -> None:
     """Neither what is written nor what readers make of it becomes infinite in the type of the scales."""
     model = build("llama").to(torch.bfloat16)
@@ -211,7 +235,9 @@ def test_dense_says_that_inputs_are_not_quantized(tmp_path: Path) -> None:
     assert notes == ("inputs of linears are not quantized: plain weights cannot say so",)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("dense", None), ("dense", torch.float32), ("gptq", None)])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("dense", None), ("dense", torch.float32), ("gptq", None), ("torchao", None)]
+)
 def test_the_disk_is_asked_for_what_will_be_written(
     target: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,224 @@
+"""Take the packed weights of a model for nodes of ONNX Runtime, and every tensor for one zero, so that it is traced.
+
+    model, makers = stand_ins(export)     # makers: name of a parameter -> how its tensor is made, when it is written
+
+A packed linear is a MatMulNBits node, packed embeddings are a GatherBlockQuantized node. Both read the same codes where
+the table is tied to the output head. Experts are computed one after the other, each for the tokens that are routed to
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.errors import ExportError
+from compress.export import onnx_codes
+from compress.export.convert import Export, dense
+from compress.export.convert import cast as checked
+from compress.export.onnx_codes import Form
+from compress.export.weights import EMBEDDINGS, HEAD, Packed
+from compress.model import stored_weights
+from compress.model.skeleton import Skeleton
+from compress.runtime.embedding import PackedEmbedding
+from compress.runtime.experts import Experts
+from compress.runtime.linear import PackedLinear
+
+Maker = Callable[[], Tensor]
+Makers = dict[str, Maker]
+Tensors = Mapping[str, nn.Parameter]  # by the names of onnx_codes.py
+
+
+class Product(nn.Module):
+    """Multiply x [..., in] with a packed weight [out, in]."""
+
+    zeros: nn.Parameter | None
+
+    def __init__(self, form: Form, columns: int, tensors: Tensors, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("zeros")
+        self.bias = bias
+        self.attributes = {"K": columns, "N": len(self.codes), "bits": form.bits, "block_size": form.block}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the products [..., out], in the type of x."""
+        return torch.onnx.ops.symbolic(
+            "com.microsoft::MatMulNBits",
+            [x, self.codes, self.scales, self.zeros, None, self.bias],
+            self.attributes,
+            dtype=x.dtype,
+            shape=(*x.shape[:-1], len(self.codes)),
+            version=1,
+        )
+
+
+class Lookup(nn.Module):
+    """Look rows up in a packed table [tokens, columns]."""
+
+    zeros: nn.Parameter | None
+
+    def __init__(self, form: Form, columns: int, tensors: Tensors) -> None:
+        super().__init__()
+        self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("row_zeros")
+        self.form, self.columns = form, columns
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the rows [..., columns], in the type of the scales."""
+        inputs = [self.codes, input_ids, self.scales[:, :, None], self.zeros]
+        rows = torch.onnx.ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            inputs,
+            {"bits": self.form.bits, "block_size": self.form.block, "gather_axis": 0, "quantize_axis": 2},
+            dtype=self.scales.dtype,
+            shape=(*input_ids.shape, self.form.blocks, self.form.block),
+            version=1,
+        )
+        return rows.flatten(-2)[..., : self.columns]
+
+
+class Scaled(nn.Module):
+    """Multiply the rows of an embedding by a number, as the model's own class does."""
+
+    def __init__(self, rows: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.rows, self.factor = rows, factor
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return cast(Tensor, self.rows(input_ids)) * self.factor
+
+
+class Routed(nn.Module):
+    """Compute all experts of a block, in the place of `Experts`, which looks at the data to leave some out."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums over the experts, in the shape of hidden_states."""
+        shape, hidden_states = hidden_states.shape, hidden_states.flatten(0, -2)
+        out = torch.zeros_like(hidden_states)
+        for index in range(len(self.experts) + self.experts.layout.identities):
+            token, position = torch.where(top_k_index == index)
+            x = hidden_states[token]
+            x = self.experts.compute(index, x) if index < len(self.experts) else x
+            out = out.index_add(0, token, (x * top_k_weights[token, position, None]).to(out.dtype))
+        return out.view(shape)
+
+
+def stand_ins(export: Export) -> tuple[PreTrainedModel, Makers]:
+    """Return the model in the type of the export, without data, and how its tensors are made.
+
+    Raises ExportError for tensors that the checkpoint holds in other shapes than the model.
+    """
+    skeleton = Skeleton(export.source.skeleton.checkpoint)
+    model = skeleton.model
+    replaced = _Replaced(export)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            model.set_submodule(path, replaced.linear(path, module))
+        elif isinstance(module, PackedEmbedding):
+            model.set_submodule(path, replaced.embedding(path, module))
+    for path, module in list(model.named_modules()):
+        if type(module) is Experts:
+            model.set_submodule(path, Routed(module))
+    _fill_buffers(skeleton, model)
+    return model, replaced.makers(skeleton, model)
+
+
+class _Replaced:
+    """What takes the place of packed modules, and the parameters in them."""
+
+    def __init__(self, export: Export) -> None:
+        self.dtype = export.dtype
+        self.held = {path: weight for weight in export.held for path in (weight.module, weight.tied) if path}
+        self.tables = {path: table for table in export.tables for path in (table.module, table.tied) if path}
+        self._shared: dict[tuple[str, str], nn.Parameter] = {}  # (module of a weight, tensor) -> stand-in
+        self._makers: dict[int, Maker] = {}
+
+    def linear(self, path: str, module: PackedLinear) -> nn.Module:
+        if path in self.held:
+            return Product(*self._codes(path), module.bias)
+        linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        linear.weight, linear.bias = self._dense(path, HEAD), module.bias
+        return linear
+
+    def embedding(self, path: str, module: PackedEmbedding) -> nn.Module:
+        if path in self.held:
+            rows: nn.Module = Lookup(*self._codes(path))
+        else:
+            rows = nn.Embedding(*module.shape, device="meta")
+            rows.weight = self._dense(path, EMBEDDINGS)
+        return rows if module.factors is None else Scaled(rows, module.factors[self.dtype])
+
+    def makers(self, skeleton: Skeleton, model: PreTrainedModel) -> Makers:
+        """Return name of a parameter -> how it is made, after a zero has been put in the place of all that are left."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for same in list(names.values()):
+            parameter = model.get_parameter(same[0])
+            if id(parameter) not in self._makers:
+                maker = _plain(skeleton, same, parameter.shape, self.dtype)
+                stood_in = self._stand_in(parameter.shape, self.dtype, maker)
+                for name in same:
+                    owner, _, key = name.rpartition(".")
+                    model.get_submodule(owner).register_parameter(key, stood_in)
+        every = model.named_parameters(remove_duplicate=False)
+        return {name: self._makers[id(parameter)] for name, parameter in every}
+
+    def _codes(self, path: str) -> tuple[Form, int, Tensors]:
+        weight = self.held[path]
+        form = onnx_codes.form_of(weight)
+        assert form is not None, "the target has refused it"
+        tensors: dict[str, nn.Parameter] = {}
+        for name, (shape, dtype) in onnx_codes.specs(form, weight.shape[0], self.dtype).items():
+            make = partial(_part, weight, form, name, self.dtype)
+            key = weight.module, name
+            if key not in self._shared:
+                self._shared[key] = self._stand_in(shape, dtype, make)
+            tensors[name] = self._shared[key]
+        return form, weight.shape[1], tensors
+
+    def _dense(self, path: str, role: str) -> nn.Parameter:
+        """Return the stand-in of a packed table that becomes plain."""
+        table = self.tables[path]
+        key = table.module, "" if table.is_one_table else role
+        if key not in self._shared:
+            stored = dense(table, f"{table.name}.weight", self.dtype, role)
+            self._shared[key] = self._stand_in(table.shape, self.dtype, stored.read)
+        return self._shared[key]
+
+    def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype, make: Maker) -> nn.Parameter:
+        """Return a parameter of this shape and type that takes no memory."""
+        parameter = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
+        self._makers[id(parameter)] = make
+        return parameter
+
+
+def _part(weight: Packed, form: Form, name: str, dtype: torch.dtype) -> Tensor:
+    return onnx_codes.tensor(weight.integers(), form, name, dtype)
+
+
+def _plain(skeleton: Skeleton, names: list[str], shape: torch.Size, dtype: torch.dtype) -> Maker:
+    """Return how a parameter with these names is made from the one stored tensor that it is."""
+    stored = next((skeleton.sources[name] for name in names if name in skeleton.sources), [])
+    if len(stored) != 1 or stored[0].shape != shape or stored_weights.is_converted(skeleton.model, stored[0]):
+        raise ExportError(
+            f"{names[0]} is made of other tensors when the model is loaded, which the ONNX target does not do; export "
+            "to dense"
+        )
+    return lambda: checked(names[0], stored[0].read(), dtype)
+
+
+def _fill_buffers(skeleton: Skeleton, model: PreTrainedModel) -> None:
+    """Read the buffers that are stored; the others have been made with the model."""
+    for name, buffer in list(model.named_buffers()):
+        for stored in skeleton.sources.get(name, []):
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, stored.read().to(buffer.dtype))
