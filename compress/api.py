@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from compress.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import PreTrainedModel
 
@@ -46,6 +48,33 @@ def quantize(
         loop.run(blocks)
         blocks.write_rest(loop.head)
         return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
+
+
+def merge(
+    directory: Path, job: Job, progress: Progress = silent, on_plan: Callable[[Prepared], None] | None = None
+) -> dict[str, Any]:
+    """Merge the job's adapter into a packed checkpoint, and quantize the sum by the job's recipe; return the report.
+
+    The checkpoint is decoded beside `job.out` while this runs, which takes the disk of the plain model; `job.model` is
+    not read. Every weight is rounded again, also those that the adapter does not touch. Raises CompressError; a run
+    that was interrupted goes on when it is started again.
+    """
+    import dataclasses
+    import shutil
+
+    from compress.export import convert
+    from compress.storage.workdir import Output
+
+    with Output(job.out, job.overwrite):
+        pass  # refused before anything is decoded
+    beside = job.out.with_name(f"{job.out.name}.decoded")
+    decoded = beside / directory.resolve().name
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        convert.export(directory, "dense", decoded, overwrite=True, progress=progress)
+        return quantize(dataclasses.replace(job, model=str(decoded)), progress, on_plan)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] | Unmeasured:

@@ -1,15 +1,18 @@
-"""Write checkpoints, or plan them: `compress quantize`, `compress transform` and `compress plan`."""
+"""Write checkpoints, or plan them: `compress quantize`, `compress transform`, `compress merge` and `compress plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shlex
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compress.cli.options import GOAL, REQUIRED, AsJson, RunOptions, command, device_named, errors
+from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
@@ -63,16 +66,38 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
         _run(options.job(pack=False), as_json)
 
 
-def _run(job: Job, as_json: bool) -> None:
+@command(
+    epilog="Example: compress merge models_out/my-model-int4 --adapter ./lora --out models_out/merged --calib text.txt",
+    without=(*GOAL, "measurements", "processes", "budget"),
+    recipe="",
+    adapter=REQUIRED,
+    out=REQUIRED,
+)
+def merge(options: RunOptions, as_json: AsJson = False) -> None:
+    """Merge a LoRA adapter into a packed checkpoint, and quantize the sum, by the checkpoint's own recipe or another.
+
+    Weights are rounded twice, first in the checkpoint that is given. `compress quantize ORIGINAL --adapter DIR` rounds
+    once.
+    """
+    with errors(RESUME):
+        directory = Path(options.model)
+        paths.check_checkpoint(directory)
+        from compress.storage import manifest
+
+        recipe = options.recipe or str(directory / manifest.RECIPE)
+        _run(dataclasses.replace(options, recipe=recipe).job(), as_json, directory)
+
+
+def _run(job: Job, as_json: bool, merged_into: Path | None = None) -> None:
+    """Run a job and print its report; merged_into: the packed checkpoint that the job's adapter is merged into."""
     from rich.text import Text
 
     from compress import api
     from compress.cli import tables
 
+    run = api.quantize if merged_into is None else partial(api.merge, merged_into)
     with tables.progress_bar() as progress:
-        report = api.quantize(
-            job, progress, lambda prepared: tables.err.print(Text(tables.plan_line(prepared)), soft_wrap=True)
-        )
+        report = run(job, progress, lambda prepared: tables.err.print(Text(tables.plan_line(prepared)), soft_wrap=True))
     if as_json:
         print(json.dumps(report))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,11 @@ from compress.errors import CheckpointError
 from compress.formats import cuts
 from compress.runtime.embedding import LIKE, PackedEmbedding
 from compress.runtime.linear import PackedLinear
-from compress.serving.parts import PLAIN
+from compress.serving import parts
+from compress.serving.parts import PLAIN, Totals
 from compress.types import PackedWeight, Stored
+
+TABLE = "table"  # what a layer's table is called among its children
 
 
 class Table(nn.Module):
@@ -111,3 +115,63 @@ def _embedding(weight: PackedWeight, dtype: torch.dtype) -> PackedEmbedding:
         device = tensor.device
     embedding.like = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
     return embedding
+
+
+class PackedTable:
+    """Run an embedding, a head, or a head that is tied to an embedding; the base of an engine's own class."""
+
+    def __init__(self, candidates: Mapping[str, Stored], name: str, totals: Totals) -> None:
+        """candidates: the tables of the checkpoint that the layer may hold, by name; none: it is not packed."""
+        self.candidates, self.name, self.totals = candidates, name, totals
+        self.is_tied = False
+
+    def build(self, layer: Any, shape: tuple[int, int], rows: range, dtype: torch.dtype) -> None:
+        """Give the layer a table [tokens, hidden], of which this rank has `rows`, and placeholders."""
+        table = Table(self.name, self.candidates, shape, rows, dtype)
+        setattr(layer, TABLE, table)
+        self.totals.waiting += 1
+
+        def load(param: Any, tensor: Tensor) -> None:
+            table.load(param.stored_as, tensor, param.device)
+
+        parts.add_placeholders(layer, table.specs, load)
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Let a head multiply with the table of the embedding."""
+        parts.remove_placeholders(layer)
+        setattr(layer, TABLE, getattr(embed_tokens, TABLE))
+        self.is_tied = True
+        return layer
+
+    def finish(self, layer: Any, is_head: bool) -> Table:
+        """Build the table from what has come, and return it; is_head: the layer multiplies with it."""
+        table: Table = getattr(layer, TABLE)
+        parts.remove_placeholders(layer)
+        table.finish()
+        if table.head is not None:
+            device = next(table.parameters()).device
+            layer.weight = nn.Parameter(torch.empty(0, dtype=table.dtype, device=device), False)  # engines ask for it
+            if is_head:
+                parts.warm([table.head], table.dtype)
+            if not self.is_tied:
+                self.totals.add(sum(tensor.nbytes for tensor in table.head.parameters()), table.whole_because)
+        return table
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Return the rows of token ids, counted from the first one of this rank."""
+        rows: Tensor = getattr(layer, TABLE).look_up(input_)
+        return rows
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return this rank's logits, padded as the engine pads the vocabulary."""
+        y: Tensor = getattr(layer, TABLE).project(x, layer.num_embeddings_per_partition)
+        return y if bias is None else y + bias
+
+
+def plain_rows(layer: Any, table: Table) -> nn.Parameter:
+    """Return the rows of a table that is not packed, padded as the engine pads the vocabulary."""
+    assert table.plain is not None, "a table is packed or plain"
+    missing = layer.num_embeddings_per_partition - table.plain.shape[0]
+    if missing:
+        table.plain = nn.Parameter(F.pad(table.plain, (0, 0, 0, missing)), requires_grad=False)
+    return table.plain

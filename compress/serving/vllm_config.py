@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -15,14 +14,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
-from compress.formats import stored
 from compress.runtime import hf
 from compress.serving import names
-from compress.serving.parts import Totals
+from compress.serving.listed import Listed
 from compress.serving.vllm_experts import PackedExperts
 from compress.serving.vllm_layers import PackedMethod
 from compress.serving.vllm_tables import TableMethod
-from compress.types import Pruning, Stored
 
 logger = init_logger("vllm.compress")  # vLLM shows what is logged below its own name
 
@@ -32,13 +29,7 @@ class CompressConfig(QuantizationConfig):
 
     def __init__(self, config: hf.CompressConfig) -> None:
         super().__init__()
-        self.stored: dict[str, Stored] = {name: hf.scheme(config, name) for name in config.modules}
-        self.pruning: dict[str, Pruning] = {
-            name: stored.from_table(Pruning, values, f"quantization_config: experts: {name}")
-            for name, values in config.experts.items()
-        }
-        self.renamed: dict[str, str] = {}  # expressions of names in the checkpoint -> what vLLM's loaders look for
-        self.totals = Totals()
+        self.listed = Listed(config)
         if config.kv_cache is not None:
             logger.warning(
                 "the checkpoint's kv_cache section is not applied: vLLM has cache types of its own, of which "
@@ -66,23 +57,20 @@ class CompressConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename what is listed as vLLM renames the checkpoint's modules."""
-        self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
-        self.pruning = hf_to_vllm_mapper.apply_dict(self.pruning)
+        self.listed.rename(hf_to_vllm_mapper)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Return how stored names of experts are changed; asked once the layers are built.
 
         Nothing is left out: vLLM's own drops tensors by name.
         """
-        return WeightsMapper(orig_to_new_regex={re.compile(old): new for old, new in self.renamed.items()})
+        return WeightsMapper(orig_to_new_regex=self.listed.patterns())
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return what builds and runs a layer; None or vLLM's own for what is not packed."""
         if isinstance(layer, LinearBase):
-            linears = names.linears(prefix, self.stored, self.packed_modules_mapping)
-            if not any(name in self.stored for name in linears):
-                return UnquantizedLinearMethod()
-            return PackedMethod({name: self.stored.get(name) for name in linears}, self.totals)
+            linears = self.listed.linears(prefix, self.packed_modules_mapping)
+            return UnquantizedLinearMethod() if linears is None else PackedMethod(linears, self.listed.totals)
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
@@ -90,25 +78,23 @@ class CompressConfig(QuantizationConfig):
         return None
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> PackedExperts | None:
-        module = names.experts(prefix, self.stored)
-        if module is None:
-            return None
         projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        self.renamed.update(names.renamed_experts(module, prefix, projections))
-        listed = {name: each for name, each in self.stored.items() if name.startswith(f"{module}.")}
-        return PackedExperts(layer.moe_config, module, listed, self.pruning.get(module), self.totals)
+        module = self.listed.experts(prefix, projections)
+        return None if module is None else PackedExperts(layer.moe_config, module, self.listed)
 
     def _table(self, layer: VocabParallelEmbedding, prefix: str) -> TableMethod | None:
         """Return the method of an embedding or a head where the checkpoint packs any of them.
 
         Some of vLLM's models do not tell an embedding its name: what it holds is then seen by the tensors that come.
         """
-        tables = names.tables(self.stored)
+        tables = names.tables(self.listed.stored)
         if not tables:
             return None
         named = bool(prefix) or isinstance(layer, ParallelLMHead)
-        own = [prefix] if named and prefix in self.stored else [] if named else tables
-        return TableMethod({name: self.stored[name] for name in own}, prefix or "the token embeddings", self.totals)
+        own = [prefix] if named and prefix in self.listed.stored else [] if named else tables
+        return TableMethod(
+            {name: self.listed.stored[name] for name in own}, prefix or "the token embeddings", self.listed.totals
+        )
 
 
 def register() -> None:

@@ -1,0 +1,98 @@
+"""Run a linear layer of an engine, fused or not, as the packed linears of the checkpoint that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UnsupportedModelError
+from compress.serving import parts
+from compress.serving.parts import Part, Region, Totals
+from compress.types import Stored
+
+PARTS = "packed"  # what a layer's parts are called among its children
+QKV = {"q": 0, "k": 1, "v": 2}
+
+
+class PackedLinears:
+    """Build and run a layer as a list of linears of the checkpoint; the base of an engine's own class."""
+
+    engine = "the engine"  # its name in messages
+
+    def __init__(self, linears: Mapping[str, Stored | None], totals: Totals) -> None:
+        """linears: name -> how it is stored, None where it is not packed, in the order of the layer's outputs."""
+        self.linears, self.totals = linears, totals
+
+    def build(self, layer: Any, regions: list[Region], dtype: torch.dtype) -> None:
+        """Give the layer a part for each linear, and the placeholders that the engine loads into.
+
+        regions: of the linears that the engine fuses; dtype: of the linears that are not packed. Raises
+        UnsupportedModelError where the engine fuses other ones.
+        """
+        if len(self.linears) == 1:  # a single one, or stored fused
+            regions = [parts.joined(regions)]
+        if len(regions) != len(self.linears):
+            raise UnsupportedModelError(
+                f"{', '.join(self.linears)}: {self.engine} fuses {len(regions)} linears in their place; "
+                "serve with transformers"
+            )
+        own = [
+            Part(name, stored, region, dtype)
+            for (name, stored), region in zip(self.linears.items(), regions, strict=True)
+        ]
+        setattr(layer, PARTS, nn.ModuleList(own))
+        self.totals.waiting += 1
+
+        def load(param: Any, tensor: Tensor, shard: Any = None) -> None:
+            index = 0 if len(own) == 1 else QKV.get(shard, shard)
+            own[index].load(param.stored_as, tensor, param.device)
+
+        parts.add_placeholders(layer, [part.specs for part in own], load)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the layer's outputs [..., out] for inputs x [..., in] of this rank."""
+        y = parts.joined_outputs([part(x) for part in getattr(layer, PARTS)])
+        return y if bias is None else y + bias
+
+
+def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals) -> list[str]:
+    """Complete a layer whose tensors have all come, and return what is to be said then.
+
+    Raises CheckpointError with the name of a tensor that did not come.
+    """
+    own = list(own)
+    for part in own:
+        part.check()
+    device = parts.remove_placeholders(layer)
+    layer.qweight = nn.Parameter(torch.empty(0, dtype=torch.int16, device=device), False)  # LoRA asks for its device
+    parts.warm(parts.linears_of(own), dtype)
+    return totals.finish(own)
+
+
+def regions(layer: Any, sizes: list[int], full: list[int], ranks: list[int], columns: range) -> list[Region]:
+    """Return the region of each of the linears that an engine fuses.
+
+    sizes: their outputs on this rank; full: on all; ranks: that of this process among those that share the outputs;
+    columns: of the inputs, of which the layer has `input_size`.
+    """
+    return [
+        Region((whole, layer.input_size), (range(rank * size, (rank + 1) * size),), columns)
+        for whole, rank, size in zip(full, ranks, sizes, strict=True)
+    ]
+
+
+def outputs(sizes: list[int], output_size: int, rank: int) -> tuple[list[int], list[int]]:
+    """Return all outputs and this rank's place, of linears that share `output_size` outputs evenly among ranks."""
+    count = output_size // sum(sizes)  # of ranks
+    return [size * count for size in sizes], [rank if count > 1 else 0] * len(sizes)
+
+
+def heads(layer: Any, rank: int, kv_rank: int) -> tuple[list[int], list[int]]:
+    """Return all outputs and this rank's place, of queries, keys and values that are fused; few heads are repeated."""
+    counts = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
+    widths = [layer.head_size, layer.head_size, layer.v_head_size]
+    full = [count * width for count, width in zip(counts, widths, strict=True)]
+    return full, [rank, *[kv_rank // layer.num_kv_head_replicas] * 2]

@@ -1,0 +1,42 @@
+"""Embeddings and output heads of SGLang from packed tables; a tied table is stored once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+
+from compress.serving.tables import PackedTable, plain_rows
+
+logger = logging.getLogger(__name__)
+
+
+class TableMethod(PackedTable, QuantizeMethodBase):
+    """Build and run an embedding, a head, or one layer that is both."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Give the layer a table and the placeholders that SGLang loads into."""
+        indices = layer.shard_indices
+        rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
+        self.build(layer, (layer.org_vocab_size, input_size), rows, params_dtype)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Build the table from what has come; go on as SGLang does with one that is not packed."""
+        table = self.finish(layer, is_head=True)
+        if table.head is None:
+            layer.weight = plain_rows(layer, table)
+            layer.quant_method = UnquantizedEmbeddingMethod()
+        for line in self.totals.finish([]):
+            logger.info(line)

@@ -1,0 +1,91 @@
+"""`compress merge`: packed checkpoint + adapter -> packed checkpoint, in one command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from compress import api
+from compress.export import convert
+from compress.export.source import open_source
+from pico import save_pico
+from runs import GPTQ, RTN, Setup, cli, job, one_line, stored_tensors
+
+RANK, ALPHA = 4, 8.0
+ADAPTED = ("q_proj", "down_proj")
+
+
+def packed(folder: Path, model: str, setup: Setup) -> Path:
+    source = save_pico(model, folder / "model", dtype=torch.bfloat16)
+    api.quantize(job(source, setup, folder / "packed"))
+    return folder / "packed"
+
+
+def adapter(folder: Path, base: Path) -> dict[str, torch.Tensor]:
+    """Write a LoRA of random matrices; return what it adds to each weight."""
+    generator, tensors, added = torch.Generator().manual_seed(0), {}, {}
+    for weight in open_source(base).packed:
+        if weight.name.rsplit(".", 1)[-1] in ADAPTED:
+            a = torch.randn(RANK, weight.shape[1], generator=generator) / 8
+            b = torch.randn(weight.shape[0], RANK, generator=generator) / 8
+            tensors[f"base_model.model.{weight.name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{weight.name}.lora_B.weight"] = b
+            added[weight.name] = ALPHA / RANK * b @ a
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(ADAPTED), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return added
+
+
+@pytest.mark.parametrize(("model", "setup", "adapted"), [("llama", RTN, 4), ("mixtral", RTN, 2), ("llama", GPTQ, 4)])
+def test_the_sum_is_packed_again(model: str, setup: Setup, adapted: int, tmp_path: Path) -> None:
+    """Decoded, every weight is the decoded one of the base and what the adapter adds, within the rounding."""
+    base, out = packed(tmp_path, model, setup), tmp_path / "out"
+    added = adapter(tmp_path / "lora", base)
+    assert len(added) == adapted
+    report = api.merge(base, dataclasses.replace(job(base, setup, out), adapter=tmp_path / "lora"))
+    known = {weight.name: weight for weight in open_source(base).packed}
+    merged = open_source(out)
+    assert {weight.name: weight.stored for weight in merged.packed} == {n: each.stored for n, each in known.items()}
+    for weight in merged.packed:
+        expected = known[weight.name].dense(torch.float32) + added.get(weight.name, 0)
+        error = (weight.dense(torch.float32) - expected).norm() / expected.norm()
+        assert error < (0.01 if setup is RTN else 0.2), weight.name
+    assert report["bpw"] == json.loads((base / "report.json").read_text())["bpw"]
+    assert not (tmp_path / "out.decoded").exists()
+
+
+def test_as_two_commands_do_it(tmp_path: Path) -> None:
+    """`merge` takes the checkpoint's own recipe, and gives what export and quantize give, in every bit."""
+    base = packed(tmp_path, "llama", GPTQ)
+    adapter(tmp_path / "lora", base)
+    convert.export(base, "dense", tmp_path / "dense")
+    words = ["--adapter", str(tmp_path / "lora"), "--calib", str(job(base, GPTQ, tmp_path).calib)]
+    one = cli("merge", str(base), *words, "--out", str(tmp_path / "one"))
+    assert one.code == 0, one.err
+    recipe = ["--recipe", str(base / "recipe.yaml")]
+    two = cli("quantize", str(tmp_path / "dense"), *recipe, *words, "--out", str(tmp_path / "two"))
+    assert two.code == 0, two.err
+    assert (tmp_path / "one/recipe.yaml").read_text() == (base / "recipe.yaml").read_text()
+    expected, found = stored_tensors(tmp_path / "two"), stored_tensors(tmp_path / "one")
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_decoded(tmp_path: Path) -> None:
+    base = packed(tmp_path, "llama", RTN)
+    words = ["merge", str(base), "--out", str(tmp_path / "out")]
+    assert cli(*words).code == 2  # without an adapter there is nothing to merge
+    (tmp_path / "empty").mkdir()
+    wrong = cli(*words, "--adapter", str(tmp_path / "empty"))
+    assert wrong.code == 1 and one_line(wrong)
+    (base / "recipe.yaml").unlink()
+    adapter(tmp_path / "lora", base)
+    without = cli(*words, "--adapter", str(tmp_path / "lora"))
+    assert without.code == 1 and "recipe" in one_line(without)
+    assert not (tmp_path / "out.decoded").exists() and not (tmp_path / "out").exists()

@@ -1,0 +1,115 @@
+"""Packed checkpoints in SGLang give what they give in transformers. Runs where SGLang is: `make sglang`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pico
+import runs
+from compress import api
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+SMALL = (*runs.SMALL, "group_size=32")
+PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
+TOKENS = 12
+MIXED = (  # of the linears of one fused layer: two formats, one not packed, one with a low-rank part
+    *SMALL,
+    "rules=[{match: '*.k_proj', bits: 2}, {match: '*.v_proj', keep: true}, {match: '*.up_proj', bits: 3}]",
+)
+CASES = {
+    "int4": ("llama", "int4", *SMALL),
+    "int4-tied": ("llama_tied", "int4", *SMALL),
+    "vq2bit": ("llama", "vq2bit", *runs.SMALL),
+    "mixed": ("llama", "int4", *MIXED),
+    "qwen2": ("qwen2", "int4", *SMALL),
+    "qwen3_moe": ("qwen3_moe", "int4", *SMALL),
+    "mixtral": ("mixtral", "int4", *SMALL),
+    "kept tables": ("mixtral", "int4", *SMALL, *runs.KEEP_TABLES),
+}
+
+
+def run(directory: Path, folder: Path, **asked: Any) -> tuple[int, str]:
+    """Exit code and what SGLang prints; its answers lie in the file "out"."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **asked.pop("environment", {})}
+    words = {
+        "model": str(directory),
+        "out": str(folder / "out"),
+        "prompts": PROMPTS,
+        "tokens": TOKENS,
+        "options": asked,
+    }
+    command = [sys.executable, str(Path(__file__).with_name("engine_sglang.py")), json.dumps(words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    @functools.cache
+    def directory(name: str, recipe: str, *overrides: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        model = pico.save_pico(name, folder / "model", changes={"head_dim": 32, "num_attention_heads": 2})
+        api.quantize(runs.job(model, runs.Setup(recipe, overrides), folder / "packed"))
+        return folder / "packed"
+
+    return directory
+
+
+@torch.no_grad()
+def check(directory: Path, answers: list[dict[str, Any]]) -> None:
+    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32."""
+    from compress.model.load import load_model
+
+    model = load_model(directory, dtype=torch.float32).eval()
+    for ids, answer in zip(PROMPTS, answers, strict=True):
+        known = model(torch.tensor([ids + answer["ids"]])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
+        assert known.argmax(-1).tolist() == answer["ids"]
+        for row, told in zip(known, answer["logprobs"], strict=True):
+            assert max(abs(float(row[int(token)]) - value) for token, value in told.items()) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_transformers(case: str, packed: Callable[..., Path], tmp_path: Path) -> None:
+    directory = packed(*CASES[case])
+    code, said = run(directory, tmp_path)
+    assert code == 0, said[-6000:]
+    check(directory, json.loads((tmp_path / "out").read_text()))
+    assert "packed weights" in said
+
+
+def test_two_ranks_share_a_model(packed: Callable[..., Path], tmp_path: Path) -> None:
+    directory = packed(*CASES["int4"])
+    code, said = run(directory, tmp_path, tp_size=2, environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+    assert code == 0, said[-6000:]
+    check(directory, json.loads((tmp_path / "out").read_text()))
+
+
+def test_a_missing_tensor_is_named(packed: Callable[..., Path], tmp_path: Path) -> None:
+    directory = tmp_path / "damaged"
+    shutil.copytree(packed(*CASES["int4"]), directory)
+    lost = "model.layers.1.self_attn.k_proj.scales"
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if tensors.pop(lost, None) is not None:
+            save_file(tensors, file, {"format": "pt"})
+    code, said = run(directory, tmp_path)
+    assert code != 0 and f"{lost} is not in the checkpoint" in said
+
+
+def test_without_the_plugin_nothing_is_served(packed: Callable[..., Path], tmp_path: Path) -> None:
+    code, said = run(packed(*CASES["int4"]), tmp_path, environment={"SGLANG_PLUGINS": "none"})
+    assert code != 0 and "Unknown quantization method: compress" in said
