@@ -61,7 +61,9 @@ def merge(
     """
     import dataclasses
     import shutil
+    from contextlib import suppress
 
+    from compress.errors import OutputError
     from compress.export import convert
     from compress.storage.workdir import Output
 
@@ -69,9 +71,16 @@ def merge(
         pass  # refused before anything is decoded
     beside = job.out.with_name(f"{job.out.name}.decoded")
     decoded = beside / directory.resolve().name
+    if beside.exists() and any(path != decoded for path in beside.iterdir()):
+        raise OutputError(f"{beside} holds files that are not ours; move them away, or give another --out")
+    beside.mkdir(parents=True, exist_ok=True)
     try:
-        beside.mkdir(parents=True, exist_ok=True)
         convert.export(directory, "dense", decoded, overwrite=True, progress=progress)
+    except BaseException:
+        with suppress(OSError):
+            beside.rmdir()
+        raise
+    try:
         return quantize(dataclasses.replace(job, model=str(decoded)), progress, on_plan)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from compress import api
+from compress.errors import CompressError
 from compress.export import convert
 from compress.export.source import open_source
 from pico import save_pico
-from runs import GPTQ, RTN, Setup, cli, job, one_line, stored_tensors
+from runs import GPTQ, RTN, Setup, cli, interrupt, job, one_line, stored_tensors
 
 RANK, ALPHA = 4, 8.0
 ADAPTED = ("q_proj", "down_proj")
@@ -89,3 +90,31 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_decoded(tmp_path: P
     without = cli(*words, "--adapter", str(tmp_path / "lora"))
     assert without.code == 1 and "recipe" in one_line(without)
     assert not (tmp_path / "out.decoded").exists() and not (tmp_path / "out").exists()
+
+
+def test_files_of_others_beside_the_output_stay(tmp_path: Path) -> None:
+    base = packed(tmp_path, "llama", RTN)
+    adapter(tmp_path / "lora", base)
+    asked = dataclasses.replace(job(base, RTN, tmp_path / "out"), adapter=tmp_path / "lora")
+    kept = tmp_path / "out.decoded" / base.name / "kept"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("")
+    for path in (kept, kept.parents[1] / "more"):
+        path.write_text("")
+        with pytest.raises(CompressError):
+            api.merge(base, asked)
+        assert path.exists() and not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_merge_goes_on(tmp_path: Path) -> None:
+    base, out = packed(tmp_path, "llama", GPTQ), tmp_path / "out"
+    adapter(tmp_path / "lora", base)
+    words = ["merge", str(base), "--adapter", str(tmp_path / "lora"), "--calib", str(job(base, GPTQ, tmp_path).calib)]
+    killed = cli(*words, "--out", str(out), prepare=interrupt("compress.quant.gptq", "quantize", 10))
+    assert killed.code == -9 and not out.exists()
+    again = cli(*words, "--out", str(out))
+    assert again.code == 0 and "resumed after 1 of 2 blocks" in again.out
+    assert cli(*words, "--out", str(tmp_path / "whole")).code == 0
+    expected, found = stored_tensors(tmp_path / "whole"), stored_tensors(out)
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not out.with_name("out.decoded").exists()
