@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Product(nn.Module):
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("zeros")
         self.bias = bias
-        self.attributes = {"K": columns, "N": len(self.codes), "bits": form.bits, "block_size": form.block}
+        self.attributes: Any = {"K": columns, "N": len(self.codes), "bits": form.bits, "block_size": form.block}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the products [..., out], in the type of x."""
@@ -145,7 +145,8 @@ class _Replaced:
         if path in self.held:
             return Product(*self._codes(path), module.bias)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-        linear.weight, linear.bias = self._dense(path, HEAD), module.bias
+        linear.weight = self._dense(path, HEAD)
+        linear.register_parameter("bias", module.bias)
         return linear
 
     def embedding(self, path: str, module: PackedEmbedding) -> nn.Module:

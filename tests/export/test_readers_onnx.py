@@ -133,7 +133,7 @@ def test_half_the_precision(tmp_path: Path) -> None:
 
 
 def test_a_table_of_other_codes_becomes_plain(tmp_path: Path) -> None:
-    nf = "{method: nf, bits: 4, group_size: 64}"
+    nf = "{method: nf, bits: 4}"
     checkpoint = packed("llama_tied", tmp_path, ("bits=4", "group_size=32", f"embeddings={nf}", f"head={nf}"))
     assert_equal(checkpoint, exported(checkpoint))
 
@@ -148,6 +148,15 @@ def test_files_name_nothing_of_this_machine(tmp_path: Path) -> None:
     model = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False)
     names = [each.name for each in model.graph.initializer]
     assert len([name for name in names if ("embed_tokens" in name or "lm_head" in name) and "codes" in name]) == 1
+
+
+def test_positions_that_depend_on_lengths_are_refused(tmp_path: Path) -> None:
+    reader("onnxscript")
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    checkpoint = packed("llama", tmp_path, changes={"rope_parameters": rope})
+    with pytest.raises(ExportError, match="torch.onnx cannot write LlamaForCausalLM as a graph"):
+        convert.export(checkpoint, "onnx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
