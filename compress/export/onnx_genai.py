@@ -57,7 +57,7 @@ def write(export: Export, out: Path, heads: list[CachedHeads]) -> None:
         "pad_token_id": first if padding is None else padding,
     }
     model = {"type": KIND, "context_length": length, "vocab_size": config.vocab_size, "decoder": decoder, **tokens}
-    search = {
+    search: dict[str, Any] = {
         "max_length": length,
         "past_present_share_buffer": False,
         **{name: stated[name] for name in ("do_sample", "temperature", "top_k", "top_p") if name in stated},
@@ -68,5 +68,7 @@ def write(export: Export, out: Path, heads: list[CachedHeads]) -> None:
 def _generation(export: Export) -> dict[str, Any]:
     """Return what the checkpoint says of writing text, without what it leaves open."""
     file = export.source.directory / GENERATION
-    stated = read_json(file) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    stated: dict[str, Any] = read_json(file)
     return {name: value for name, value in stated.items() if value is not None}

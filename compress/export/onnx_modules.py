@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
 
+INT8_INPUTS = 4  # accuracy_level of a product whose inputs ONNX Runtime rounds to 8 bits, in blocks, on a CPU
 Maker = Callable[[], Tensor]
 Makers = dict[str, Maker]
 Tensors = Mapping[str, nn.Parameter]  # by the names of onnx_codes.py
@@ -39,11 +40,14 @@ class Product(nn.Module):
 
     zeros: nn.Parameter | None
 
-    def __init__(self, form: Form, columns: int, tensors: Tensors, bias: nn.Parameter | None) -> None:
+    def __init__(self, form: Form, weight: Packed, tensors: Tensors, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("zeros")
         self.bias = bias
-        self.attributes = {"K": columns, "N": len(self.codes), "bits": form.bits, "block_size": form.block}
+        rows, columns = weight.shape
+        self.attributes: Any = {"K": columns, "N": rows, "bits": form.bits, "block_size": form.block}
+        if weight.stored.activations is not None:
+            self.attributes["accuracy_level"] = INT8_INPUTS
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the products [..., out], in the type of x."""
@@ -62,10 +66,10 @@ class Lookup(nn.Module):
 
     zeros: nn.Parameter | None
 
-    def __init__(self, form: Form, columns: int, tensors: Tensors) -> None:
+    def __init__(self, form: Form, weight: Packed, tensors: Tensors) -> None:
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("row_zeros")
-        self.form, self.columns = form, columns
+        self.form, self.columns = form, weight.shape[1]
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the rows [..., columns], in the type of the scales."""
@@ -145,7 +149,8 @@ class _Replaced:
         if path in self.held:
             return Product(*self._codes(path), module.bias)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-        linear.weight, linear.bias = self._dense(path, HEAD), module.bias
+        linear.weight = self._dense(path, HEAD)
+        linear.register_parameter("bias", module.bias)
         return linear
 
     def embedding(self, path: str, module: PackedEmbedding) -> nn.Module:
@@ -172,7 +177,7 @@ class _Replaced:
         every = model.named_parameters(remove_duplicate=False)
         return {name: self._makers[id(parameter)] for name, parameter in every}
 
-    def _codes(self, path: str) -> tuple[Form, int, Tensors]:
+    def _codes(self, path: str) -> tuple[Form, Packed, Tensors]:
         weight = self.held[path]
         form = onnx_codes.form_of(weight)
         assert form is not None, "the target has refused it"
@@ -183,7 +188,7 @@ class _Replaced:
             if key not in self._shared:
                 self._shared[key] = self._stand_in(shape, dtype, make)
             tensors[name] = self._shared[key]
-        return form, weight.shape[1], tensors
+        return form, weight, tensors
 
     def _dense(self, path: str, role: str) -> nn.Parameter:
         """Return the stand-in of a packed table that becomes plain."""

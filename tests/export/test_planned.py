@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "intermediate
 MIXTRAL: dict[str, Any] = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 FOUR_BITS = (*KEEP_TABLES, "quantize.bits=4", "group_size=32")
 KEPT = "rules=[{match: '*layers.1.*experts.1.*', keep: true}]"
+ALL_KEPT = "rules=[{match: '*experts*', keep: true}]"
+NEEDED = {"gguf": "gguf", "onnx": "onnxscript"}  # packages without which these targets write nothing
 MIXED = "rules=[{match: '*experts.1.down_proj', bits: 8}]"
 
 REFUSED = [
@@ -34,6 +37,7 @@ REFUSED = [
     ("mlx", "mixtral", MIXTRAL, (KEPT,), "quantize this expert, too"),
     ("gptq", "mixtral", MIXTRAL, (KEPT,), "1.block_sparse_moe.experts.1.* quantize this expert, too"),
     ("onnx", "mixtral", MIXTRAL, (KEPT,), "quantize this expert, too"),
+    ("onnx", "mixtral", MIXTRAL, (ALL_KEPT,), "writes no plain experts"),
     ("torchao", "mixtral", MIXTRAL, (), "keep experts"),
     ("gguf", "opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, (), "models of type opt are not written"),
     ("gguf", "llama", LLAMA, (), "has no merges"),
@@ -44,8 +48,8 @@ REFUSED = [
 def test_what_the_export_would_refuse_is_not_quantized(
     target: str, model: str, sizes: dict[str, Any], settings: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
-    if target == "gguf":
-        pytest.importorskip("gguf")
+    if target in NEEDED:
+        pytest.importorskip(NEEDED[target])
     source = save(of_type(model, sizes), tmp_path / "model")
     setup = Setup("int8", (*FOUR_BITS, f"export={target}", *settings))
     with pytest.raises(ExportError, match=reason):
@@ -55,6 +59,7 @@ def test_what_the_export_would_refuse_is_not_quantized(
 
 def test_a_plan_that_fits_goes_through(tmp_path: Path) -> None:
     source = save(of_type("mixtral", MIXTRAL), tmp_path / "model")
-    for target in ("gptq", "awq", "compressed-tensors", "mlx", "dense"):
+    others = ("onnx",) if importlib.util.find_spec(NEEDED["onnx"]) else ()
+    for target in ("gptq", "awq", "compressed-tensors", "mlx", "dense", *others):
         prepared = api.plan(job(source, Setup("int8", (*FOUR_BITS, f"export={target}")), tmp_path / "packed"))
         assert isinstance(prepared, tuple)

@@ -25,6 +25,7 @@ from runs import KEEP_TABLES, Setup, job
 
 SINGLE = 2e-6  # error of logits of computing in float32, relative to the largest
 HALF = 0.01
+EIGHT_BITS = 0.05  # of rounding inputs in blocks and for each token
 LENGTH = 44  # tokens of a text, more than a sliding window of the models has
 FED = 40  # of these at once, the others one by one
 ASYMMETRIC = ("bits=4", "group_size=16", "symmetric=false")
@@ -127,15 +128,29 @@ def test_linears_that_are_stored_turned(tmp_path: Path) -> None:
     assert_equal(tmp_path / "packed", exported(tmp_path / "packed"))
 
 
+def test_quantized_inputs(tmp_path: Path) -> None:
+    settings = ("bits=8", "group_size=-1", "activations={bits: 8, scale: token}")
+    checkpoint = packed("llama", tmp_path, settings)
+    session = exported(checkpoint)
+    assert_equal(checkpoint, session, EIGHT_BITS)
+    graph = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False).graph
+    levels = [each.i for node in graph.node for each in node.attribute if each.name == "accuracy_level"]
+    assert levels == [4] * 14  # not the output head
+
+
 def test_half_the_precision(tmp_path: Path) -> None:
     checkpoint = packed("llama", tmp_path)
     assert_equal(checkpoint, exported(checkpoint, torch.float16), HALF)
 
 
-def test_a_table_of_other_codes_becomes_plain(tmp_path: Path) -> None:
-    nf = "{method: nf, bits: 4, group_size: 64}"
-    checkpoint = packed("llama_tied", tmp_path, ("bits=4", "group_size=32", f"embeddings={nf}", f"head={nf}"))
-    assert_equal(checkpoint, exported(checkpoint))
+@pytest.mark.parametrize("name", ["llama_tied", "gemma", "opt"])
+def test_a_table_that_fits_no_blocks_becomes_plain(name: str, tmp_path: Path) -> None:
+    table = "{bits: 8, group_size: 24}"
+    checkpoint = packed(name, tmp_path, ("bits=4", "group_size=16", f"embeddings={table}", f"head={table}"))
+    session = exported(checkpoint)
+    assert_equal(checkpoint, session)
+    graph = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False).graph
+    assert "GatherBlockQuantized" not in {node.op_type for node in graph.node}
 
 
 def test_files_name_nothing_of_this_machine(tmp_path: Path) -> None:
@@ -148,6 +163,15 @@ def test_files_name_nothing_of_this_machine(tmp_path: Path) -> None:
     model = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False)
     names = [each.name for each in model.graph.initializer]
     assert len([name for name in names if ("embed_tokens" in name or "lm_head" in name) and "codes" in name]) == 1
+
+
+def test_positions_that_depend_on_lengths_are_refused(tmp_path: Path) -> None:
+    reader("onnxscript")
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    checkpoint = packed("llama", tmp_path, changes={"rope_parameters": rope})
+    with pytest.raises(ExportError, match="torch.onnx cannot write LlamaForCausalLM as a graph"):
+        convert.export(checkpoint, "onnx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from compress.errors import CheckpointError
-from compress.model import load
+from compress.model import load, stored_weights
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from runs import RTN, cli, command, one_line
@@ -147,3 +147,12 @@ def test_a_copy_of_a_tied_weight_is_the_same(changed: Callable[..., Path], pico_
     )
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differ.*set tie_word_embeddings to false"):
         Skeleton(open_checkpoint(directory)).check_tensors()
+
+
+def test_tensors_that_are_only_renamed_are_told_from_others(pico_dir: Callable[..., Path]) -> None:
+    skeleton = Skeleton(open_checkpoint(pico_dir("mixtral")))
+    converted = {name: stored_weights.is_converted(skeleton.model, s[0]) for name, s in skeleton.sources.items()}
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert converted[experts]
+    assert not converted["model.layers.0.mlp.gate.weight"]  # stored as block_sparse_moe.gate
+    assert not converted["model.layers.0.self_attn.q_proj.weight"]
