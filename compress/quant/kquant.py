@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from compress.formats import kquant
-from compress.formats.kquant import Layout, Params
+from compress.formats.kquant import SUPER_BLOCK, Layout, Params
 from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, superblocks
+from compress.quant.feedback import loop_order
 from compress.quant.grid import Grid
 from compress.quant.settings import check, check_damp
 from compress.quant.superblocks import SuperGrid
@@ -41,6 +42,9 @@ class Config:
 
     type: Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"] = "q4_k"  # of llama.cpp: 2.625, 3.4375, 4.5, 5.5, 6.5625 bits
     act_order: bool = True  # round the columns with the largest inputs first
+    static_groups: bool = (
+        True  # fit all scales before the column loop; false: each super-block when the loop reaches it
+    )
     damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
     sweeps: int = 1  # [sweeps] of coordinate descent after the column loop, each at twice its cost
 
@@ -72,16 +76,12 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     params = plan_params(config, (weight.shape[0], weight.shape[1]))
     target = weight.T.float().contiguous()  # [in, out]
     hessian, notes = feedback.usable(stats)
-    order = torch.arange(len(target), device=target.device)
-    if config.act_order:
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    order = loop_order(hessian.diagonal(), config.act_order, 0 if config.static_groups else SUPER_BLOCK)
     factor = upper_factor(hessian, config.damp, order)
-    importance = torch.empty(len(target), device=target.device)
-    importance[order] = factor.upper.diagonal().square()
-    grid = superblocks.fit_all(target, importance, params.layout)
-    rounder = _Rounder(grid, order, params.layout)
+    rounder = _Rounder(target, order, factor.upper, config)
     feedback.run(target[order], factor.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
+    grid = rounder.grid
     notes += factor.notes
     damping = (factor.damp * hessian.diagonal().mean()).item()
     del rounder, factor
@@ -98,10 +98,30 @@ class _Rounder(feedback.Rounder):
 
     width = 1
 
-    def __init__(self, grid: SuperGrid, order: Tensor, layout: Layout) -> None:
-        self.scale, self.minimum, self.layout = grid.scale(), grid.minimum(), layout
+    def __init__(self, target: Tensor, order: Tensor, factor: Tensor, config: Config) -> None:
+        layout = self.layout = kquant.LAYOUTS[config.type]
+        self.order = order
         self.owner = (order // layout.group_size).tolist()  # group of the k-th column
-        self.codes = torch.empty(len(order), self.scale.shape[1], dtype=torch.uint8, device=order.device)
+        self.codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
+        self.group = 0 if config.static_groups else SUPER_BLOCK
+        if config.static_groups:
+            importance = torch.empty(len(order), device=order.device)
+            importance[order] = factor.diagonal().square()
+            self.grid = superblocks.fit_all(target, importance, layout)
+        else:
+            self.grid = superblocks.empty(target.shape, layout, target.device)
+        self.scale, self.minimum = self.grid.scale(), self.grid.minimum()
+
+    def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
+        columns = self.order[start : start + len(targets)]
+        index, within = int(columns[0]) // SUPER_BLOCK, columns % SUPER_BLOCK
+        natural, importance = torch.empty_like(targets), torch.empty_like(targets[:, 0])
+        natural[within], importance[within] = targets, metric.diagonal().square()
+        fitted = superblocks.fit_all(natural, importance, self.layout)
+        groups = slice(index * self.layout.groups, (index + 1) * self.layout.groups)
+        self.grid.scales[groups], self.grid.steps[index] = fitted.scales, fitted.steps[0]
+        self.grid.minima[groups], self.grid.minimum_steps[index] = fitted.minima, fitted.minimum_steps[0]
+        self.scale[groups], self.minimum[groups] = fitted.scale(), fitted.minimum()
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         index, zero = self.owner[start], self.layout.zero

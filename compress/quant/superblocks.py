@@ -56,6 +56,13 @@ class SuperGrid(NamedTuple):
         return Scales(codes, self.steps.T.half(), self.minima.T.to(torch.uint8), self.minimum_steps.T.half())
 
 
+def empty(shape: tuple[int, ...], layout: Layout, device: torch.device) -> SuperGrid:
+    """Return grids for a target [columns, rows] that are still to be fitted."""
+    count = -(-shape[0] // SUPER_BLOCK)
+    groups, blocks = ((count * each, shape[1]) for each in (layout.groups, 1))
+    return SuperGrid(*(torch.ones(size, device=device) for size in (groups, blocks, groups, blocks)))
+
+
 def fit_all(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
     """Fit the grids of all super-blocks to target [columns, rows] float32; importance [columns] >= 0.
 
@@ -116,8 +123,8 @@ class _Search:
         least, best, best_minimum = torch.full_like(span, torch.inf), span, lowest
         for ratio in ratios:
             scale = _step(span * ratio)
-            codes = self._codes(scale, lowest * -ratio)
-            scale, minimum = self._fitted(codes, scale)
+            scale, minimum = self._fitted(self._codes(scale, lowest * -ratio), scale)
+            codes = self._codes(scale, minimum)
             error = (codes * scale[:, None]).sub_(minimum[:, None]).sub_(self.x).square_().mul_(self.importance).sum(1)
             better = error < least
             least = torch.where(better, error, least)
@@ -125,19 +132,20 @@ class _Search:
         return best, best_minimum
 
     def _fitted(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scale and minimum [groups, rows] of least loss for codes; `scale` where they do not tell."""
+        """Return the scale and minimum [groups, rows] of least loss for codes; `scale` where they do not tell it."""
         weighted = codes * self.importance
         squares, product = (weighted * codes).sum(1), (weighted * self.x).sum(1)
         alone = torch.where(squares > 0, product / squares, scale)
         if not self.layout.has_minima:
             return alone, torch.zeros_like(scale)
-        total, codes_sum, sum_ = self.importance.sum(1), weighted.sum(1), (self.importance * self.x).sum(1)
+        total = self.importance.sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+        codes_sum, weights_sum = weighted.sum(1), (self.importance * self.x).sum(1)
         spread = total * squares - codes_sum.square()
-        both = (total * product - codes_sum * sum_) / spread
-        minimum = (both * codes_sum - sum_) / total
-        is_both = (spread > 1e-6 * total * squares) & (minimum > 0) & (both > 0)
+        both = (total * product - codes_sum * weights_sum) / spread
+        both = torch.where((spread > 1e-6 * total * squares) & (both > 0), both, scale)
+        minimum = (both * codes_sum - weights_sum) / total
         alone = torch.where(alone > 0, alone, scale)
-        return torch.where(is_both, both, alone), torch.where(is_both, minimum, 0.0)
+        return torch.where(minimum > 0, both, alone), minimum.clamp_(min=0)
 
     def _chosen(self, grid: SuperGrid) -> tuple[SuperGrid, Tensor]:
         """Return the grid with the best scales and minima for its steps, and its loss [rows]."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from compress import api
 from compress.export import convert
 from compress.model.load import load_model, load_tokenizer
-from engines import FOUR_BITS, packed, token_ids, tokenizer
+from engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
 from pico import save_pico
 from runs import Setup, job
 
@@ -96,6 +96,12 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [ASYMMETRIC, ("bits=5", "group_size=64"), ("bits=8", "group_size=-1")])
 def test_other_types_in_llama_cpp(settings: tuple[str, ...], tmp_path: Path) -> None:
     found = in_llama_cpp(packed("llama", tmp_path, settings), token_ids())
+    assert found < EIGHT_BITS, found
+
+
+def test_k_quants_in_llama_cpp(tmp_path: Path) -> None:
+    """Linears of all types, Q2_K to Q6_K; their inputs are rounded in blocks of 256."""
+    found = in_llama_cpp(k_quants(tmp_path), token_ids())
     assert found < EIGHT_BITS, found
 
 
