@@ -109,15 +109,13 @@ def factored(weight: Tensor, hessian: Tensor, damp: float, notes: Sequence[str],
     return Layer(weight, hessian, damping, factor.upper, order, [*notes, *factor.notes])
 
 
-def loop_order(diagonal: Tensor, act_order: bool, group: int = 0) -> Tensor:
-    """Return the order in which single columns are rounded, [in] int64; ties keep the original order.
+def loop_order(diagonal: Tensor, group: int = 0) -> Tensor:
+    """Return the columns [in] int64, those with the largest inputs first: entries of the Hessian's diagonal [in].
 
-    act_order: the largest entries of the Hessian's diagonal [in] first. group: columns of a group that stay together,
-    groups in the order of their means, a last, shorter group last; 0: columns go where they belong by themselves.
+    group: columns that stay together, groups in the order of their means, a last, shorter one last; 0: each column goes
+    where it belongs by itself. Ties keep the original order.
     """
     columns = diagonal.shape[0]
-    if not act_order:
-        return torch.arange(columns, device=diagonal.device)
     within = torch.argsort(diagonal, descending=True, stable=True)
     if not group:
         return within

@@ -75,8 +75,10 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     target = weight.T.float().contiguous()  # [in, out]
     params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
     hessian, notes = feedback.usable(stats)
-    group = 0 if config.static_groups or params.group_size == -1 else params.group_size
-    order = feedback.loop_order(hessian.diagonal(), config.act_order, group)
+    order = torch.arange(shape[1], device=target.device)
+    if config.act_order:
+        stays_together = not config.static_groups and params.group_size != -1
+        order = feedback.loop_order(hessian.diagonal(), params.group_size if stays_together else 0)
     factor = upper_factor(hessian, config.damp, order)
     notes += factor.notes
     rounder = _GridRounder(target, order, factor.upper, config, params)

@@ -2,8 +2,9 @@
 
 Each group first gets the scale and the minimum that it would have by itself: for several shares of its range, codes are
 rounded and both numbers fitted to them in closed form. The largest scale of a super-block takes the largest code, which
-gives the step; likewise for minima. Then, in turn, each group tries the codes of its scale next to the nearest one,
-each with the minimum that suits its codes, and both steps are fitted to all codes of the super-block in closed form.
+gives the step; likewise for minima. Then, in turn, each group tries the codes next to that of its scale, each with the
+minimum that keeps the group's mean and with those next to it, and both steps are fitted to all codes of the super-block
+in closed form.
 New steps are kept only where they lower the loss of their row. All losses are squared errors weighted by column.
 (llama.cpp fits the groups likewise, then rounds their scales and minima to the nearest that can be stored.)
 
@@ -12,6 +13,7 @@ Arrays are transposed, [columns, rows], as in the column loop.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -23,8 +25,8 @@ CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
 LEAST = 2.0**-24  # smallest float16 above 0: no step is 0, so that every scale can be divided by
 LARGEST = 65504.0  # largest float16
 RATIOS = tuple(1.08 - 0.06 * i for i in range(10))  # of the scale that covers the whole range of a group
-NEIGHBOURS = (-1, 0, 1)  # codes of a scale that are tried, from the nearest on
-ROUNDS = 2  # of fitting steps and choosing codes again
+NEIGHBOURS = (-1, 0, 1)
+ROUNDS = 3
 
 
 def _repeated(steps: Tensor, like: Tensor) -> Tensor:
@@ -63,23 +65,8 @@ def empty(shape: tuple[int, ...], layout: Layout, device: torch.device) -> Super
     return SuperGrid(*(torch.ones(size, device=device) for size in (groups, blocks, groups, blocks)))
 
 
-def fit_all(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
-    """Fit the grids of all super-blocks to target [columns, rows] float32; importance [columns] >= 0.
-
-    Columns behind the last one count for nothing.
-    """
-    extra = -len(target) % SUPER_BLOCK
-    target = torch.nn.functional.pad(target, (0, 0, 0, extra))
-    importance = torch.nn.functional.pad(importance, (0, extra))
-    grids = [
-        _fit(target[start : start + SUPER_BLOCK], importance[start : start + SUPER_BLOCK], layout)
-        for start in range(0, len(target), SUPER_BLOCK)
-    ]
-    return SuperGrid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
-
-
-def _fit(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
-    """Fit one super-block, [256, rows], some rows at a time."""
+def fit(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
+    """Fit the grid of one super-block to target [256, rows] float32, some rows at a time; importance [256] >= 0."""
     found = []
     for part in target.split(CHUNK // SUPER_BLOCK, dim=1):
         search = _Search(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout)
@@ -95,6 +82,7 @@ class _Search:
 
     def __init__(self, x: Tensor, importance: Tensor, layout: Layout) -> None:
         self.x, self.importance, self.layout = x, importance, layout
+        self.neighbours = tuple(product(NEIGHBOURS, NEIGHBOURS if layout.has_minima else (0,)))
         self.low, self.high = -layout.zero, (1 << layout.bits) - 1 - layout.zero
         scale, minimum = self._alone()
         half = 1 << (layout.scale_bits - 1)
@@ -150,13 +138,14 @@ class _Search:
     def _chosen(self, grid: SuperGrid) -> tuple[SuperGrid, Tensor]:
         """Return the grid with the best scales and minima for its steps, and its loss [rows]."""
         scales, minima, least = grid.scales, grid.minima, self._loss(grid)
-        for change in NEIGHBOURS:
+        share = self.importance / self.importance.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        mean = (self.x * share).sum(1)
+        mean_code = (self._codes(grid.scale(), grid.minimum()) * share).sum(1)
+        for change, shift in self.neighbours:
             offered = grid._replace(scales=scale_codes(grid.scales + change, self.layout))
-            if self.layout.has_minima:
-                codes = self._codes(offered.scale(), grid.minimum())
-                rest = (codes * offered.scale()[:, None]).sub_(self.x).mul_(self.importance).sum(1)
-                mean = rest / self.importance.sum(1).clamp_min(torch.finfo(torch.float32).tiny)
-                offered = offered._replace(minima=minimum_codes(mean / grid.minimum_steps, self.layout))
+            if self.layout.has_minima:  # the mean of the group stays, or moves by a step of its minimum
+                wanted = (mean_code * offered.scale() - mean) / grid.minimum_steps
+                offered = offered._replace(minima=minimum_codes(wanted + shift, self.layout))
             loss = self._loss(offered)
             better = loss < least
             least = torch.where(better, loss, least)
