@@ -4,16 +4,15 @@ Each group first gets the scale and the minimum that it would have by itself: fo
 rounded and both numbers fitted to them in closed form. The largest scale of a super-block takes the largest code, which
 gives the step; likewise for minima. Then, in turn, each group tries the codes next to that of its scale, each with the
 minimum that keeps the group's mean and with those next to it, and both steps are fitted to all codes of the super-block
-in closed form.
-New steps are kept only where they lower the loss of their row. All losses are squared errors weighted by column.
-(llama.cpp fits the groups likewise, then rounds their scales and minima to the nearest that can be stored.)
+in closed form. New steps are kept only where they lower the loss of their row. All losses are squared errors weighted by
+column. (llama.cpp fits the groups likewise, then rounds their scales and minima to the nearest that can be stored.)
 
 Arrays are transposed, [columns, rows], as in the column loop.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import product as pairs
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,8 @@ CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
 LEAST = 2.0**-24  # smallest float16 above 0: no step is 0, so that every scale can be divided by
 LARGEST = 65504.0  # largest float16
 RATIOS = tuple(1.08 - 0.06 * i for i in range(10))  # of the scale that covers the whole range of a group
-NEIGHBOURS = (-1, 0, 1)
-ROUNDS = 3
+NEIGHBOURS = (-1, 0, 1)  # codes of a scale, and of a minimum, that are tried
+ROUNDS = 3  # of fitting steps and choosing codes again
 
 
 def _repeated(steps: Tensor, like: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ def empty(shape: tuple[int, ...], layout: Layout, device: torch.device) -> Super
 
 def fit(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
     """Fit the grid of one super-block to target [256, rows] float32, some rows at a time; importance [256] >= 0."""
-    found = []
+    found, importance = [], importance / importance.mean()
     for part in target.split(CHUNK // SUPER_BLOCK, dim=1):
         search = _Search(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout)
         for _ in range(ROUNDS):
@@ -82,7 +81,7 @@ class _Search:
 
     def __init__(self, x: Tensor, importance: Tensor, layout: Layout) -> None:
         self.x, self.importance, self.layout = x, importance, layout
-        self.neighbours = tuple(product(NEIGHBOURS, NEIGHBOURS if layout.has_minima else (0,)))
+        self.neighbours = tuple(pairs(NEIGHBOURS, NEIGHBOURS if layout.has_minima else (0,)))
         self.low, self.high = -layout.zero, (1 << layout.bits) - 1 - layout.zero
         scale, minimum = self._alone()
         half = 1 << (layout.scale_bits - 1)

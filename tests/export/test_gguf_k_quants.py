@@ -60,10 +60,10 @@ def test_rows_that_are_no_whole_super_blocks_are_refused_before_anything_is_quan
     model = save_pico("llama", tmp_path / "model")
     tokenizer().save_pretrained(model)
     with pytest.raises(ExportError, match="rows of 64 are no whole super-blocks of 256.* give it a rule with another"):
-        api.quantize(job(model, Setup("q4_k", SMALL), tmp_path / "packed"))
+        api.quantize(job(model, Setup("q4_k", (*SMALL, "export=gguf")), tmp_path / "packed"))
     assert not (tmp_path / "packed").exists()
     other = "rules=[{match: '*', method: gptq, bits: 4, group_size: 32}]"
-    assert api.plan(job(model, Setup("q4_k", (*SMALL, other)), tmp_path / "packed"))
+    assert api.plan(job(model, Setup("q4_k", (*SMALL, "export=gguf", other)), tmp_path / "packed"))
 
 
 def test_operations_at_run_time_are_refused() -> None:
