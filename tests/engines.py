@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compress import api
 from pico import save_pico
-from runs import Setup, job
+from runs import SMALL, Setup, job
 
 # what blocks and groups of 32 need, and what readers do not take from a file
 CHANGES: dict[str, dict[str, Any]] = {
@@ -20,6 +20,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"intermediate_size": 160},
     "qwen3_moe": {"moe_intermediate_size": 64},
 }
+SUPER_BLOCKS: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 FOUR_BITS = ("bits=4", "group_size=32")
 
 
@@ -40,6 +41,16 @@ def packed(
     model = save_pico(name, folder / "model", changes={**CHANGES.get(name, {}), **(changes or {})})
     tokenizer().save_pretrained(model)
     api.quantize(job(model, Setup("int8", settings), folder / "packed"))
+    return folder / "packed"
+
+
+def k_quants(folder: Path) -> Path:
+    """Quantize a pico model whose widths are super-blocks to K-quants of all types; return the packed checkpoint."""
+    model = save_pico("llama", folder / "model", changes=SUPER_BLOCKS)
+    tokenizer().save_pretrained(model)
+    types = {"q_proj": "q2_k", "k_proj": "q3_k", "o_proj": "q5_k", "up_proj": "q6_k"}
+    rules = ", ".join(f"{{match: '*{name}', type: {kind}}}" for name, kind in types.items())
+    api.quantize(job(model, Setup("q4_k", (*SMALL, f"rules=[{rules}]")), folder / "packed"))
     return folder / "packed"
 
 

@@ -16,6 +16,7 @@ METHODS = plugins.names("quant")
 # Settings of methods, beside the defaults, that store other tensors.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
+    "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3, "compand": True, "row_scales": False}],

@@ -1,12 +1,13 @@
 """Turn what is exported into the tensors of a GGUF file: names, types, order of rows, blocks.
 
 A block of the types that hold signed codes is a float16 scale and 32 codes: w = scale * code. Scales of larger groups
-are repeated. Experts of a layer are one tensor, of the widest type that one of them needs.
+are repeated. Experts of a layer are one tensor, of the widest type that one of them needs. Weights in the format
+`kquant` are blocks of the K type whose grid they have, which holds no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,11 +19,13 @@ from compress.export.convert import Export, cast
 from compress.export.gguf_model import Model
 from compress.export.signed import scales_of, signed, width
 from compress.export.weights import Packed, Weight
+from compress.formats import kquant
 from compress.importers import gguf_blocks
 from compress.importers.gguf_settings import FREQUENCIES
 from compress.storage.checkpoint import Readable
 
 BLOCK = 32  # weights of a block
+K_QUANT = "kquant"  # the format that has the grids of K types
 CHUNK = 1 << 24  # codes that are packed at a time
 PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
 IN_FULL = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")  # in float32
@@ -52,7 +55,9 @@ class Entry:
 
 
 def type_of(weight: Weight) -> int | None:
-    """Return the narrowest type for the signed integers of a weight, None if there is none."""
+    """Return the K type of a weight, or the narrowest type for its signed integers, None if there is none."""
+    if weight.stored.format == K_QUANT:
+        return gguf_blocks.k_type(weight.stored.params.type)
     return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= width(weight)), None)
 
 
@@ -88,6 +93,19 @@ def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Read
     return made if None in parts else Entry(made.type, (len(ordered), *made.shape), made.parts)
 
 
+def check_experts(weights: Iterable[Weight], model: Model) -> None:
+    """Raise ExportError where the experts of a tensor are of a K type, and not all of the same."""
+    types: dict[str, tuple[str, int | None]] = {}
+    for weight in weights:
+        place, expert = model.place(f"{weight.name}.weight")
+        first, kind = types.setdefault(place, (weight.name, type_of(weight)))
+        if expert is not None and kind != type_of(weight) and not {kind, type_of(weight)} <= set(gguf_blocks.SIGNED):
+            raise ExportError(
+                f"{first} and {weight.name} are parts of one tensor in a GGUF file, which cannot hold a K-quant and "
+                "another type; give all experts of a layer the same method and type"
+            )
+
+
 def _packed(model: Model, name: str, weights: list[Packed]) -> Entry:
     kind = max(number for weight in weights if (number := type_of(weight)) is not None)
     order = model.rows(name, weights[0].shape[0])
@@ -114,8 +132,21 @@ def _plain(export: Export, model: Model, name: str, tensors: list[Readable]) -> 
 
 def _blocks(weight: Packed, kind: int, order: Tensor | None) -> Tensor:
     """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
+    if weight.stored.format == K_QUANT:
+        return _k_blocks(weight, kind, order)
     integers = weight.integers()
     scales = scales_of(integers, BLOCK, torch.float16)
     rows = torch.arange(integers.shape[0]) if order is None else order
     parts = rows.split(max(1, CHUNK // integers.shape[1]))
     return torch.cat([gguf_blocks.pack(signed(integers, part), scales[part], kind) for part in parts])
+
+
+def _k_blocks(weight: Packed, kind: int, order: Tensor | None) -> Tensor:
+    codes, scales = kquant.unpack(weight.read().tensors, weight.stored.params, weight.shape)
+    rows = torch.arange(weight.shape[0]) if order is None else order
+    parts = rows.split(max(1, CHUNK // weight.shape[1]))
+
+    def of(part: Tensor) -> kquant.Scales:
+        return kquant.Scales(*(None if values is None else values[part] for values in scales))  # type: ignore[arg-type]
+
+    return torch.cat([gguf_blocks.pack_k(codes[part], of(part), kind) for part in parts])

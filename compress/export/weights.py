@@ -42,6 +42,11 @@ class Weight:
             return (
                 f"it is stored in the format {stored.format!r}; choose a method that writes plain integers (gptq, rtn)"
             )
+        return self.not_alone()
+
+    def not_alone(self) -> str | None:
+        """Return what lies around or beside the stored matrix, and what a recipe would have to say; None: nothing."""
+        stored = self.stored
         if stored.ops:
             listed = " ".join((*stored.ops.input, *stored.ops.output))
             return (

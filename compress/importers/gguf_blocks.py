@@ -2,7 +2,7 @@
 
 A row of a tensor is a sequence of blocks. Each block holds the codes of 32 or 256 weights and their scales; in "K"
 formats the scales are coded too, with a float16 scale of their own. `pack` writes blocks of the types that hold signed
-integers and one scale.
+integers and one scale, `pack_k` those of the "K" types.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import CheckpointError
+from compress.formats.kquant import Scales
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
@@ -209,6 +210,75 @@ def pack(codes: Tensor, scales: Tensor, number: int) -> Tensor:
         half, low = elements // 2, fields & np.uint8(15)
         parts.append(low[:, :half] | (low[:, half:] << np.uint8(4)))
     return torch.from_numpy(np.concatenate(parts, 1).reshape(len(codes), -1))
+
+
+def k_type(name: str) -> int:
+    """Return the number of the "K" type of which a format of ours is named, such as q4_k."""
+    return next(number for number, block in BLOCKS.items() if block.name == name.upper())
+
+
+def pack_k(codes: Tensor, scales: Scales, number: int) -> Tensor:
+    """Pack codes, uint8 [rows, columns], and their scales as blocks of a "K" type: uint8 [rows, bytes of a row].
+
+    All are as compress/formats/kquant.py stores them, without padding.
+    """
+    elements = BLOCKS[number].elements
+    fields = codes.numpy().reshape(-1, elements)
+
+    def in_blocks(values: Tensor | None) -> Bytes:
+        """Those of one block in a row of bytes; none where the type has none."""
+        if values is None:
+            return np.empty((len(fields), 0), np.uint8)
+        return np.ascontiguousarray(values.numpy()).reshape(len(fields), -1).view(np.uint8)
+
+    parts = _K_PARTS[number](fields, *(in_blocks(values) for values in scales))
+    return torch.from_numpy(np.concatenate(parts, 1).reshape(len(codes), -1))
+
+
+def _packed(codes: Bytes, bits: int, width: int) -> Bytes:
+    """Pack codes [blocks, codes] as `_fields` reads them."""
+    split = codes.reshape(len(codes), -1, 8 // bits, width)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    packed: Bytes = np.bitwise_or.reduce(split << shifts, axis=2)
+    return packed.reshape(len(codes), -1)
+
+
+def _q2_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, minima: Bytes, minimum_steps: Bytes) -> list[Bytes]:
+    return [scales | (minima << np.uint8(4)), _packed(codes, 2, 32), steps, minimum_steps]
+
+
+def _q3_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[Bytes]:
+    low = [_packed(codes & np.uint8(3), 2, 32), _packed(scales & np.uint8(15), 4, 8)]
+    return [_packed(codes >> np.uint8(2), 1, 32), *low, _packed(scales >> np.uint8(4), 2, 4), steps]
+
+
+def _k_header(scales: Bytes, steps: Bytes, minima: Bytes, minimum_steps: Bytes) -> list[Bytes]:
+    """The 16 bytes that `_k_scales` reads."""
+    upper, four, six = np.uint8(4), np.uint8(15), np.uint8(6)
+    whole = [values[:, :4] | ((values[:, 4:] >> upper) << six) for values in (scales, minima)]
+    return [steps, minimum_steps, *whole, (scales[:, 4:] & four) | ((minima[:, 4:] & four) << upper)]
+
+
+def _q4_k_parts(codes: Bytes, *scales: Bytes) -> list[Bytes]:
+    return [*_k_header(*scales), _packed(codes, 4, 32)]
+
+
+def _q5_k_parts(codes: Bytes, *scales: Bytes) -> list[Bytes]:
+    return [*_k_header(*scales), _packed(codes >> np.uint8(4), 1, 32), _packed(codes & np.uint8(15), 4, 32)]
+
+
+def _q6_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[Bytes]:
+    signed = scales ^ np.uint8(128)  # less 128, as two's complement has it
+    return [_packed(codes & np.uint8(15), 4, 64), _packed(codes >> np.uint8(4), 2, 32), signed, steps]
+
+
+_K_PARTS: dict[int, Callable[..., list[Bytes]]] = {
+    10: _q2_k_parts,
+    11: _q3_k_parts,
+    12: _q4_k_parts,
+    13: _q5_k_parts,
+    14: _q6_k_parts,
+}
 
 
 def type_name(number: int) -> str:

@@ -22,24 +22,27 @@ def improve(
     layer: Objective, codes: Tensor, fitted: Grid, params: int_format.Params, sweeps: int
 ) -> tuple[Tensor, Grid]:
     """Return better codes [columns, rows] uint8 and grids [groups, rows]. The layer's loss never rises."""
-    columns = len(layer.weight)
-    size = params.group(columns)
-    state = _Descent(layer, codes, fitted, params)
-    for _ in range(sweeps):
-        for index, start in enumerate(range(0, columns, size)):
-            state.group(index, slice(start, min(start + size, columns)))
+    size = params.group(len(codes))
+    state = _OnGrid(layer, codes, fitted.values(codes, size), fitted, params)
+    state.sweep(size, sweeps)
     return state.codes, Grid(state.scale, fitted.zero)
 
 
-class _Descent:
-    """The codes, scales and values on the way, and H R."""
+class Descent:
+    """The codes, scales and values on the way, and H R: w = scale (code - zero), or what `decoded` says."""
 
-    def __init__(self, layer: Objective, codes: Tensor, fitted: Grid, params: int_format.Params) -> None:
-        self.hessian, self.damping, self.top = layer.hessian, layer.damping, 2**params.bits - 1
-        self.dtype = getattr(torch, params.scale_dtype)
+    def __init__(self, layer: Objective, codes: Tensor, values: Tensor, fitted: Grid, bits: int) -> None:
+        self.hessian, self.damping, self.top = layer.hessian, layer.damping, 2**bits - 1
         self.codes, self.scale, self.zero = codes.clone(), fitted.scale.clone(), fitted.zero
-        self.values = fitted.values(codes, params.group(len(codes)))  # Q, [columns, rows]
+        self.values = values  # Q, [columns, rows]
         self.pull = layer.times_hessian(layer.weight - self.values)  # H R, [columns, rows]
+
+    def sweep(self, size: int, sweeps: int) -> None:
+        """Step all groups of `size` columns in turn, `sweeps` times."""
+        columns = len(self.codes)
+        for _ in range(sweeps):
+            for index, start in enumerate(range(0, columns, size)):
+                self.group(index, slice(start, min(start + size, columns)))
 
     def group(self, index: int, part: slice) -> None:
         """Step the group's scales, then the code of each of its columns; H R elsewhere follows at the end."""
@@ -49,7 +52,7 @@ class _Descent:
         block.diagonal().add_(self.damping)
         pull = self.pull[part].clone()
         units = self.codes[part].float().sub_(zero)
-        scale = self._rescale(index, units, block, pull)
+        scale = self.rescale(index, units, block, pull)
         low, high, inverse = -zero, self.top - zero, 1 / scale
         curvature = block.diagonal().tolist()
         for start in range(0, len(units), CHUNK):
@@ -64,22 +67,43 @@ class _Descent:
             if chunk.stop < len(units):
                 pull[chunk.stop :].addmm_(block[chunk.stop :, chunk], (old - units[chunk]) * scale)
         self.codes[part] = (units + zero).to(torch.uint8)
-        torch.mul(units, scale, out=values)
+        self.decoded(index, units, values)
         change = before - values
         self.pull.addmm_(self.hessian[:, part], change)
         self.pull[part].add_(change, alpha=self.damping)
 
-    def _rescale(self, index: int, units: Tensor, block: Tensor, pull: Tensor) -> Tensor:
+    def storable(self, index: int, scale: Tensor) -> Tensor:
+        """Return scales [rows] of a group, each rounded to a near one that can be stored."""
+        raise AssertionError("a descent knows how its scales are stored")
+
+    def decoded(self, index: int, units: Tensor, out: Tensor) -> None:
+        """Write the values of a group's codes less its zero points, [columns, rows]."""
+        torch.mul(units, self.scale[index], out=out)
+
+    def rescale(self, index: int, units: Tensor, block: Tensor, pull: Tensor) -> Tensor:
         """Return the group's new scales [rows]; updates `pull` [columns, rows] in place."""
         old = self.scale[index]
         product = block @ units
         curvature = (units * product).sum(0)
         slope = (units * pull).sum(0)
         step = torch.where(curvature > 0, slope / curvature.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-        new = storable(old + step, self.dtype)
+        new = self.storable(index, old + step)
         moved = new - old
-        # Rounding to the storage type may overshoot: keep the step only if it lowers the loss.
+        # Rounding to what can be stored may overshoot: keep the step only if it lowers the loss.
         new = torch.where(2 * moved * slope - moved.square() * curvature > 0, new, old)
         pull.sub_(product * (new - old))
         self.scale[index] = new
         return new
+
+
+class _OnGrid(Descent):
+    """Integers whose scales are floating-point numbers."""
+
+    def __init__(
+        self, layer: Objective, codes: Tensor, values: Tensor, fitted: Grid, params: int_format.Params
+    ) -> None:
+        super().__init__(layer, codes, values, fitted, params.bits)
+        self.dtype = getattr(torch, params.scale_dtype)
+
+    def storable(self, index: int, scale: Tensor) -> Tensor:
+        return storable(scale, self.dtype)

@@ -109,6 +109,24 @@ def factored(weight: Tensor, hessian: Tensor, damp: float, notes: Sequence[str],
     return Layer(weight, hessian, damping, factor.upper, order, [*notes, *factor.notes])
 
 
+def loop_order(diagonal: Tensor, group: int = 0) -> Tensor:
+    """Return the columns [in] int64, those with the largest inputs first: entries of the Hessian's diagonal [in].
+
+    group: columns that stay together, groups in the order of their means, a last, shorter one last; 0: each column goes
+    where it belongs by itself. Ties keep the original order.
+    """
+    columns = diagonal.shape[0]
+    within = torch.argsort(diagonal, descending=True, stable=True)
+    if not group:
+        return within
+    owner = torch.arange(columns, device=diagonal.device) // group
+    mean = torch.zeros(int(owner[-1]) + 1, dtype=diagonal.dtype, device=diagonal.device).index_add_(0, owner, diagonal)
+    if columns % group:
+        mean[-1] = -1
+    rank = torch.argsort(torch.argsort(mean, descending=True, stable=True))
+    return within[torch.argsort(rank[owner[within]], stable=True)]
+
+
 def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 0) -> Layer:
     """Return the layer of weight [out, in], of any float type: blocks of `width` columns, the largest inputs first.
 

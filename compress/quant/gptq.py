@@ -77,7 +77,10 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     target = weight.T.float().contiguous()  # [in, out]
     params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
     hessian, notes = feedback.usable(stats)
-    order = _order(hessian.diagonal(), config, params)
+    order = torch.arange(shape[1], device=target.device)
+    if config.act_order:
+        stays_together = not config.static_groups and params.group_size != -1
+        order = feedback.loop_order(hessian.diagonal(), params.group_size if stays_together else 0)
     factor = upper_factor(hessian, config.damp, order)
     notes += factor.notes
     rounder = _GridRounder(target, order, factor.upper, config, params)
@@ -125,21 +128,3 @@ class _GridRounder(feedback.Rounder):
         code = grid.codes(target, scale, zero, self.config.bits)
         self.codes[start] = code[0]
         return code.sub_(zero).mul_(scale)
-
-
-def _order(diagonal: Tensor, config: Config, params: int_format.Params) -> Tensor:
-    """Return the order in which columns are rounded, [in] int64; ties keep the original order."""
-    columns = diagonal.shape[0]
-    if not config.act_order:
-        return torch.arange(columns, device=diagonal.device)
-    within = torch.argsort(diagonal, descending=True, stable=True)
-    if config.static_groups or params.group_size == -1:
-        return within
-    owner = torch.arange(columns, device=diagonal.device) // params.group_size
-    count = int(owner[-1]) + 1
-    # A last, shorter group stays last: the loop counts groups from the first column.
-    mean = torch.zeros(count, dtype=diagonal.dtype, device=diagonal.device).index_add_(0, owner, diagonal)
-    if columns % params.group_size:
-        mean[-1] = -1
-    rank = torch.argsort(torch.argsort(mean, descending=True, stable=True))
-    return within[torch.argsort(rank[owner[within]], stable=True)]

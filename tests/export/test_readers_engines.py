@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from compress import api
 from compress.export import convert
 from compress.model.load import load_model, load_tokenizer
-from engines import FOUR_BITS, packed, token_ids, tokenizer
+from engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
 from pico import save_pico
 from runs import Setup, job
 
@@ -29,6 +29,7 @@ PROMPTS = (
 )
 TIE = 0.05  # the most likely token leads by less: rounding decides
 EIGHT_BITS = 0.03  # error of logits, relative to their size: inputs of such narrow models rounded to 8 bits
+LARGER_BLOCKS = 0.05  # the same where 256 inputs share a scale
 HALF = 0.002  # that of a cache in float16
 SINGLE = 1e-4  # that of computing in float32
 ASYMMETRIC = ("bits=4", "group_size=32", "symmetric=false")
@@ -97,6 +98,12 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 def test_other_types_in_llama_cpp(settings: tuple[str, ...], tmp_path: Path) -> None:
     found = in_llama_cpp(packed("llama", tmp_path, settings), token_ids())
     assert found < EIGHT_BITS, found
+
+
+def test_k_quants_in_llama_cpp(tmp_path: Path) -> None:
+    """Linears of all types, Q2_K to Q6_K; their inputs are rounded in blocks of 256."""
+    found = in_llama_cpp(k_quants(tmp_path), token_ids())
+    assert found < LARGER_BLOCKS, found
 
 
 def test_stretched_positions_in_llama_cpp(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SHAPE = (9, 50)
 WHERE = "model.layers.3.mlp.up_proj"
 # Formats without `check` whose tensors hold integers, because no pattern of their bits says more than there is: codes
 # name one of 2^bits levels, points or states, zero points one of 2^bits codes.
-ANY_BITS = {"e8p", "int", "lowrank", "nf", "pvq", "trellis"}
+ANY_BITS = {"e8p", "int", "kquant", "lowrank", "nf", "pvq", "trellis"}
 
 
 def around(weight: PackedWeight) -> PackedWeight:

@@ -64,6 +64,8 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("structured", (40, 96), {"rows": 30, "columns": 96}),
     ("structured", (40, 96), {"rows": 40, "columns": 70, "dtype": "float16"}),
     ("structured", (40, 96), {"rows": 30, "columns": 70, "dtype": "float32"}),
+    ("kquant", (160, 512), {"type": "q4_k"}),
+    ("kquant", (40, 600), {"type": "q3_k"}),
     ("nf", (40, 96), {"bits": 4, "block_size": 16, "tile_words": 16}),
     ("nf", (33, 100), {"bits": 3, "block_size": 16, "tile_words": 4, "scale_bits": 3, "scale_block": 4}),
     ("lowrank", (40, 96), {"rank": 8}),

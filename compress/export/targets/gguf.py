@@ -1,9 +1,9 @@
-"""Write a GGUF file, which llama.cpp, ollama and others run: integers as Q4_0, Q5_0 or Q8_0, in every bit as they are.
+"""Write a GGUF file, which llama.cpp, ollama and others run: integers and K-quants, in every bit as they are.
 
-Symmetric codes of up to 4, 5 and 8 bits are written as they are. Asymmetric ones are code - zero point, one bit more:
-3-bit ones go into Q4_0, 4-bit ones into Q5_0, 5- to 7-bit ones into Q8_0; of 8 bits they do not fit. All else is stored
-in its own type, norms and routers in float32. K-quants are not written: their scales are products of two numbers, so
-that codes which were chosen for other scales would not be the same weights.
+Symmetric codes of up to 4, 5 and 8 bits are written as they are (Q4_0, Q5_0, Q8_0). Asymmetric ones are code - zero
+point, one bit more: 3-bit ones go into Q4_0, 4-bit ones into Q5_0, 5- to 7-bit ones into Q8_0; of 8 bits they do not
+fit. All else is stored in its own type, norms and routers in float32. The types Q2_K to Q6_K hold what the method
+`kquant` has chosen on their grids, and nothing else: the scales of other methods are no products of two numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from compress.export.gguf_data import TOOL
 from compress.export.gguf_tensors import BLOCK
 from compress.export.place import MARK
 from compress.export.weights import Weight
+from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
@@ -27,6 +28,8 @@ TABLE = "token_embd.weight"
 
 def refuses(weight: Weight) -> str | None:
     """Return why no block type holds the weight in every bit, and what would have to be chosen; None if one does."""
+    if weight.stored.format == gguf_tensors.K_QUANT:
+        return _refuses_k(weight)
     if (reason := weight.not_integers()) is not None:
         return reason
     if gguf_tensors.type_of(weight) is None:
@@ -39,14 +42,24 @@ def refuses(weight: Weight) -> str | None:
     return None
 
 
+def _refuses_k(weight: Weight) -> str | None:
+    """The same of a weight on the grid of a K type."""
+    if weight.shape[1] % SUPER_BLOCK:
+        return (
+            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; give it a "
+            f"rule with another method (gptq, rtn) and group_size {BLOCK}"
+        )
+    return weight.not_alone()
+
+
 def check(export: Export) -> None:
-    """Raise ExportError for models, settings and tokenizers that llama.cpp does not have."""
+    """Raise ExportError for models, settings, tokenizers and mixtures of experts that llama.cpp does not have."""
     try:
         import gguf  # noqa: F401 (all that follows needs it)
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
     config = export.source.skeleton.model.config
-    gguf_model.describe(config)
+    gguf_tensors.check_experts([w for w in export.held if w.is_expert], gguf_model.describe(config))
     gguf_vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 
 
@@ -58,7 +71,7 @@ def write(export: Export, out: Path) -> None:
     model = gguf_model.describe(export.source.skeleton.model.config)
     export.notes.extend(model.notes)
     if any(weight.stored.activations is not None for weight in export.held):
-        export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, blocks of {BLOCK}")
+        export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, in blocks")
     entries = gguf_tensors.entries(export, model)
     keys = {**MARK, **model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
     writer = gguf.GGUFWriter(out, model.architecture)

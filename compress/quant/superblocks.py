@@ -1,0 +1,201 @@
+"""Find the scales of super-blocks: integers times a step that 256 columns share, as K-quants of llama.cpp store them.
+
+Each group first gets the scale and the minimum that it would have by itself: for several shares of its range, codes are
+rounded and both numbers fitted to them in closed form. The largest scale of a super-block takes the largest code, which
+gives the step; likewise for minima. Then, in turn, each group tries the codes next to that of its scale, each with the
+minimum that keeps the group's mean and with those next to it, and both steps are fitted to all codes of the super-block
+in closed form. New steps are kept only where they lower the loss of their row. All losses are squared errors weighted by
+column. (llama.cpp fits the groups likewise, then rounds their scales and minima to the nearest that can be stored.)
+
+Arrays are transposed, [columns, rows], as in the column loop.
+"""
+
+from __future__ import annotations
+
+from itertools import product as pairs
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.formats.kquant import SUPER_BLOCK, Layout, Scales
+
+CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
+LEAST = 2.0**-24  # smallest float16 above 0: no step is 0, so that every scale can be divided by
+LARGEST = 65504.0  # largest float16
+RATIOS = tuple(1.08 - 0.06 * i for i in range(10))  # of the scale that covers the whole range of a group
+NEIGHBOURS = (-1, 0, 1)  # codes of a scale, and of a minimum, that are tried
+ROUNDS = 3  # of fitting steps and choosing codes again
+
+
+def _repeated(steps: Tensor, like: Tensor) -> Tensor:
+    """Return the step of each group; steps [rows] are those of all groups."""
+    return steps if steps.dim() == 1 else steps.repeat_interleave(len(like) // len(steps), 0)
+
+
+class SuperGrid(NamedTuple):
+    """Scales and minima as integers and steps, float32 all of them; one super-block, or several one after the other."""
+
+    scales: Tensor  # [groups, rows], signed integers, none of them 0
+    steps: Tensor  # [super-blocks, rows], float16 numbers, none of them 0
+    minima: Tensor  # [groups, rows], integers, 0 for types without minima
+    minimum_steps: Tensor  # [super-blocks, rows], float16 numbers
+
+    def scale(self) -> Tensor:
+        """Return the scales [groups, rows]."""
+        return self.scales * _repeated(self.steps, self.scales)
+
+    def minimum(self) -> Tensor:
+        """Return what is subtracted [groups, rows]."""
+        return self.minima * _repeated(self.minimum_steps, self.minima)
+
+    def stored(self, layout: Layout) -> Scales:
+        """Return the scales in the order and types of the format."""
+        codes = (self.scales.T + layout.scale_zero).to(torch.uint8)
+        if not layout.has_minima:
+            return Scales(codes, self.steps.T.half(), None, None)
+        return Scales(codes, self.steps.T.half(), self.minima.T.to(torch.uint8), self.minimum_steps.T.half())
+
+
+def empty(shape: tuple[int, ...], layout: Layout, device: torch.device) -> SuperGrid:
+    """Return grids for a target [columns, rows] that are still to be fitted."""
+    count = -(-shape[0] // SUPER_BLOCK)
+    groups, blocks = ((count * each, shape[1]) for each in (layout.groups, 1))
+    return SuperGrid(*(torch.ones(size, device=device) for size in (groups, blocks, groups, blocks)))
+
+
+def fit(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
+    """Fit the grid of one super-block to target [256, rows] float32, some rows at a time; importance [256] >= 0."""
+    found, importance = [], importance / importance.mean()
+    for part in target.split(CHUNK // SUPER_BLOCK, dim=1):
+        search = _Search(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout)
+        for _ in range(ROUNDS):
+            search.refit()
+        best = search.best
+        found.append(SuperGrid(best.scales, best.steps[None], best.minima, best.minimum_steps[None]))
+    return SuperGrid(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
+
+
+class _Search:
+    """The best grid so far of one super-block: weights [groups, columns, rows], importance [groups, columns, 1]."""
+
+    def __init__(self, x: Tensor, importance: Tensor, layout: Layout) -> None:
+        self.x, self.importance, self.layout = x, importance, layout
+        self.neighbours = tuple(pairs(NEIGHBOURS, NEIGHBOURS if layout.has_minima else (0,)))
+        self.low, self.high = -layout.zero, (1 << layout.bits) - 1 - layout.zero
+        scale, minimum = self._alone()
+        half = 1 << (layout.scale_bits - 1)
+        largest = scale.gather(0, scale.abs().argmax(0, keepdim=True))[0]
+        steps = _step(largest / (2 * half - 1 if layout.has_minima else -half))
+        minimum_steps = _step(minimum.amax(0) / (2 * half - 1))
+        minima = minimum_codes(minimum / minimum_steps, layout)
+        start = SuperGrid(scale_codes(scale / steps, layout), steps, minima, minimum_steps)
+        self.best, self.loss = self._chosen(start)
+
+    def refit(self) -> None:
+        """Fit both steps to all codes, choose anew for them, and keep what has become better."""
+        grid, loss = self._chosen(self._with_steps(self.best))
+        better = loss < self.loss
+        self.best = SuperGrid(*(torch.where(better, new, old) for new, old in zip(grid, self.best, strict=True)))
+        self.loss = torch.where(better, loss, self.loss)
+
+    def _alone(self) -> tuple[Tensor, Tensor]:
+        """Return the scale and the minimum [groups, rows] that each group would have by itself."""
+        lowest, highest = self.x.amin(1).clamp_(max=0), self.x.amax(1)
+        if self.layout.has_minima:
+            span, ratios = (torch.maximum(highest, lowest) - lowest) / self.high, RATIOS
+        else:
+            span, lowest = torch.maximum(highest, -lowest) / -self.low, torch.zeros_like(lowest)
+            ratios = (*RATIOS, *(-ratio for ratio in RATIOS))  # the level that is not mirrored on either side
+        least, best, best_minimum = torch.full_like(span, torch.inf), span, lowest
+        for ratio in ratios:
+            scale = _step(span * ratio)
+            scale, minimum = self._fitted(self._codes(scale, lowest * -ratio), scale)
+            codes = self._codes(scale, minimum)
+            error = (codes * scale[:, None]).sub_(minimum[:, None]).sub_(self.x).square_().mul_(self.importance).sum(1)
+            better = error < least
+            least = torch.where(better, error, least)
+            best, best_minimum = torch.where(better, scale, best), torch.where(better, minimum, best_minimum)
+        return best, best_minimum
+
+    def _fitted(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scale and minimum [groups, rows] of least loss for codes; `scale` where they do not tell it."""
+        weighted = codes * self.importance
+        squares, product = (weighted * codes).sum(1), (weighted * self.x).sum(1)
+        alone = torch.where(squares > 0, product / squares, scale)
+        if not self.layout.has_minima:
+            return alone, torch.zeros_like(scale)
+        total = self.importance.sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+        codes_sum, weights_sum = weighted.sum(1), (self.importance * self.x).sum(1)
+        spread = total * squares - codes_sum.square()
+        both = (total * product - codes_sum * weights_sum) / spread
+        both = torch.where((spread > 1e-6 * total * squares) & (both > 0), both, scale)
+        minimum = (both * codes_sum - weights_sum) / total
+        alone = torch.where(alone > 0, alone, scale)
+        return torch.where(minimum > 0, both, alone), minimum.clamp_(min=0)
+
+    def _chosen(self, grid: SuperGrid) -> tuple[SuperGrid, Tensor]:
+        """Return the grid with the best scales and minima for its steps, and its loss [rows]."""
+        scales, minima, least = grid.scales, grid.minima, self._loss(grid)
+        share = self.importance / self.importance.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        mean = (self.x * share).sum(1)
+        mean_code = (self._codes(grid.scale(), grid.minimum()) * share).sum(1)
+        for change, shift in self.neighbours:
+            offered = grid._replace(scales=scale_codes(grid.scales + change, self.layout))
+            if self.layout.has_minima:  # the mean of the group stays, or moves by a step of its minimum
+                wanted = (mean_code * offered.scale() - mean) / grid.minimum_steps
+                offered = offered._replace(minima=minimum_codes(wanted + shift, self.layout))
+            loss = self._loss(offered)
+            better = loss < least
+            least = torch.where(better, loss, least)
+            scales = torch.where(better, offered.scales, scales)
+            minima = torch.where(better, offered.minima, minima)
+        return grid._replace(scales=scales, minima=minima), least.sum(0)
+
+    def _with_steps(self, grid: SuperGrid) -> SuperGrid:
+        """Return the grid with the steps [rows] of least loss for its codes; where these do not tell, as it is."""
+        codes = self._codes(grid.scale(), grid.minimum()) * grid.scales[:, None]
+        weighted = codes * self.importance
+        squares, product = (weighted * codes).sum((0, 1)), (weighted * self.x).sum((0, 1))
+        if not self.layout.has_minima:
+            return grid._replace(steps=torch.where(squares > 0, _step(product / squares), grid.steps))
+        minima = grid.minima
+        cross = (weighted.sum(1) * minima).sum(0)
+        minima_squares = (self.importance.sum(1) * minima.square()).sum(0)
+        minima_product = ((self.importance * self.x).sum(1) * minima).sum(0)
+        determinant = squares * minima_squares - cross.square()
+        steps = (product * minima_squares - minima_product * cross) / determinant
+        minimum_steps = (product * cross - minima_product * squares) / determinant
+        is_known = (determinant > 1e-6 * squares * minima_squares) & (steps > 0) & (minimum_steps > 0)
+        return grid._replace(
+            steps=torch.where(is_known, _step(steps), grid.steps),
+            minimum_steps=torch.where(is_known, _step(minimum_steps), grid.minimum_steps),
+        )
+
+    def _codes(self, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Return the nearest codes [groups, columns, rows] on grids [groups, rows]."""
+        return (self.x + minimum[:, None]).div_(scale[:, None]).round_().clamp_(self.low, self.high)
+
+    def _loss(self, grid: SuperGrid) -> Tensor:
+        """Return the weighted squared error [groups, rows] of the nearest codes."""
+        scale, minimum = grid.scale(), grid.minimum()
+        error = self._codes(scale, minimum).mul_(scale[:, None]).sub_(minimum[:, None]).sub_(self.x)
+        return error.square_().mul_(self.importance).sum(1)
+
+
+def scale_codes(values: Tensor, layout: Layout) -> Tensor:
+    """Round scales, in steps, to integers that the type can hold; 0 becomes 1."""
+    lowest = 1 if layout.has_minima else -layout.scale_zero
+    rounded = values.round().clamp_(lowest, (1 << layout.scale_bits) - 1 - layout.scale_zero)
+    return torch.where(rounded == 0, 1.0, rounded)
+
+
+def minimum_codes(values: Tensor, layout: Layout) -> Tensor:
+    """Round minima, in steps, to integers that the type can hold."""
+    return values.round().clamp_(0, (1 << layout.scale_bits) - 1)
+
+
+def _step(values: Tensor) -> Tensor:
+    """Round steps to float16; what would be 0 becomes the smallest one of its sign."""
+    rounded = values.clamp(-LARGEST, LARGEST).half().float()
+    return torch.where(rounded == 0, torch.where(values < 0, -LEAST, LEAST), rounded)
