@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from compress.export.convert import Export, word
-from compress.export.weights import Weight
+from compress.export.weights import HEAD, Weight
 from compress.numerics.packing import pack_stream
 
 
-def refusal(weight: Weight, bits: Collection[int]) -> str | None:
-    """Return why a weight is no plain integers of these bits in whole groups, as an `nn.Linear` of its own."""
-    if weight.roles:
+def refusal(weight: Weight, bits: Collection[int], heads: bool = False) -> str | None:
+    """Return why a weight is no plain integers of these bits in whole groups, as an `nn.Linear` of its own.
+
+    heads: the target holds an output head whose table is not that of the embeddings, too.
+    """
+    if weight.roles and not (heads and weight.roles == (HEAD,)):
         return "tables are plain numbers there"
     if (reason := weight.not_integers()) is not None:
         return reason

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 SMALL = (*runs.SMALL, "group_size=32")
 PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
 TOKENS = 12
+CHANGES = {"qwen3_moe": {"moe_intermediate_size": 64}}  # SGLang pads others on a CPU to multiples of 32
 MIXED = (  # of the linears of one fused layer: two formats, one not packed, one with a low-rank part
     *SMALL,
     "rules=[{match: '*.k_proj', bits: 2}, {match: '*.v_proj', keep: true}, {match: '*.up_proj', bits: 3}]",
@@ -37,8 +38,7 @@ CASES = {
     "mixed": ("llama", "int4", *MIXED),
     "qwen2": ("qwen2", "int4", *SMALL),
     "qwen3_moe": ("qwen3_moe", "int4", *SMALL),
-    "mixtral": ("mixtral", "int4", *SMALL),
-    "kept tables": ("mixtral", "int4", *SMALL, *runs.KEEP_TABLES),
+    "kept tables": ("qwen3_moe", "int4", *SMALL, *runs.KEEP_TABLES),
 }
 
 
@@ -62,7 +62,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @functools.cache
     def directory(name: str, recipe: str, *overrides: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        model = pico.save_pico(name, folder / "model", changes={"head_dim": 32, "num_attention_heads": 2})
+        model = pico.save_pico(name, folder / "model", changes=CHANGES.get(name))
         api.quantize(runs.job(model, runs.Setup(recipe, overrides), folder / "packed"))
         return folder / "packed"
 
@@ -108,6 +108,12 @@ def test_a_missing_tensor_is_named(packed: Callable[..., Path], tmp_path: Path) 
             save_file(tensors, file, {"format": "pt"})
     code, said = run(directory, tmp_path)
     assert code != 0 and f"{lost} is not in the checkpoint" in said
+
+
+def test_experts_that_sglang_builds_one_by_one_are_refused(packed: Callable[..., Path], tmp_path: Path) -> None:
+    """SGLang has a class of its own for a quantized Mixtral, whose experts are linears under other names."""
+    code, said = run(packed("mixtral", "int4", *SMALL), tmp_path)
+    assert code != 0 and "no layer that SGLang builds for QuantMixtralForCausalLM has this name" in said
 
 
 def test_without_the_plugin_nothing_is_served(packed: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 A packed weight has weight_packed int32 [out, ceil(in * bits / 32)], weight_scale [out, groups] in the type of ours and
 weight_shape; asymmetric weights have weight_zero_point, packed along the rows. W = (code - zero) * scale. Where inputs
-are quantized to 8 bits a token at a time, weight is int8 [out, in] and weight_scale [out, 1].
+are quantized to 8 bits a token at a time, weight is int8 [out, in] and weight_scale [out, 1]. An output head with a
+table of its own is such a weight, too; embeddings are plain.
 
 transformers with compressed-tensors 0.18 to 0.20 opens asymmetric weights only if it is told to decode them all, and
 can do that only if all are alike: "dequantize" says so, and asymmetric weights that differ are refused.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from compress.errors import ExportError
 from compress.export import directory, integers
-from compress.export.convert import Export
+from compress.export.convert import Export, word
 from compress.export.weights import IntWeight, Packed, Weight
 from compress.types import Activations
 
@@ -31,7 +32,7 @@ INPUTS = Activations(bits=8, scale="token", clip=1.0, dtype="int")  # the only o
 
 def refuses(weight: Weight) -> str | None:
     """Return why a weight is no plain integers, or has quantized inputs that readers do not know."""
-    if reason := integers.refusal(weight, BITS):
+    if reason := integers.refusal(weight, BITS, heads=True):
         return reason
     if weight.is_expert and not weight.stored.params.symmetric:
         return "transformers cannot open asymmetric experts in this format; set symmetric: true"
@@ -50,6 +51,7 @@ def refuses(weight: Weight) -> str | None:
 def check(export: Export) -> None:
     """Raise ExportError for asymmetric weights that are not all alike, which no version of transformers opens."""
     export.check_packed()
+    _settle_head(export)
     groups = _groups(export)
     if len(groups) > 1 and any(not scheme["weights"]["symmetric"] for scheme, _ in groups):
         raise ExportError(
@@ -59,11 +61,25 @@ def check(export: Export) -> None:
     integers.settle_type(export, (weight.stored.params.scale_dtype for weight in export.held))
 
 
+def _settle_head(export: Export) -> None:
+    """Let a packed output head become plain numbers beside asymmetric weights of which it would not be one."""
+    heads = tuple(weight for weight in export.held if weight.roles)
+    linears = tuple(weight for weight in export.held if not weight.roles)
+    schemes = [scheme for scheme, _ in _groups(export)]
+    if heads and len(schemes) > 1 and any(not scheme["weights"]["symmetric"] for scheme in schemes):
+        export.held, export.tables = linears, (*export.tables, *heads)
+        export.notes.append(
+            f"{heads[0].name} is written as plain {word(export.dtype)}: transformers opens asymmetric weights only if "
+            "all are alike"
+        )
+
+
 def write(export: Export, out: Path) -> None:
     """Write the directory, with the settings in config.json."""
     groups = _groups(export)
     formats = sorted({scheme["format"] for scheme, _ in groups})
     is_one = len(groups) == 1
+    heads = [weight.name for weight in export.held if weight.roles]  # no engine's head is a Linear
     settings = {
         "quant_method": "compressed-tensors",
         "format": formats[0] if len(formats) == 1 else MIXED,
@@ -72,7 +88,7 @@ def write(export: Export, out: Path) -> None:
         "kv_cache_scheme": None,
         "ignore": export.plain_linears(),
         "config_groups": {
-            f"group_{number}": {"targets": ["Linear"] if is_one else _targets(names), **scheme}
+            f"group_{number}": {"targets": ["Linear", *_targets(heads)] if is_one else _targets(names), **scheme}
             for number, (scheme, names) in enumerate(groups)
         },
         **({} if groups[0][0]["weights"]["symmetric"] else {"dequantize": True}),
