@@ -83,6 +83,9 @@ class Int(Product):
         super().__init__(tensors, params, shape, layout, stored, (spans, rows, group, tiles, tail))
         self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
+    def most_rows(self, dtype: torch.dtype) -> int:
+        return emitter.MOST_OF_INTEGERS if emitter.widens(dtype) else super().most_rows(dtype)
+
     def kernel(self, tokens: int) -> Callable[..., None]:
         return llvm.function(_Sums, *self._settings, tokens)
 
