@@ -13,9 +13,9 @@ columns of it, each rank rounds with the scale of its own columns, so that numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +136,9 @@ class Parts(nn.ModuleList):
     """The linears of the checkpoint that an engine has fused into one layer, in the order of its outputs."""
 
     _beside: Beside | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        return cast(Iterator[Part], super().__iter__())
 
     def finish(self) -> None:
         """Find out whether one call can multiply with all of them, now that they are built."""

@@ -24,6 +24,7 @@ from compress.serving.vllm_layers import PackedMethod
 from compress.serving.vllm_tables import TableMethod
 from compress.types import Pruning, Stored
 
+DRAFT = "draft_model."  # what vLLM puts before the names of the layers of a draft model
 logger = init_logger("vllm.compress")  # vLLM shows what is logged below its own name
 
 
@@ -78,6 +79,7 @@ class CompressConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return what builds and runs a layer; None or vLLM's own for what is not packed."""
+        prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
             linears = names.linears(prefix, self.stored, self.packed_modules_mapping)
             if not any(name in self.stored for name in linears):
