@@ -26,7 +26,7 @@ from measure import ROOT
 from random_llama import Shape, write
 
 FILE = ROOT / "benchmarks/results/serving_cpu.json"
-SHAPE = Shape(8, 1024, 2816, 16, 8, 32000)  # 134M parameters
+SHAPE = Shape(8, 1024, 2816, 16, 8, 32000)  # 160M parameters
 TOKENS = 32  # that a request generates
 PROMPT = 400  # tokens of a request whose prefill is timed
 CASES = ("1 request", "8 requests", "prefill")
