@@ -26,7 +26,7 @@ from measure import ROOT
 from random_llama import Shape, write
 
 FILE = ROOT / "benchmarks/results/serving_cpu.json"
-SHAPE = Shape(8, 1024, 2816, 16, 8, 32000)  # 134M parameters
+SHAPE = Shape(8, 1024, 2816, 16, 8, 32000)  # 160M parameters
 TOKENS = 32  # that a request generates
 PROMPT = 400  # tokens of a request whose prefill is timed
 CASES = ("1 request", "8 requests", "prefill")
@@ -43,7 +43,6 @@ ENVIRONMENT = {
 
 def engine(model: str) -> None:
     """Serve turns: read the name of a case from the input, write the tokens per second of this process."""
-    os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -77,7 +76,10 @@ class Engine:
     def __init__(self, model: Path) -> None:
         words = [sys.executable, __file__, "engine", str(model)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        environment = {**os.environ, **ENVIRONMENT}  # OpenMP reads it when torch is imported
+        self.process = subprocess.Popen(
+            words, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
         self._next("ready")
 
     def turn(self, case: str) -> float:

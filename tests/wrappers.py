@@ -6,6 +6,7 @@ inputs = with_image("llava", model)             # what `forward` and `generate` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {  # what differs, of the whole and its pa
         "vision_config": {**_SQUARE, "model_type": "clip_vision_model"},
         "image_seq_length": 4,
     },
+    "idefics3": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": {**_TOWER, "image_size": 28, "patch_size": 14},
+    },
     "qwen3_5": {
         "text_config": {**_LINEAR, "layer_types": ["linear_attention", "full_attention"]},
         "vision_config": {
@@ -77,9 +82,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {  # what differs, of the whole and its pa
 }
 
 
-def build(name: str) -> PreTrainedModel:
-    """Return a model of this type, every parameter random."""
-    parts = {"text_config": {**_TEXT, **_CONFIGS[name]["text_config"]}}
+def build(name: str, changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """Return a model of this type, every parameter random; changes: to the configuration of its text."""
+    parts = {"text_config": {**_TEXT, **_CONFIGS[name]["text_config"], **(changes or {})}}
     image = "image_token_index" if name == "mllama" else "image_token_id"
     config = CONFIG_MAPPING[name](**{image: IMAGE_ID, "tie_word_embeddings": False, **_CONFIGS[name], **parts})
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()

@@ -21,7 +21,7 @@ would do, and their elements may change afterwards as long as they stay where th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -57,9 +57,19 @@ class Prepared(ABC):
         """Return a function that writes some rows of the weight, columns ordered as `arranged` does; None: `decode`."""
         return None
 
+    def panel_type(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which decoded rows are multiplied with activations of `dtype`: the faster one here."""
+        return dtype
+
     def arranged(self, x: Tensor) -> Tensor:
         """Return x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
         return x
+
+    def beside(self, others: Sequence[Prepared]) -> Callable[[Tensor], Tensor] | None:
+        """Return the products with this weight and then others, outputs behind each other, as one call; None: there is
+        none. It takes what `__call__` takes.
+        """
+        return None
 
     def plus(self, x: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
         """Return the product with x, plus hidden [..., rank] times factor [rank, out] for a rank up to `most_rank`."""

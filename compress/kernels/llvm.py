@@ -51,6 +51,14 @@ def features() -> frozenset[str]:
 
 
 @cache
+def processor_name() -> str:
+    """Return LLVM's name of this CPU: "emeraldrapids", "znver4"."""
+    from llvmlite import binding
+
+    return str(binding.get_host_cpu_name())
+
+
+@cache
 def llvm_version() -> tuple[int, ...]:
     from llvmlite import binding
 
@@ -75,7 +83,7 @@ def _processor() -> tuple[str, str]:
     flags = binding.get_host_cpu_features().flatten()
     if "avx512f" in features():
         flags += ",-prefer-256-bit"
-    return binding.get_host_cpu_name(), flags
+    return processor_name(), flags
 
 
 class Emitter:

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Self
 from weakref import ref
 
@@ -265,6 +265,11 @@ class PackedLinear(PackedModule):
             return _plus(F.linear(x, weight), bias)
         return F.linear(x, weight, bias)
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing lies around the product with the stored matrix: no operation, rounding, low rank or bias."""
+        return not self.ops and self.activations is None and self.lowrank is None and self._parameters["bias"] is None
+
     def extra_repr(self) -> str:
         bias = self.bias is not None
         around = f", {operations.describe(self.ops)}" if self.ops else ""
@@ -279,3 +284,17 @@ class PackedLinear(PackedModule):
         CACHE.drop(self)
         self._weight.forget()  # it holds the tensors that are replaced
         return super()._apply(fn, recurse)
+
+
+class Beside:
+    """Bare linears (`is_bare`) that read the same inputs, multiplied in one call where kernels can."""
+
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
+        self.linears = tuple(linears)
+        self._weights = dispatch.Weights([linear._weight for linear in linears])
+
+    def product(self, x: Tensor) -> Tensor | None:
+        """Return what all linears give for x [..., in], behind each other; None: run them singly."""
+        if _traced():
+            return None
+        return self._weights.product(x, [linear._parameters for linear in self.linears])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
 from compress.serving import parts
-from compress.serving.parts import Part, Region, Totals
+from compress.serving.parts import Part, Parts, Region, Totals
 from compress.types import Stored
 
 PARTS = "packed"  # what a layer's parts are called among its children
@@ -43,7 +43,7 @@ class PackedLinears:
             Part(name, stored, region, dtype)
             for (name, stored), region in zip(self.linears.items(), regions, strict=True)
         ]
-        setattr(layer, PARTS, nn.ModuleList(own))
+        setattr(layer, PARTS, Parts(own))
         self.totals.waiting += 1
 
         def load(param: Any, tensor: Tensor, shard: Any = None) -> None:
@@ -52,14 +52,20 @@ class PackedLinears:
 
         parts.add_placeholders(layer, [part.specs for part in own], load)
 
+    def complete(self, layer: Any, say: Callable[[str], object]) -> None:
+        """Build the layer's linears, all of whose tensors have come; errors and `say` as those of `finish`."""
+        own: Parts = getattr(layer, PARTS)
+        finish(layer, own, layer.params_dtype, self.totals, say)
+        own.finish()
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., out] for inputs x [..., in] of this rank."""
-        y = parts.joined_outputs([part(x) for part in getattr(layer, PARTS)])
+        y: Tensor = layer._modules[PARTS].forward(x)  # no hooks: a call of a module costs as much as a small product
         return y if bias is None else y + bias
 
 
-def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals) -> list[str]:
-    """Complete a layer whose tensors have all come, and return what is to be said then.
+def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals, say: Callable[[str], object]) -> None:
+    """Complete a layer whose tensors have all come, and say what is to be known when all layers are complete.
 
     Raises CheckpointError with the name of a tensor that did not come.
     """
@@ -69,7 +75,8 @@ def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals) 
     device = parts.remove_placeholders(layer)
     layer.qweight = nn.Parameter(torch.empty(0, dtype=torch.int16, device=device), False)  # LoRA asks for its device
     parts.warm(parts.linears_of(own), dtype)
-    return totals.finish(own)
+    for line in totals.finish(own):
+        say(line)
 
 
 def regions(layer: Any, sizes: list[int], full: list[int], ranks: list[int], columns: range) -> list[Region]:

@@ -13,9 +13,9 @@ columns of it, each rank rounds with the scale of its own columns, so that numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import cuts
-from compress.runtime.linear import CACHE, PackedLinear
+from compress.runtime.linear import CACHE, Beside, PackedLinear
 from compress.types import PackedWeight, Stored
 
 PLAIN = "weight"  # the tensor of a linear that is not packed
@@ -130,6 +130,27 @@ class Part(nn.Module):
             y = self.linears[0](F.pad(x, missing) if any(missing) else x)
             return joined_outputs([y[..., rows.start : rows.stop] for rows in self.region.rows])
         return joined_outputs([linear(x) for linear in self.linears])
+
+
+class Parts(nn.ModuleList):
+    """The linears of the checkpoint that an engine has fused into one layer, in the order of its outputs."""
+
+    _beside: Beside | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        return cast(Iterator[Part], super().__iter__())
+
+    def finish(self) -> None:
+        """Find out whether one call can multiply with all of them, now that they are built."""
+        linears = linears_of(self)
+        bare = [each for each in linears if isinstance(each, PackedLinear) and each.is_bare]
+        if len(bare) == len(linears) and all(part.whole_because is None for part in self):
+            self._beside = Beside(bare)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs [..., rows] of all parts for inputs x [..., columns] of this rank, behind each other."""
+        y = None if self._beside is None else self._beside.product(x)
+        return joined_outputs([part(x) for part in self]) if y is None else y
 
 
 def joined_outputs(outputs: list[Tensor]) -> Tensor:

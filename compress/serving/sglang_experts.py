@@ -12,8 +12,9 @@ from sglang.srt.runtime_context import get_exec
 from torch import nn
 
 from compress.errors import UnsupportedModelError
+from compress.serving import layers
 from compress.serving.experts import ACTIVATIONS, PackedExpertLayer, Share
-from compress.serving.sglang_layers import finish
+from compress.serving.sglang_layers import logger
 
 PLAIN = {"no_combine": False, "routed_scaling_factor": 1, "gemm1_alpha": None, "gemm1_clamp_limit": None}
 
@@ -66,7 +67,7 @@ class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that every tensor has come."""
-        finish(layer, self.parts_of(layer), self.dtype, self.totals)
+        layers.finish(layer, self.parts_of(layer), self.dtype, self.totals, logger.info)
 
     def weighs_inputs(self, layer: Any) -> bool:
         return bool(layer.moe_runner_config.apply_router_weight_on_input)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from compress.serving import layers
-from compress.serving.layers import PARTS, PackedLinears
-from compress.serving.parts import Part, Region, Totals
+from compress.serving.layers import PackedLinears
+from compress.serving.parts import Region
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +40,7 @@ class PackedMethod(PackedLinears, LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor has come."""
-        finish(layer, getattr(layer, PARTS), layer.params_dtype, self.totals)
-
-
-def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals) -> None:
-    """Complete a layer whose tensors have all come; CheckpointError with the name of one that did not."""
-    for line in layers.finish(layer, own, dtype, totals):
-        logger.info(line)
+        self.complete(layer, logger.info)
 
 
 def _regions(layer: Any, sizes: list[int], output_size: int, columns: range) -> list[Region]:

@@ -21,6 +21,7 @@ from compress.serving.vllm_experts import PackedExperts
 from compress.serving.vllm_layers import PackedMethod
 from compress.serving.vllm_tables import TableMethod
 
+DRAFT = "draft_model."  # what vLLM puts before the names of the layers of a draft model
 logger = init_logger("vllm.compress")  # vLLM shows what is logged below its own name
 
 
@@ -68,6 +69,7 @@ class CompressConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return what builds and runs a layer; None or vLLM's own for what is not packed."""
+        prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
             linears = self.listed.linears(prefix, self.packed_modules_mapping)
             return UnquantizedLinearMethod() if linears is None else PackedMethod(linears, self.listed.totals)

@@ -10,9 +10,10 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from compress.errors import UnsupportedModelError
+from compress.serving import layers
 from compress.serving.experts import ACTIVATIONS, PackedExpertLayer, Share
 from compress.serving.listed import Listed
-from compress.serving.vllm_layers import finish
+from compress.serving.vllm_layers import logger
 
 
 class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
@@ -53,7 +54,7 @@ class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that every tensor has come."""
-        finish(layer, self.parts_of(layer), self.dtype, self.totals)
+        layers.finish(layer, self.parts_of(layer), self.dtype, self.totals, logger.info)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         return None

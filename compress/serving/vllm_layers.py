@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
 
 from compress.serving import layers
-from compress.serving.layers import PARTS, PackedLinears
-from compress.serving.parts import Part, Region, Totals
+from compress.serving.layers import PackedLinears
+from compress.serving.parts import Region
 
 logger = init_logger("vllm.compress")
 
@@ -38,13 +37,7 @@ class PackedMethod(PackedLinears, LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor has come."""
-        finish(layer, getattr(layer, PARTS), layer.params_dtype, self.totals)
-
-
-def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals) -> None:
-    """Complete a layer whose tensors have all come; CheckpointError with the name of one that did not."""
-    for line in layers.finish(layer, own, dtype, totals):
-        logger.info(line)
+        self.complete(layer, logger.info)
 
 
 def _regions(layer: Any, sizes: list[int], output_size: int, columns: range) -> list[Region]:

@@ -14,7 +14,7 @@ import problems
 from compress import formats
 from compress.formats import trellis
 from compress.kernels import dispatch, llvm
-from compress.kernels.cpu import row_decoder
+from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.trellis import two_floats
 from compress.runtime.linear import PackedLinear
 
@@ -87,22 +87,44 @@ def test_division_by_a_fused_multiply_add(divisor: float) -> None:
         assert abs(exact - Fraction(nearest.item())) < Fraction(gap) / 2
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("make, case", [WEIGHTS[i].values for i in (0, 11, 25, 29)])
-def test_many_rows_take_panels(make: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any size, with the same results: those of the whole weight decoded, but for an order of columns of its own."""
+def test_many_rows_take_panels(make: Any, case: Any, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size, multiplied in either type; with the same results as with the whole weight decoded to that type.
+
+    But for an order of columns of its own, and for how float32 products of other sizes are summed.
+    """
+    monkeypatch.setattr(emitter, "widens", lambda dtype: kind == torch.float32)
     weight = make(*case)
     layer = PackedLinear.from_packed(weight)
     kernel_of(weight)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        layer(torch.zeros(21, weight.shape[1] + 8, dtype=torch.bfloat16))
-    x = problems.random(2, 21, weight.shape[1]).bfloat16()
-    found = []
+        layer(torch.zeros(51, weight.shape[1] + 8, dtype=torch.bfloat16))
+    x = problems.random(2, 51, weight.shape[1]).bfloat16()
+    expected = F.linear(x.to(kind), layer.dequantize(kind)).bfloat16()
     for nbytes in (1 << 22, 1 << 13):
         monkeypatch.setattr(dispatch, "PANEL", nbytes)
-        found.append(layer(x))
-    assert torch.equal(*found)
-    expected = F.linear(x, layer.dequantize(torch.bfloat16))
-    if getattr(weight.params, "permuted", False):
-        torch.testing.assert_close(found[0], expected, rtol=0.02, atol=1e-3)
-    else:
-        assert torch.equal(found[0], expected)
+        monkeypatch.setattr(dispatch, "PANELS", {})
+        found = layer(x)
+        if getattr(weight.params, "permuted", False) or kind == torch.float32:
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-3)
+        else:
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "features, name, widens",
+    [
+        ({"sse2", "avx2"}, "haswell", True),
+        ({"sse2", "avx512bf16"}, "emeraldrapids", True),
+        ({"sse2", "avx512bf16", "amx-bf16"}, "emeraldrapids", False),
+        ({"sse2", "avx512bf16"}, "znver4", False),
+        ({"neon", "bf16"}, "neoverse-v1", False),
+    ],
+)
+def test_which_processors_multiply_bfloat16_as_float32(
+    features: set[str], name: str, widens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llvm, "features", lambda: frozenset(features))
+    monkeypatch.setattr(llvm, "processor_name", lambda: name)
+    assert emitter.widens(torch.bfloat16) == widens and not emitter.widens(torch.float16)

@@ -127,6 +127,7 @@ def test_other_codes_of_trellises_decode(code: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_layer_takes_the_kernel_for_few_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emitter, "MOST_FLOAT16", emitter.MOST)
+    monkeypatch.setattr(emitter, "widens", lambda dtype: False)
     weight = int_weight((64, 256), 4, 64, False)
     layer = PackedLinear.from_packed(weight, torch.ones(64, dtype=dtype))
     kernel = kernel_of(weight)
@@ -155,7 +156,7 @@ def test_gradients_pass_where_a_kernel_has_none() -> None:
     torch.testing.assert_close(x.grad.float(), expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("count", [1, emitter.MOST + 1])
+@pytest.mark.parametrize("count", [1, emitter.MOST_OF_INTEGERS + 1])
 def test_a_layer_compiles_whole(count: int) -> None:
     """One graph, the same numbers; the operator's fake and gradient agree with what it does."""
     weight = int_weight((64, 256), 4, 64, False)

@@ -2,7 +2,8 @@
 
     python engine.py        reads a line of JSON for each engine from its input, writes its exit code as a line
 
-    {"model": DIR, "out": FILE, "prompts": [[ids], ...], "tokens": 16, "options": {...}, "lora": DIR or null}
+    {"model": DIR, "out": FILE, "prompts": [[ids], ...], "images": [FILE, ...], "tokens": 16, "options": {...},
+     "lora": DIR or null}
     {"serve": ["--model", DIR, ...]}        an HTTP server, until it is killed; its process id comes first
 
 Every engine is forked from one process that has imported vLLM, which takes longer than all else. What engines print
@@ -45,10 +46,15 @@ def answer(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
         adapter = LoRARequest("adapter", 1, asked["lora"])
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    for prompt, file in zip(prompts, asked.get("images", []), strict=False):
+        from PIL import Image
+
+        prompt["multi_modal_data"] = {"image": Image.open(file)}
     outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
     return [
         {
+            "prompt": list(output.prompt_token_ids),  # as the engine has it, with the tokens of images
             "ids": list(output.outputs[0].token_ids),
             "logprobs": [{int(k): v.logprob for k, v in each.items()} for each in output.outputs[0].logprobs],
         }

@@ -16,7 +16,7 @@ from compress.formats import int as int_format
 from compress.formats import trellis
 from compress.runtime import linear as runtime_linear
 from compress.serving import parts
-from compress.serving.parts import Part, Region, Totals
+from compress.serving.parts import Part, Parts, Region, Totals
 from compress.serving.tables import Table
 from compress.types import PackedWeight, Stored, WeightTransforms
 from stored import random_parts
@@ -66,6 +66,22 @@ def test_ranks_that_share_inputs(ops: WeightTransforms) -> None:
     total = ranks[0](x[:, :32]) + ranks[1](x[:, 32:])
     assert torch.allclose(total, x @ formats.decode(weight, torch.float32).T, atol=1e-4)
     assert [rank.whole_because for rank in ranks] == ["hadamard mixes all channels" if ops else None] * 2
+
+
+@pytest.mark.parametrize("ops", [WeightTransforms(), WeightTransforms(("hadamard",))])
+def test_parts_of_a_fused_layer(ops: WeightTransforms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call where nothing lies around the weights, singly where something does: the same bits."""
+    stored = Stored("int", int_format.params_for(4, 32, True, 256), ops)
+    weights = [PackedWeight(stored, random_parts(stored, (rows, 256)), (rows, 256)) for rows in (96, 160)]
+    own = Parts(part_of(weight, Region.of_rows(weight.shape, range(weight.shape[0]))) for weight in weights)
+    x = inputs(256).bfloat16()
+    expected = own(x)
+    own.finish()
+    calls = []
+    product = runtime_linear.Beside.product
+    monkeypatch.setattr(runtime_linear.Beside, "product", lambda *args: calls.append(args) or product(*args))
+    assert torch.equal(own(x), expected) and len(calls) == (0 if ops else 1)
+    assert torch.allclose(own(x.float()), expected.float(), atol=0.1)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

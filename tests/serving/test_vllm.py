@@ -2,118 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures
-import functools
-import importlib.util
 import json
-import os
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_vllm import SMALL, check, errors_of, needed, refused, served
 from safetensors.torch import load_file, save_file
 
-import pico
 import runs
-from compress import api
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = needed
 
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's attention knows these
-SMALL = (*runs.SMALL, "group_size=32")
-PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
-TOKENS = 12
 FLIPPED = 0.02  # nats that an input makes which is rounded to the next code
 MIXED = (  # of the linears of one fused layer: two formats, one not packed, one with a low-rank part
     *SMALL,
     "rules=[{match: '*.k_proj', bits: 2}, {match: '*.v_proj', keep: true}, {match: '*.up_proj', bits: 3}]",
 )
-Answers = list[dict[str, Any]]
-
-
-@functools.cache
-def parent() -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, str(Path(__file__).with_name("engine.py"))]
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(process.communicate)
-    return process
-
-
-def ask(**asked: Any) -> int:
-    process = parent()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(asked) + "\n")
-    process.stdin.flush()
-    return int(process.stdout.readline())
-
-
-def served(directory: Path, folder: Path, lora: Path | None = None, **options: Any) -> Answers:
-    """What vLLM generates, and what it logs as "log" beside it."""
-    out, log = folder / "out.json", folder / "log"
-    environment = options.pop("environment", {})
-    adapter = None if lora is None else str(lora)
-    asked = {"prompts": PROMPTS, "tokens": TOKENS, "options": options, "environment": environment, "lora": adapter}
-    code = ask(model=str(directory), out=str(out), log=str(log), **asked)
-    assert code == 0, log.read_text()[-6000:]
-    return json.loads(out.read_text())
-
-
-def refused(directory: Path, folder: Path, environment: dict[str, str] | None = None) -> str:
-    """What vLLM says when it does not serve."""
-    log = folder / "log"
-    asked = {"prompts": PROMPTS, "tokens": 1, "options": {}, "environment": environment or {}}
-    assert ask(model=str(directory), out=str(folder / "out.json"), log=str(log), **asked) == 1
-    return log.read_text()
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """packed(model, recipe, *overrides) -> a checkpoint, written once."""
-
-    @functools.cache
-    def directory(name: str, recipe: str, *overrides: str, **changes: Any) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        model = pico.save_pico(name, folder / "model", changes={**HEADS, **changes})
-        out = folder / "packed"
-        api.quantize(runs.job(model, runs.Setup(recipe, overrides), out))
-        return out
-
-    return directory
-
-
-@torch.no_grad()
-def errors_of(directory: Path, answers: Answers, change: Callable[[Any], None] = lambda model: None) -> list[float]:
-    """Errors of log probabilities, in float32; greedy tokens must be those of transformers."""
-    from compress.model.load import load_model
-
-    model = load_model(directory, dtype=torch.float32).eval()
-    change(model)
-    errors = []
-    for ids, answer in zip(PROMPTS, answers, strict=True):
-        whole = torch.tensor([ids + answer["ids"]])
-        known = model(whole).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
-        assert known.argmax(-1).tolist() == answer["ids"]
-        for row, told in zip(known, answer["logprobs"], strict=True):
-            errors += [abs(float(row[int(token)]) - value) for token, value in told.items()]
-    return errors
-
-
-def check(directory: Path, answers: Answers, change: Callable[[Any], None] = lambda model: None) -> None:
-    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32."""
-    assert max(errors_of(directory, answers, change)) < 1e-5
-
 
 CASES = {
     "int4": ("llama", "int4", *SMALL),
@@ -212,40 +121,3 @@ def test_a_missing_tensor_is_named(packed: Callable[..., Path], tmp_path: Path) 
 def test_without_the_plugin_nothing_is_served(packed: Callable[..., Path], tmp_path: Path) -> None:
     said = refused(packed(*CASES["int4"]), tmp_path, {"VLLM_PLUGINS": ""})
     assert "Unknown quantization method: compress" in said
-
-
-def test_a_server_answers_eight_at_once(packed: Callable[..., Path], tmp_path: Path) -> None:
-    directory, log = packed(*CASES["int4"]), tmp_path / "log"
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    words = ["--model", str(directory), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
-    words += ["--port", str(port), "--served-model-name", "m"]
-    number = ask(serve=words, log=str(log), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-
-    def complete(ids: list[int]) -> str:
-        asked = {"model": "m", "prompt": ids, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        address = f"http://127.0.0.1:{port}/v1/completions"
-        request = urllib.request.Request(address, json.dumps(asked).encode(), {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return json.load(reply)["choices"][0]["text"]
-
-    try:
-        wait_for(port, log)
-        prompts = [[start, start + 1, start + 2] for start in range(40, 48)]
-        alone = [complete(ids) for ids in prompts]
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(complete, prompts)) == alone
-    finally:
-        os.killpg(number, signal.SIGTERM)
-
-
-def wait_for(port: int, log: Path) -> None:
-    deadline = time.monotonic() + 500
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-6000:])

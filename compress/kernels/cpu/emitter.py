@@ -22,6 +22,7 @@ LARGEST = 32767.0
 # Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
 # codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
 MOST = 12
+MOST_OF_INTEGERS = 32  # of the int format, where `widens`: the panels win from 48
 MOST_OF_CODEBOOKS = 24
 MOST_FLOAT16 = 1024
 SMALL = 1 << 14  # weights, up to which a weight that is decoded once stays in the processor's cache
@@ -36,6 +37,18 @@ def worthwhile(shape: tuple[int, int]) -> bool:
 def float32(value: float) -> float:
     """Return the nearest float32, which a constant of this type has to be."""
     return torch.tensor(value, dtype=torch.float32, device="cpu").item()
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies matrices of `dtype`, bfloat16, faster as float32.
+
+    Measured on an Emerald Rapids without AMX, one thread: 37 and 72 billion multiply-adds a second, near the limits of
+    the instructions. Older processors have no products of bfloat16 at all; AMX and AMD's are faster than float32.
+    """
+    features = llvm.features()
+    if dtype != torch.bfloat16 or "sse2" not in features or "amx-bf16" in features:
+        return False
+    return "avx512bf16" not in features or not llvm.processor_name().startswith("znver")
 
 
 def most_rows(dtype: torch.dtype, bfloat16: int = MOST) -> int:

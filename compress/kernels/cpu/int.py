@@ -32,7 +32,7 @@ from compress.numerics.packing import FIELDS
 
 SHORTS = 32  # int16 of a register of 512 bits
 ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
-TOGETHER = {1: 1, 2: 4, 4: 4}  # rows that share a load of activations, by the number of tokens
+TOGETHER = 2  # rows that share a load of activations; the sums of four rows and tokens do not fit the registers
 
 
 def span_blocks(params: Params) -> int:
@@ -83,6 +83,9 @@ class Int(Product):
         super().__init__(tensors, params, shape, layout, stored, (spans, rows, group, tiles, tail))
         self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
+    def most_rows(self, dtype: torch.dtype) -> int:
+        return emitter.MOST_OF_INTEGERS if emitter.widens(dtype) else super().most_rows(dtype)
+
     def kernel(self, tokens: int) -> Callable[..., None]:
         return llvm.function(_Sums, *self._settings, tokens)
 
@@ -124,7 +127,7 @@ class _Sums(emitter.Emitter):
         self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes)
         self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
         sums = self.vector(self.float, self.lanes // 2)
-        self.together = TOGETHER[tokens]
+        self.together = TOGETHER
         self.sums = [[self.variable(sums) for _ in range(tokens)] for _ in range(self.together)]
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
         with self.loop(last, first) as block:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
@@ -112,6 +113,9 @@ class Product(Prepared):
         """Return the measured number of rows, see `emitter.MOST`."""
         return rows.most_rows(dtype, self.most)
 
+    def panel_type(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if rows.widens(dtype) else dtype
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], decoded as a whole."""
         out = torch.empty(self.shape, dtype=dtype, device="cpu")
@@ -125,29 +129,36 @@ class Product(Prepared):
         """Add to the sums, float32 [tokens, rows]."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        inputs, outputs = self.layout.inputs, self.layout.outputs
-        out = x.new_empty((*x.shape[:-1], outputs))
-        left, size, dtype = x.numel() // inputs, x.element_size(), x.dtype
-        source, target = x.data_ptr(), out.data_ptr()
-        while left:
-            tokens = 1 if left == 1 else next(t for t in TOKENS if t <= left)  # most calls have one
-            self._run(tokens, dtype, source, target)
-            source += tokens * inputs * size
-            target += tokens * outputs * size
-            left -= tokens
-        return out
+        return multiply((self,), self.layout.outputs, x)
 
-    def _run(self, tokens: int, dtype: torch.dtype, source: int, target: int) -> None:
-        layout, stored, sizes = self.layout, self.stored, self.sizes
-        steps = self._steps.get((tokens, dtype)) or self._prepare(tokens, dtype)
-        memory = torch.empty(steps.nbytes, dtype=torch.uint8, device="cpu")  # the defaults may be others
-        base = memory.data_ptr()
-        x16, scales, sums, out, space, gathered = [base + offset for offset in steps.offsets]
+    def beside(self, others: Sequence[Prepared]) -> Callable[[Tensor], Tensor] | None:
+        """Return one call for weights that read activations alike: these become integers once."""
+        parts = [self, *(other for other in others if isinstance(other, Product))]
+        if len(parts) <= len(others) or len({part._activations for part in parts}) > 1:
+            return None
+        return partial(multiply, tuple(parts), sum(part.layout.outputs for part in parts))
+
+    @property
+    def _activations(self) -> tuple[Any, ...]:
+        """What the integers and scales of activations depend on; a weight that gathers them has an order of its own."""
+        layout = self.layout
+        return layout.inputs, layout.columns, layout.span, layout.lanes, id(self) if self.gathers else 0
+
+    def quantize(self, tokens: int, dtype: torch.dtype, source: int, base: int) -> None:
+        """Write the integers, scales and sums of rows of activations to the memory of a call."""
+        layout, steps = self.layout, self.steps(tokens, dtype)
+        x16, scales, sums, _, _, gathered = steps.offsets
         given, columns = source, layout.inputs
         if self.gathers:
-            self.gather(source, gathered, tokens, dtype)
-            given, columns = gathered, layout.columns
-        steps.quantize(given, x16, scales, sums, tokens, layout.spans, layout.span, layout.lanes, columns)
+            self.gather(source, base + gathered, tokens, dtype)
+            given, columns = base + gathered, layout.columns
+        spans, span, lanes = layout.spans, layout.span, layout.lanes
+        steps.quantize(given, base + x16, base + scales, base + sums, tokens, spans, span, lanes, columns)
+
+    def run(self, tokens: int, dtype: torch.dtype, source: int, base: int, target: int, width: int) -> None:
+        """Write the products to `target`, whose rows are `width` long, from the activations in the memory of a call."""
+        layout, stored, sizes, steps = self.layout, self.stored, self.sizes, self.steps(tokens, dtype)
+        x16, scales, sums, out, space, _ = [base + offset for offset in steps.offsets]
 
         def work(first: int, last: int) -> None:
             own = torch.empty(layout.space * tokens, dtype=torch.float32, device="cpu") if first else None
@@ -156,7 +167,11 @@ class Product(Prepared):
 
         llvm.parallel(work, layout.rows // LANES, steps.least)
         self.add(source, out, tokens, dtype)
-        steps.finish(out, *self.factors.addresses, target, tokens, layout.rows, layout.outputs)
+        steps.finish(out, *self.factors.addresses, target, tokens, layout.rows, layout.outputs, width)
+
+    def steps(self, tokens: int, dtype: torch.dtype) -> _Steps:
+        """Return what runs for a number of rows of activations and their type, prepared once."""
+        return self._steps.get((tokens, dtype)) or self._prepare(tokens, dtype)
 
     def _prepare(self, tokens: int, dtype: torch.dtype) -> _Steps:
         layout, factors = self.layout, self.factors
@@ -179,6 +194,27 @@ class Product(Prepared):
         )
         self._steps[tokens, dtype] = steps
         return steps
+
+
+def multiply(parts: Sequence[Product], width: int, x: Tensor) -> Tensor:
+    """Return x [..., in] times all parts, [..., width], outputs behind each other; they read activations alike."""
+    out = x.new_empty((*x.shape[:-1], width))
+    inputs = parts[0].layout.inputs
+    left, size, dtype = x.numel() // inputs, x.element_size(), x.dtype
+    source, target = x.data_ptr(), out.data_ptr()
+    while left:
+        tokens = 1 if left == 1 else next(t for t in TOKENS if t <= left)  # most calls have one
+        nbytes = max(part.steps(tokens, dtype).nbytes for part in parts)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # the defaults may be others
+        base, place = memory.data_ptr(), target
+        parts[0].quantize(tokens, dtype, source, base)
+        for part in parts:
+            part.run(tokens, dtype, source, base, place, width)
+            place += part.layout.outputs * size
+        source += tokens * inputs * size
+        target += tokens * width * size
+        left -= tokens
+    return out
 
 
 class SpanSums(Writer):
@@ -285,13 +321,14 @@ class _Quantize(rows.Emitter):
 
 
 class _Finish(Writer):
-    """void finish(sums, scale, row scales, out, rows, stored rows, outputs): float32 [rows, stored rows] -> [rows,
-    outputs] of a type, times scale / divisor and the scales of the outputs where there are any."""
+    """void finish(sums, scale, row scales, out, rows, stored rows, outputs, width): float32 [rows, stored rows] ->
+    [rows, outputs] of a type, in rows of `width`, times scale / divisor and the scales of the outputs where there are
+    any."""
 
     def __init__(self, dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> None:
-        super().__init__("finish", 4, 3, dtype)
+        super().__init__("finish", 4, 4, dtype)
         sums, scale, row_scales, out = self.pointers
-        count, stored, outputs = self.integers
+        count, stored, outputs, width = self.integers
         b = self.b
         factor = None
         if scaled:
@@ -304,7 +341,7 @@ class _Finish(Writer):
                 values = b.fmul(values, factor)
             if by_row:
                 values = b.fmul(values, self.load_floats(row_scales, column, torch.float16, LANES))
-            left, place = b.sub(outputs, column), b.add(b.mul(row, outputs), column)
+            left, place = b.sub(outputs, column), b.add(b.mul(row, width), column)
             rounded = self.rounded(values)
             with b.if_else(b.icmp_signed(">=", left, self.i64(LANES))) as (whole, some):
                 with whole:

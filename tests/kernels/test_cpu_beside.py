@@ -1,0 +1,75 @@
+"""Weights that read the same activations, multiplied in one call: the bits of single products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_weights import codebook_weight, int_weight
+
+import problems
+from compress.kernels import dispatch, llvm
+from compress.kernels.cpu.small_matmul import Product
+from compress.runtime.linear import Beside, PackedLinear
+from compress.types import PackedWeight
+
+pytestmark = [
+    pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
+    pytest.mark.usefixtures("small_weights_too"),
+]
+ALIKE = [int_weight((rows, 256), 4, 64, False) for rows in (64, 21, 32)]  # the second is padded
+CASES = {
+    "alike": ALIKE,
+    "one": ALIKE[:1],
+    "other groups": [ALIKE[0], int_weight((32, 256), 4, 32, False)],
+    "other formats": [ALIKE[0], codebook_weight((32, 256), {"bits": (4,), "vector_dim": 2})],
+}
+
+
+def linears_of(weights: list[PackedWeight]) -> list[PackedLinear]:
+    return [PackedLinear.from_packed(weight) for weight in weights]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [1, 2, 7, 70])
+def test_as_single_products(case: str, count: int) -> None:
+    linears = linears_of(CASES[case])
+    x = problems.random(count, 256).bfloat16()
+    with torch.no_grad():
+        y = Beside(linears).product(x[None])
+        expected = torch.cat([linear(x) for linear in linears], -1)
+    assert y is not None and y.shape == (1, count, expected.shape[-1]) and torch.equal(y[0], expected)
+
+
+def test_activations_become_integers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    quantize = Product.quantize
+    monkeypatch.setattr(Product, "quantize", lambda self, *args: calls.append(self) or quantize(self, *args))
+    beside, x = Beside(linears_of(ALIKE)), problems.random(3, 256).bfloat16()
+    assert beside.product(x) is not None
+    assert [each.shape for each in calls] == [(64, 256)] * 2  # two rows and one
+
+
+def test_tensors_that_have_moved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = linears_of(ALIKE)
+    beside, x = Beside(linears), problems.random(1, 256).bfloat16()
+    before = beside.product(x)
+    for name in linears[1].specs:
+        linears[1].register_parameter(name, torch.nn.Parameter(getattr(linears[1], name).clone(), False))
+    linears[1].scales.zero_()
+    after = beside.product(x)
+    assert before is not None and after is not None
+    assert torch.equal(after[:, :64], before[:, :64]) and not after[:, 64:85].any() and before[:, 64:85].any()
+
+
+def test_what_cannot_be_done_at_once_is_left_to_single_products() -> None:
+    beside = Beside(linears_of(ALIKE))
+    assert beside.product(problems.random(2, 256)) is None  # float32 is decoded, and kept
+    assert beside.product(problems.random(2, 256).bfloat16().requires_grad_()) is None
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        beside.product(torch.zeros(2, 264, dtype=torch.bfloat16))
+
+
+def test_linears_that_do_more_are_not_bare() -> None:
+    assert linears_of(ALIKE)[0].is_bare
+    assert not PackedLinear.from_packed(ALIKE[0], torch.zeros(64)).is_bare
+    assert dispatch.Weights([linear._weight for linear in linears_of(ALIKE)]).shape == (117, 256)
