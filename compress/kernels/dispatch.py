@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -143,10 +143,10 @@ def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, 
     if kernel is None or x.dtype not in kernel.types:
         return F.linear(x, formats.get(format).decode(tensors, params, shape, x.dtype))
     with _on(x.device):
-        return kernel(x.contiguous()) if suits(kernel, x) else _decoded_product(kernel, x)
+        return kernel(x.contiguous()) if suits(kernel, x) else decoded_product(kernel, x)
 
 
-def _decoded_product(kernel: Prepared, x: Tensor, into: Tensor | None = None) -> Tensor:
+def decoded_product(kernel: Prepared, x: Tensor, into: Tensor | None = None) -> Tensor:
     """Return F.linear with the decoded weight, written `into` a tensor if it is given.
 
     Without a gradient to pass back some rows of the weight are decoded at a time.
@@ -226,16 +226,16 @@ class Weight:
             self._addresses, self._device = addresses, x.device
         return self._kernel if x.dtype in self._most else None
 
-    def most(self, dtype: torch.dtype) -> int:
-        """Return the rows of activations that the prepared kernel takes."""
-        return self._most[dtype]
+    def takes(self, x: Tensor) -> bool:
+        """Return whether the prepared kernel multiplies these activations, rather than that the weight is decoded."""
+        return _are_few(x, self.shape[1], self._most[x.dtype])
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
         """Run the function `product` on the tensors of a layer; None if the weight has to be decoded by its format."""
         kernel = self.prepared(x, tensors)
         if kernel is None:
             return None
-        run = kernel if _are_few(x, self.shape[1], self._most[x.dtype]) else partial(_decoded_product, kernel)
+        run = kernel if self.takes(x) else partial(decoded_product, kernel)
         if x.is_cpu:
             return run(x.contiguous())
         with _on(x.device):
@@ -250,40 +250,6 @@ class Weight:
             return None
         with _on(x.device):
             return kernel.plus(x.contiguous(), F.linear(x, a), b.contiguous())
-
-
-class Weights:
-    """Stored weights that are multiplied with the same activations, in one call where their kernels can."""
-
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self.weights = list(weights)
-        self.shape = (sum(each.shape[0] for each in weights), weights[0].shape[1])
-        self._kernels: list[Prepared] = []
-        self._run: Callable[[Tensor], Tensor] | None = None
-
-    def product(self, x: Tensor, tables: Sequence[Mapping[str, Tensor | None]]) -> Tensor | None:
-        """Return x [..., in] times all weights, outputs behind each other; None: they have to be multiplied singly.
-
-        tables: the tensors of each weight, by name.
-        """
-        kernels = [each.prepared(x, tensors) for each, tensors in zip(self.weights, tables, strict=True)]
-        if not x.is_cpu or not all(kernels) or (x.requires_grad and torch.is_grad_enabled()):
-            return None
-        if kernels != self._kernels:
-            self._kernels = [kernel for kernel in kernels if kernel is not None]
-            self._run = self._kernels[0].beside(self._kernels[1:])
-        x = x.contiguous()
-        if self._run is not None and _are_few(x, self.shape[1], min(each.most(x.dtype) for each in self.weights)):
-            return self._run(x)
-        y, first = x.new_empty(*x.shape[:-1], self.shape[0]), 0
-        for kernel in self._kernels:
-            part = y[..., first : first + kernel.shape[0]]
-            if suits(kernel, x):
-                part.copy_(kernel(x))
-            else:
-                _decoded_product(kernel, x, part)
-            first += kernel.shape[0]
-        return y
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

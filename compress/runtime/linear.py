@@ -30,6 +30,7 @@ from compress import formats
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms as operations
 from compress.kernels import dispatch
+from compress.kernels.beside import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.packed import PackedModule
@@ -291,7 +292,7 @@ class Beside:
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self.linears = tuple(linears)
-        self._weights = dispatch.Weights([linear._weight for linear in linears])
+        self._weights = Weights([linear._weight for linear in linears])
 
     def product(self, x: Tensor) -> Tensor | None:
         """Return what all linears give for x [..., in], behind each other; None: run them singly."""

@@ -7,7 +7,7 @@ import torch
 from cpu_weights import codebook_weight, int_weight
 
 import problems
-from compress.kernels import dispatch, llvm
+from compress.kernels import llvm
 from compress.kernels.cpu.small_matmul import Product
 from compress.runtime.linear import Beside, PackedLinear
 from compress.types import PackedWeight
@@ -72,4 +72,3 @@ def test_what_cannot_be_done_at_once_is_left_to_single_products() -> None:
 def test_linears_that_do_more_are_not_bare() -> None:
     assert linears_of(ALIKE)[0].is_bare
     assert not PackedLinear.from_packed(ALIKE[0], torch.zeros(64)).is_bare
-    assert dispatch.Weights([linear._weight for linear in linears_of(ALIKE)]).shape == (117, 256)

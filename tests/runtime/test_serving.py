@@ -51,7 +51,7 @@ def written(model: Any, **options: Any) -> torch.Tensor:
 def test_generate_with_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both caches, with left padding: the same tokens, from the kernels."""
     model, calls = load(checkpoint), []
-    for module, name in ((dispatch, "_decoded_product"), (formats, "decode_stored")):
+    for module, name in ((dispatch, "decoded_product"), (formats, "decode_stored")):
         monkeypatch.setattr(module, name, lambda *args: pytest.fail("a weight was decoded"))
     run = Product.__call__
     monkeypatch.setattr(Product, "__call__", lambda *args: calls.append(args) or run(*args))
