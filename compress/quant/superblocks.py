@@ -4,7 +4,7 @@ Each group first gets the scale and the minimum that it would have by itself: fo
 rounded and both numbers fitted to them in closed form. The largest scale of a super-block takes the largest code, which
 gives the step; likewise for minima. Then, in turn, each group tries the codes next to that of its scale, each with the
 minimum that keeps the group's mean and with those next to it, and both steps are fitted to all codes of the super-block
-in closed form. New steps are kept only where they lower the loss of their row. All losses are squared errors weighted
+in closed form. New steps are kept only where they lower the loss of their row. All losses are squared errors, weighted
 by column. (llama.cpp fits the groups likewise, then rounds their scales and minima to the nearest that can be stored.)
 
 Arrays are transposed, [columns, rows], as in the column loop.

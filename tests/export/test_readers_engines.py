@@ -20,7 +20,7 @@ from compress.export import convert
 from compress.model.load import load_model, load_tokenizer
 from engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
 from pico import save_pico
-from runs import Setup, job
+from runs import SMALL, Setup, job
 
 BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
 PROMPTS = (
@@ -147,10 +147,14 @@ def greedy(checkpoint: Path, prompt: str, count: int = 24) -> tuple[list[int], l
     return ids[0].tolist(), written[0, start:].tolist()[: ties.index(True)]
 
 
-def test_llama_cpp_writes_the_same_text(books: Path) -> None:
+@pytest.mark.parametrize("setup", [None, Setup("q4_k", SMALL)], ids=["Q4_0", "Q4_K"])
+def test_llama_cpp_writes_the_same_text(setup: Setup | None, books: Path, tmp_path: Path) -> None:
     """Its own tokenizer, too, gives the same tokens."""
     llama_cpp = reader("llama_cpp")
-    file = books.parent / "model.gguf"
+    if setup is not None:
+        api.quantize(job(BOOKS, setup, tmp_path / "packed"))
+        books = tmp_path / "packed"
+    file = tmp_path / "model.gguf"
     convert.export(books, "gguf", file)
     llm = llama_cpp.Llama(str(file), n_ctx=128, n_threads=1, verbose=False)
     compared = 0
