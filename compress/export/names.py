@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightRenaming,
-    apply_renamings,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import PrefixChange, WeightRenaming, revert_weight_conversion
 
 from compress.runtime.expert_layouts import Layout
 from compress.runtime.experts import Experts, is_supported, layout_of
@@ -45,7 +40,7 @@ def published(model: PreTrainedModel, linears: Iterable[str]) -> Published:
         if path in experts:
             names[linear] = templates[path].get(projection, f"{path}.{{}}.{projection}").format(number)
         else:
-            names[linear] = apply_renamings(f"{linear}.weight", renamings).removesuffix(".weight")
+            names[linear] = _renamed(f"{linear}.weight", renamings).removesuffix(".weight")
     return Published(names, frozenset(experts), frozenset(path for path, found in templates.items() if not found))
 
 
@@ -83,3 +78,10 @@ def _templates(model: PreTrainedModel, path: str, layout: Layout) -> dict[str, s
             return {}
         found[part.projection] = f"{before}{{}}{each[0][len(before) + 1 :]}".removesuffix(".weight")
     return found
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    """Return the name that all renamings make of a tensor's, one after the other."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from safetensors.torch import save_file
 
 from compress import api
 from compress.cli.app import app
@@ -92,6 +93,7 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
     "bench": ["--prompt-tokens", "2", "--new-tokens", "1"],
     "export": ["--to", "dense", "--out", "exported"],
     "push": ["me/model", "--dry-run"],
+    "merge": ["--adapter", "lora", *DATA_FREE, "--out", "out"],
     "kv-bench": ["--text", str(TEXT), "--kv", "kv8", "--context", "64", "--max-tokens", "128", "--no-speed"],
 }
 
@@ -109,6 +111,15 @@ def words(name: str, directory: Path) -> list[str]:
     """A command line on this checkpoint, which is given wherever one can be."""
     options = ["--base", str(directory)] if "base" in {p.name for p in commands()[name].params} else []
     return [name, str(directory), *NEEDED.get(name, []), *options]
+
+
+def lora(folder: Path) -> None:
+    """An adapter of one linear of the model."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    factors = {f"{name}.lora_A.weight": torch.zeros(2, 64), f"{name}.lora_B.weight": torch.zeros(64, 2)}
+    save_file(factors, folder / "adapter_model.safetensors")
 
 
 def test_the_baits_work(tmp_path: Path) -> None:
@@ -130,6 +141,7 @@ def test_the_baits_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_no_command_runs_code_of_a_checkpoint(name: str, hostile: Callable[[Path], None], tmp_path: Path) -> None:
     directory = save_pico("llama", tmp_path / "model")
+    lora(tmp_path / "lora")
     hostile(directory)
     result = cli(*words(name, directory), cwd=tmp_path)
     assert not (tmp_path / MARKER).exists(), result

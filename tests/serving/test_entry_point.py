@@ -1,4 +1,4 @@
-"""vLLM finds the plugin, and importing it takes nothing of vLLM."""
+"""Engines find their plugins, and importing these takes nothing of an engine."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def test_the_entry_point_is_there() -> None:
+@pytest.mark.parametrize(("group", "engine"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
+def test_the_entry_point_is_there(group: str, engine: str) -> None:
     text = PROJECT.read_text()
-    found = re.search(r'\[project\.entry-points\."vllm\.general_plugins"\]\ncompress = "([\w.]+):(\w+)"', text)
+    pattern = rf'\[project\.entry-points\."{re.escape(group)}"\]\ncompress = "([\w.]+):(\w+)"'
+    found = re.search(pattern, text)
     assert found is not None
     before = set(sys.modules)
     module = importlib.import_module(found[1])
     assert callable(getattr(module, found[2]))
-    assert not any(name.partition(".")[0] == "vllm" for name in set(sys.modules) - before)
+    assert not any(name.partition(".")[0] == engine for name in set(sys.modules) - before)
     dependencies = text.partition("dependencies = [")[2].partition("]")[0]
-    assert "vllm" not in dependencies
+    assert engine not in dependencies

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang_stand_in as stand_in
 import torch
 from torch import Tensor, nn
 
 import pico
 import runs
+import sglang_stand_in as stand_in
 from compress import api, serving
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model.load import load_model
