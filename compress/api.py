@@ -60,30 +60,17 @@ def merge(
     that was interrupted goes on when it is started again.
     """
     import dataclasses
-    import shutil
-    from contextlib import suppress
 
-    from compress.errors import OutputError
-    from compress.export import convert
+    from compress.export import decoded
     from compress.storage.workdir import Output
 
-    with Output(job.out, job.overwrite):
-        pass  # refused before anything is decoded
-    beside = job.out.with_name(f"{job.out.name}.decoded")
-    decoded = beside / directory.resolve().name
-    if beside.exists() and any(path != decoded for path in beside.iterdir()):
-        raise OutputError(f"{beside} holds files that are not ours; move them away, or give another --out")
-    beside.mkdir(parents=True, exist_ok=True)
-    try:
-        convert.export(directory, "dense", decoded, overwrite=True, progress=progress)
-    except BaseException:
-        with suppress(OSError):
-            beside.rmdir()
-        raise
-    try:
-        return quantize(dataclasses.replace(job, model=str(decoded)), progress, on_plan)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    assert job.adapter is not None
+    with decoded.Decoded(directory, job.out) as beside:
+        with Output(job.out, job.overwrite):
+            pass  # refused before anything is decoded
+        decoded.check(directory, job.adapter)
+        model = str(beside.write(progress))
+        return quantize(dataclasses.replace(job, model=model), progress, on_plan)
 
 
 def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] | Unmeasured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import functools
@@ -9,11 +10,11 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from typer import Argument, Option
@@ -223,16 +224,23 @@ class RunOptions:
 
 
 def command(
-    name: str | None = None, *, epilog: str, without: tuple[str, ...] = (), **defaults: Any
+    name: str | None = None,
+    *,
+    epilog: str,
+    without: tuple[str, ...] = (),
+    helps: Mapping[str, str] | None = None,
+    **defaults: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command whose first parameter is a `RunOptions`: on the command line its fields are options.
 
     typer reads the options of a command from the parameters of its function. The registered function therefore gets a
     signature in which the fields of the dataclass, with their types and defaults, stand in place of the first
     parameter; when it is called, it puts them together again. A field that is added to the dataclass is an option of
-    every command. `without`: fields that this command does not offer. `defaults`: values that differ here, or REQUIRED.
+    every command. `without`: fields that this command does not offer. `helps`: of fields that mean another thing
+    here. `defaults`: values that differ here, or REQUIRED.
     """
     hints = get_type_hints(RunOptions, include_extras=True)
+    hints |= {name: _with_help(hints[name], text) for name, text in (helps or {}).items()}
     shared = [
         _parameter(field.name, hints[field.name], defaults.get(field.name, field.default))
         for field in dataclasses.fields(RunOptions)
@@ -254,6 +262,14 @@ def command(
         return function
 
     return register
+
+
+def _with_help(annotation: Any, text: str) -> Any:
+    """Return the type of an option, with another help."""
+    kind, option = get_args(annotation)
+    option = copy.copy(option)
+    option.help = text
+    return Annotated[kind, option]
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -69,6 +69,12 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
 @command(
     epilog="Example: compress merge models_out/my-model-int4 --adapter ./lora --out models_out/merged --calib text.txt",
     without=(*GOAL, "measurements", "processes", "budget"),
+    helps={
+        "model": "A packed checkpoint.",
+        "recipe": "Built-in recipe or a YAML file. Default: the checkpoint's own.",
+        "out": "The checkpoint to be written.",
+        "adapter": "LoRA adapter as PEFT saves it.",
+    },
     recipe="",
     adapter=REQUIRED,
     out=REQUIRED,

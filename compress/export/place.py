@@ -19,9 +19,14 @@ from compress.storage.checkpoint import sync_directory
 from compress.storage.workdir import WorkDirectory, writing
 from compress.version import __version__
 
-RECORD = "compress_export.json"  # in every exported directory: what it was made from
+RECORD = paths.EXPORTED
 MARK = {"compress.version": __version__}  # the same in the header of a GGUF file
 NAMES = {"lock", "new", "old"}
+
+
+def unfinished(out: Path) -> Path:
+    """Return where an export to `out` is made."""
+    return out.with_name(f"{out.name}.exporting")
 
 
 def check(out: Path, suffix: str, overwrite: bool) -> None:
@@ -62,7 +67,7 @@ class Place(WorkDirectory):
     keep = "another --out"
 
     def __init__(self, out: Path, suffix: str, overwrite: bool) -> None:
-        super().__init__(out.with_name(f"{out.name}.exporting"), "none")
+        super().__init__(unfinished(out), "none")
         self.out, self.suffix, self.overwrite = out, suffix, overwrite
         self.new, self.old = self.folder / "new", self.folder / "old"
         self._lock: ExitStack | None = None
@@ -98,8 +103,7 @@ class Place(WorkDirectory):
             self.folder.rmdir()
 
     def _check_folder(self) -> None:
-        if not set(os.listdir(self.folder)) <= NAMES:
-            raise OutputError(f"{self.folder} holds files that are not ours; move them away, or give another --out")
+        self._check_names(NAMES)
 
     def _settle(self) -> None:
         """Put the former output back if nothing has taken its place, and remove what is left."""

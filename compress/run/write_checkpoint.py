@@ -17,11 +17,12 @@ from compress.run.job import RunState
 from compress.runtime import hf
 from compress.storage import notice
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
+from compress.storage.paths import EXPORTED
 from compress.storage.workdir import Output
 
 TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
-OF_OTHER_TOOLS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}  # how the original is stored
+OF_OTHERS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", EXPORTED}  # how a model was stored
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".pkl", ".md"}
 
 
@@ -87,7 +88,7 @@ def copy_files(source: Path, directory: Path) -> None:
         if (
             not path.is_file()
             or name.startswith(".")
-            or name in (CONFIG, INDEX, *OF_OTHER_TOOLS)
+            or name in (CONFIG, INDEX, *OF_OTHERS)
             or name.endswith(".index.json")
         ):
             continue

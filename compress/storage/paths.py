@@ -12,6 +12,7 @@ CONFIG = "config.json"
 GGUF = ".gguf"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
+EXPORTED = "compress_export.json"  # in every exported directory: what it was made from
 METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")

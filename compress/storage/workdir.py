@@ -27,7 +27,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -118,6 +118,13 @@ class WorkDirectory:
 
     def _check_folder(self) -> None:
         """Raise OutputError for a folder that is not ours, before anything is written into it."""
+
+    def _check_names(self, names: Collection[str]) -> None:
+        """Raise OutputError if there are files of other names in the folder."""
+        if not set(os.listdir(self.folder)).issubset(names):
+            raise OutputError(
+                f"{self.folder} holds files that are not ours; move them away, or give another {self.option}"
+            )
 
     def _remove_parts(self, *folders: Path) -> None:
         """Remove the files that a killed run was writing."""
@@ -222,8 +229,8 @@ class Output(WorkDirectory):
     def _check_folder(self) -> None:
         """Refuse a directory that has the name of ours by chance."""
         names = set(os.listdir(self.work))
-        if names and self.run.name not in names and not ("lock" in names and names <= NAMES):
-            raise OutputError(f"{self.work} holds files that are not ours; move them away, or give another --out")
+        if names and self.run.name not in names:
+            self._check_names(NAMES if "lock" in names else ())
 
     def _settle(self) -> None:
         """Put the former output back if the new one has not taken its place (the model is still here), else drop it."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from compress import api
-from compress.errors import CompressError
-from compress.export import convert
+from compress.errors import CompressError, OutputError
+from compress.export import convert, decoded
 from compress.export.source import open_source
+from compress.progress import silent
 from pico import save_pico
 from runs import GPTQ, RTN, Setup, cli, interrupt, job, one_line, stored_tensors
 
@@ -78,18 +80,40 @@ def test_as_two_commands_do_it(tmp_path: Path) -> None:
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_what_cannot_be_merged_is_refused_before_anything_is_decoded(tmp_path: Path) -> None:
+def test_what_cannot_be_merged_is_refused_before_anything_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = packed(tmp_path, "llama", RTN)
+    adapter(tmp_path / "lora", base)
+    asked = dataclasses.replace(job(base, RTN, tmp_path / "out"), adapter=tmp_path / "lora")
+
+    def decode(*words: Any, **named: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(convert, "export", decode)
+    with pytest.raises(AssertionError, match="decoded"):  # all that is refused below gets no further than to here
+        api.merge(base, asked)
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "missing"):
+        with pytest.raises(CompressError, match=r"adapter_config\.json"):
+            api.merge(base, dataclasses.replace(asked, adapter=tmp_path / folder))
+    with pytest.raises(CompressError, match="holds no packed weights"):
+        api.merge(tmp_path / "model", asked)
+    settings = tmp_path / "lora/adapter_config.json"
+    settings.write_text(settings.read_text().replace("LORA", "IA3"))
+    with pytest.raises(CompressError, match="only LORA"):
+        api.merge(base, asked)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "lora", "model", "packed"]
+
+
+def test_words_that_merge_nothing(tmp_path: Path) -> None:
     base = packed(tmp_path, "llama", RTN)
     words = ["merge", str(base), "--out", str(tmp_path / "out")]
-    assert cli(*words).code == 2  # without an adapter there is nothing to merge
-    (tmp_path / "empty").mkdir()
-    wrong = cli(*words, "--adapter", str(tmp_path / "empty"))
-    assert wrong.code == 1 and one_line(wrong)
-    (base / "recipe.yaml").unlink()
+    assert cli(*words).code == 2  # without an adapter
     adapter(tmp_path / "lora", base)
+    (base / "recipe.yaml").unlink()
     without = cli(*words, "--adapter", str(tmp_path / "lora"))
     assert without.code == 1 and "recipe" in one_line(without)
-    assert not (tmp_path / "out.decoded").exists() and not (tmp_path / "out").exists()
 
 
 def test_files_of_others_beside_the_output_stay(tmp_path: Path) -> None:
@@ -104,17 +128,35 @@ def test_files_of_others_beside_the_output_stay(tmp_path: Path) -> None:
         with pytest.raises(CompressError):
             api.merge(base, asked)
         assert path.exists() and not (tmp_path / "out").exists()
+    in_the_way = dataclasses.replace(asked, out=tmp_path / "other")
+    (tmp_path / "other.decoded").write_text("")
+    with pytest.raises(OutputError, match=r"other\.decoded"):
+        api.merge(base, in_the_way)
+    assert (tmp_path / "other.decoded").is_file()
+
+
+def test_one_merge_at_a_time(tmp_path: Path) -> None:
+    base = packed(tmp_path, "llama", RTN)
+    adapter(tmp_path / "lora", base)
+    asked = dataclasses.replace(job(base, RTN, tmp_path / "out"), adapter=tmp_path / "lora")
+    with decoded.Decoded(base, asked.out) as first:
+        model = first.write(silent)
+        with pytest.raises(OutputError, match="another run is writing"):
+            api.merge(base, asked)
+        assert (model / "config.json").is_file()
+    assert not model.exists()
 
 
 def test_an_interrupted_merge_goes_on(tmp_path: Path) -> None:
     base, out = packed(tmp_path, "llama", GPTQ), tmp_path / "out"
     adapter(tmp_path / "lora", base)
     words = ["merge", str(base), "--adapter", str(tmp_path / "lora"), "--calib", str(job(base, GPTQ, tmp_path).calib)]
-    killed = cli(*words, "--out", str(out), prepare=interrupt("compress.quant.gptq", "quantize", 10))
-    assert killed.code == -9 and not out.exists()
+    for where in (("compress.export.targets.dense", "write", 1), ("compress.quant.gptq", "quantize", 10)):
+        assert cli(*words, "--out", str(out), prepare=interrupt(*where)).code == -9
+        assert not out.exists()
     again = cli(*words, "--out", str(out))
     assert again.code == 0 and "resumed after 1 of 2 blocks" in again.out
     assert cli(*words, "--out", str(tmp_path / "whole")).code == 0
     expected, found = stored_tensors(tmp_path / "whole"), stored_tensors(out)
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not out.with_name("out.decoded").exists()
+    assert not out.with_name("out.decoded").exists() and not (out / "compress_export.json").exists()
