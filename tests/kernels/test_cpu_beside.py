@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+
 import pytest
 import torch
 from cpu_weights import codebook_weight, int_weight
@@ -72,3 +75,24 @@ def test_what_cannot_be_done_at_once_is_left_to_single_products() -> None:
 def test_linears_that_do_more_are_not_bare() -> None:
     assert linears_of(ALIKE)[0].is_bare
     assert not PackedLinear.from_packed(ALIKE[0], torch.zeros(64)).is_bare
+
+
+def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
+    beside, x = Beside(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
+    expected = beside.product(x)
+    other = copy.deepcopy(beside)
+    for linear in beside.linears:
+        linear.scales.zero_()
+    found = other.product(x)
+    assert expected is not None and found is not None and torch.equal(found, expected)
+    assert [linear._weight for linear in other.linears] == other._weights.weights
+
+
+def test_replaced_tensors_are_freed() -> None:
+    beside, x = Beside(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
+    assert beside.product(x) is not None
+    linear = beside.linears[1]
+    replaced = weakref.ref(linear.scales)
+    linear._weight.forget()
+    linear.scales = torch.nn.Parameter(linear.scales.clone(), False)
+    assert replaced() is None
