@@ -45,12 +45,13 @@ class Weights:
         x = x.contiguous()
         if self._run is not None and all(each.takes(x) for each in self.weights):
             return self._run(kernels, x)
-        y, first = x.new_empty(*x.shape[:-1], self.shape[0]), 0
+        y, first, wide = x.new_empty(*x.shape[:-1], self.shape[0]), 0, x
         for each, kernel in zip(self.weights, kernels, strict=True):
             part = y[..., first : first + each.shape[0]]
             if each.takes(x):
                 part.copy_(kernel(x))
             else:
-                dispatch.decoded_product(kernel, x, part)
+                wide = wide.to(kernel.panel_type(x.dtype))  # once for all, and exact
+                dispatch.decoded_product(kernel, wide, part)
             first += each.shape[0]
         return y

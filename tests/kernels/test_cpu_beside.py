@@ -8,9 +8,12 @@ import weakref
 import pytest
 import torch
 from cpu_weights import codebook_weight, int_weight
+from torch import Tensor
 
 import problems
-from compress.kernels import llvm
+from compress.kernels import dispatch, llvm
+from compress.kernels.contract import Prepared
+from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
 from compress.runtime.linear import Beside, PackedLinear
 from compress.types import PackedWeight
@@ -50,6 +53,25 @@ def test_activations_become_integers_once(monkeypatch: pytest.MonkeyPatch) -> No
     beside, x = Beside(linears_of(ALIKE)), problems.random(3, 256).bfloat16()
     assert beside.product(x) is not None
     assert [each.shape for each in calls] == [(64, 256)] * 2  # two rows and one
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_activations_are_widened_once(widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all weights of a layer that are decoded: the bits of single products."""
+    monkeypatch.setattr(emitter, "widens", lambda dtype: widens and dtype == torch.bfloat16)
+    linears, x, seen = linears_of(ALIKE), problems.random(200, 256).bfloat16(), []
+    expected = torch.cat([linear(x) for linear in linears], -1)
+    decoded = dispatch.decoded_product
+
+    def spy(kernel: Prepared, given: Tensor, into: Tensor) -> Tensor:
+        seen.append(given)
+        return decoded(kernel, given, into)
+
+    monkeypatch.setattr(dispatch, "decoded_product", spy)
+    found = Beside(linears).product(x)
+    assert found is not None and torch.equal(found, expected)
+    assert [each.dtype for each in seen] == [torch.float32 if widens else torch.bfloat16] * 3
+    assert len({each.data_ptr() for each in seen}) == 1
 
 
 def test_tensors_that_have_moved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
