@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 class TableMethod(PackedTable, QuantizeMethodBase):
     """Build and run an embedding, a head, or one layer that is both."""
 
+    is_head = False  # whether logits are computed with the layer, known once the model is built
+
     def create_weights(
         self,
         layer: Any,
@@ -34,7 +36,7 @@ class TableMethod(PackedTable, QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Build the table from what has come; go on as SGLang does with one that is not packed."""
-        table = self.finish(layer, is_head=True)
+        table = self.finish(layer, self.is_head)
         if table.head is None:
             layer.weight = plain_rows(layer, table)
             layer.quant_method = UnquantizedEmbeddingMethod()
