@@ -37,8 +37,9 @@ class Rounder(Protocol):
     def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
         """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg.
 
-        A rounder without groups is not asked to, and has no method of its own.
+        A rounder without groups is not asked to.
         """
+        return
 
     @abstractmethod
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
