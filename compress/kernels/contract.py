@@ -29,6 +29,7 @@ from torch import Tensor
 
 Shape = tuple[int, int]  # of a weight, [out, in]
 Decoder = Callable[[Tensor, int], None]  # (rows [n, in] to write, contiguous; the first of them, see PANEL_ROWS)
+Joined = Callable[[Sequence[Any], Tensor], Tensor]  # (kernels, activations as `__call__` takes them)
 PANEL_ROWS = 16  # a decoder begins at multiples of it
 
 
@@ -65,9 +66,10 @@ class Prepared(ABC):
         """Return x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
         return x
 
-    def beside(self, others: Sequence[Prepared]) -> Callable[[Tensor], Tensor] | None:
-        """Return the products with this weight and then others, outputs behind each other, as one call; None: there is
-        none. It takes what `__call__` takes.
+    def beside(self, others: Sequence[Prepared]) -> Joined | None:
+        """Return what multiplies with this weight and then others in one call; None: there is nothing that does.
+
+        It is given these kernels in this order, and keeps none of them. It returns outputs behind each other.
         """
         return None
 

@@ -8,6 +8,8 @@ calls such sweeps tune iterations). Zero points stay. Cost: two m n^2 products a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def improve(
     return state.codes, Grid(state.scale, fitted.zero)
 
 
-class Descent:
+class Descent(ABC):
     """The codes, scales and values on the way, and H R: w = scale (code - zero), or what `decoded` says."""
 
     def __init__(self, layer: Objective, codes: Tensor, values: Tensor, fitted: Grid, bits: int) -> None:
@@ -72,9 +74,9 @@ class Descent:
         self.pull.addmm_(self.hessian[:, part], change)
         self.pull[part].add_(change, alpha=self.damping)
 
+    @abstractmethod
     def storable(self, index: int, scale: Tensor) -> Tensor:
         """Return scales [rows] of a group, each rounded to a near one that can be stored."""
-        raise AssertionError("a descent knows how its scales are stored")
 
     def decoded(self, index: int, units: Tensor, out: Tensor) -> None:
         """Write the values of a group's codes less its zero points, [columns, rows]."""

@@ -14,6 +14,7 @@ can be fitted on exact targets whatever the group size.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -34,9 +35,13 @@ class Rounder(Protocol):
     group: int = 0  # columns that share fitted state; 0: nothing is fitted inside the loop
 
     def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
-        """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg."""
-        raise AssertionError("a rounder with groups of columns fits them")
+        """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg.
 
+        A rounder without groups is not asked to.
+        """
+        return
+
+    @abstractmethod
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         """Return quantized values [width, rows] for target [width, rows]; metric = C_BB [width, width]."""
 

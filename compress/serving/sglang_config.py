@@ -19,7 +19,7 @@ from torch import nn
 from compress.runtime import hf
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.serving import sglang_model
-from compress.serving.listed import Listed
+from compress.serving.listed import Listed, warn_of_cache
 from compress.serving.sglang_experts import PackedExperts
 from compress.serving.sglang_layers import PackedMethod
 from compress.serving.sglang_tables import TableMethod
@@ -37,11 +37,7 @@ class CompressConfig(QuantizationConfig):
     def __init__(self, config: hf.CompressConfig) -> None:
         super().__init__()
         self.listed = Listed(config)
-        if config.kv_cache is not None:
-            logger.warning(
-                "the checkpoint's kv_cache section is not applied: SGLang has cache types of its own, of which "
-                "--kv-cache-dtype fp8_e4m3 is the nearest"
-            )
+        warn_of_cache(config, "SGLang", "fp8_e4m3", logger.warning)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressConfig:

@@ -31,19 +31,20 @@ class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Give the layer the parts of the experts of this rank, and the placeholders that SGLang loads into."""
+        """Give the layer the parts of all experts, and the placeholders that SGLang loads into."""
         config = layer.moe_runner_config
         self._refuse_others(layer, config)
         self.activation, self.dtype = ACTIVATIONS[config.activation], params_dtype
         first = intermediate_size_per_partition * layer.moe_tp_rank
         inner = range(first, first + intermediate_size_per_partition)
         share = Share(hidden_size, inner, intermediate_size_per_partition * layer.moe_tp_size)
-        local = layer._map_global_expert_id_to_local_expert_id
-        numbers = [number for number in range(layer.num_experts) if local(number) != -1]
-        self.build(layer, numbers, share, params_dtype, local)
+        self.build(layer, range(layer.num_experts), share, params_dtype, _same)
 
     def _refuse_others(self, layer: Any, config: Any) -> None:
-        """Raise UnsupportedModelError for experts that do more than multiply, and for graphs."""
+        """Raise UnsupportedModelError for experts that do more than multiply, for graphs, and for experts elsewhere.
+
+        Whether ids of experts are those of a rank depends on SGLang's backend, so that each rank has all experts.
+        """
         other = [name for name, value in PLAIN.items() if getattr(config, name) not in (value, None)]
         other += [] if config.activation in ACTIVATIONS else [f"activation {config.activation}"]
         other += ["biases"] if layer.with_bias else []
@@ -56,6 +57,10 @@ class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
             raise UnsupportedModelError(
                 f"{self.module}: shared experts among packed ones; serve with --disable-shared-experts-fusion"
             )
+        if layer.num_local_experts != layer.num_experts:
+            raise UnsupportedModelError(
+                f"{self.module}: packed experts are not divided among ranks; serve with --ep-size 1"
+            )
         graphs = get_exec().graph.cuda_graph_config if torch.empty(0).is_cuda else None
         if graphs is not None and {graphs.decode.backend, graphs.prefill.backend} != {Backend.DISABLED}:
             raise UnsupportedModelError(
@@ -63,7 +68,7 @@ class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
             )
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
-        """Use no runner of SGLang: the experts of this rank come with their local numbers."""
+        """Use no runner of SGLang."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that every tensor has come."""
@@ -73,8 +78,12 @@ class PackedExperts(PackedExpertLayer, FusedMoEMethodBase):
         return bool(layer.moe_runner_config.apply_router_weight_on_input)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Return the weighted sums [tokens, hidden] over the experts of this rank."""
-        routing, count = dispatch_output.topk_output, layer.num_local_experts
-        ids = routing.topk_ids.masked_fill(routing.topk_ids < 0, count)  # of other ranks
+        """Return the weighted sums [tokens, hidden] over the experts, of which this rank may have its columns."""
+        routing, count = dispatch_output.topk_output, layer.num_experts
+        ids = routing.topk_ids.masked_fill(routing.topk_ids < 0, count)  # of no expert
         x = dispatch_output.hidden_states
-        return StandardCombineInput(self.run(layer, x, (routing.topk_weights, ids), count, lambda number: number))
+        return StandardCombineInput(self.run(layer, x, (routing.topk_weights, ids), count, _same))
+
+
+def _same(number: int) -> int:
+    return number

@@ -6,7 +6,7 @@ for which no layer asks. So layers are looked up by their names in the model, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.layers.utils import PPMissingLayer
@@ -59,12 +59,31 @@ def _complete_tables(model: Any, listed: Listed) -> None:
     for name, layer in layers.items():
         if name in tables and not isinstance(layer.quant_method, TableMethod):
             _build(layer, TableMethod({name: listed.stored[name]}, name, listed.totals))
-    packed = [layer for name, layer in layers.items() if name in tables and not isinstance(layer, ParallelLMHead)]
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    packed = {name: layer for name, layer in layers.items() if name in tables and not isinstance(layer, ParallelLMHead)}
     for name, layer in layers.items():
-        is_tied = getattr(model.config, "tie_word_embeddings", False) and name not in tables
-        if isinstance(layer, ParallelLMHead) and is_tied and packed:
+        is_head = isinstance(layer, ParallelLMHead)
+        embedding = _embedding_of(name, layer, packed) if is_head and is_tied and name not in tables else None
+        if embedding is not None:
             _build(layer, TableMethod({}, name, listed.totals))
-            layer.quant_method.tie_weights(layer, packed[0])
+            layer.quant_method.tie_weights(layer, embedding)
+        if isinstance(layer.quant_method, TableMethod):
+            layer.quant_method.is_head = is_head or is_tied  # SGLang may have no layer but the embedding for both
+
+
+def _embedding_of(name: str, head: Any, packed: Mapping[str, Any]) -> Any:
+    """Return the packed embedding whose table a tied head multiplies with, None if none has its shape."""
+    found = {other: each for other, each in packed.items() if _shape(each) == _shape(head)}
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"{name} is tied to one of {', '.join(found)}, and which one is not known; serve with transformers"
+        )
+    return next(iter(found.values()), None)
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """Return the size [tokens, hidden] of a table on all ranks."""
+    return layer.org_vocab_size, layer.embedding_dim
 
 
 def _build(layer: Any, method: TableMethod) -> None:

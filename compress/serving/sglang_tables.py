@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 class TableMethod(PackedTable, QuantizeMethodBase):
     """Build and run an embedding, a head, or one layer that is both."""
 
+    is_head = False  # whether logits are computed with the layer, known once the model is built
+
     def create_weights(
         self,
         layer: Any,
@@ -28,13 +30,11 @@ class TableMethod(PackedTable, QuantizeMethodBase):
         **extra: Any,
     ) -> None:
         """Give the layer a table and the placeholders that SGLang loads into."""
-        indices = layer.shard_indices
-        rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
-        self.build(layer, (layer.org_vocab_size, input_size), rows, params_dtype)
+        self.build(layer, input_size, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Build the table from what has come; go on as SGLang does with one that is not packed."""
-        table = self.finish(layer, is_head=True)
+        table = self.finish(layer, self.is_head)
         if table.head is None:
             layer.weight = plain_rows(layer, table)
             layer.quant_method = UnquantizedEmbeddingMethod()

@@ -125,9 +125,11 @@ class PackedTable:
         self.candidates, self.name, self.totals = candidates, name, totals
         self.is_tied = False
 
-    def build(self, layer: Any, shape: tuple[int, int], rows: range, dtype: torch.dtype) -> None:
-        """Give the layer a table [tokens, hidden], of which this rank has `rows`, and placeholders."""
-        table = Table(self.name, self.candidates, shape, rows, dtype)
+    def build(self, layer: Any, hidden: int, dtype: torch.dtype) -> None:
+        """Give the layer a table [tokens, hidden], of which this rank has some rows, and placeholders."""
+        indices = layer.shard_indices
+        rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
+        table = Table(self.name, self.candidates, (layer.org_vocab_size, hidden), rows, dtype)
         setattr(layer, TABLE, table)
         self.totals.waiting += 1
 

@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from compress.runtime import hf
 from compress.serving import names
-from compress.serving.listed import Listed
+from compress.serving.listed import Listed, warn_of_cache
 from compress.serving.vllm_experts import PackedExperts
 from compress.serving.vllm_layers import PackedMethod
 from compress.serving.vllm_tables import TableMethod
@@ -31,11 +31,7 @@ class CompressConfig(QuantizationConfig):
     def __init__(self, config: hf.CompressConfig) -> None:
         super().__init__()
         self.listed = Listed(config)
-        if config.kv_cache is not None:
-            logger.warning(
-                "the checkpoint's kv_cache section is not applied: vLLM has cache types of its own, of which "
-                "--kv-cache-dtype fp8 is the nearest"
-            )
+        warn_of_cache(config, "vLLM", "fp8", logger.warning)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressConfig:

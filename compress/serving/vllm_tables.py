@@ -36,9 +36,7 @@ class TableMethod(PackedTable, QuantizeMethodBase):
         **extra: Any,
     ) -> None:
         """Give the layer a table and the placeholders that vLLM loads into."""
-        indices = layer.shard_indices
-        rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
-        self.build(layer, (layer.org_vocab_size, input_size), rows, params_dtype)
+        self.build(layer, input_size, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Build the table from what has come; go on as vLLM does with one that is not packed."""

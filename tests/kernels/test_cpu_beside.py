@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+
 import pytest
 import torch
 from cpu_weights import codebook_weight, int_weight
+from torch import Tensor
 
 import problems
-from compress.kernels import llvm
+from compress.kernels import dispatch, llvm
+from compress.kernels.contract import Prepared
+from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
 from compress.runtime.linear import Beside, PackedLinear
 from compress.types import PackedWeight
@@ -49,6 +55,25 @@ def test_activations_become_integers_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each.shape for each in calls] == [(64, 256)] * 2  # two rows and one
 
 
+@pytest.mark.parametrize("widens", [False, True])
+def test_activations_are_widened_once(widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all weights of a layer that are decoded: the bits of single products."""
+    monkeypatch.setattr(emitter, "widens", lambda dtype: widens and dtype == torch.bfloat16)
+    linears, x, seen = linears_of(ALIKE), problems.random(200, 256).bfloat16(), []
+    expected = torch.cat([linear(x) for linear in linears], -1)
+    decoded = dispatch.decoded_product
+
+    def spy(kernel: Prepared, given: Tensor, into: Tensor) -> Tensor:
+        seen.append(given)
+        return decoded(kernel, given, into)
+
+    monkeypatch.setattr(dispatch, "decoded_product", spy)
+    found = Beside(linears).product(x)
+    assert found is not None and torch.equal(found, expected)
+    assert [each.dtype for each in seen] == [torch.float32 if widens else torch.bfloat16] * 3
+    assert len({each.data_ptr() for each in seen}) == 1
+
+
 def test_tensors_that_have_moved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = linears_of(ALIKE)
     beside, x = Beside(linears), problems.random(1, 256).bfloat16()
@@ -72,3 +97,24 @@ def test_what_cannot_be_done_at_once_is_left_to_single_products() -> None:
 def test_linears_that_do_more_are_not_bare() -> None:
     assert linears_of(ALIKE)[0].is_bare
     assert not PackedLinear.from_packed(ALIKE[0], torch.zeros(64)).is_bare
+
+
+def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
+    beside, x = Beside(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
+    expected = beside.product(x)
+    other = copy.deepcopy(beside)
+    for linear in beside.linears:
+        linear.scales.zero_()
+    found = other.product(x)
+    assert expected is not None and found is not None and torch.equal(found, expected)
+    assert [linear._weight for linear in other.linears] == other._weights.weights
+
+
+def test_replaced_tensors_are_freed() -> None:
+    beside, x = Beside(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
+    assert beside.product(x) is not None
+    linear = beside.linears[1]
+    replaced = weakref.ref(linear.scales)
+    linear._weight.forget()
+    linear.scales = torch.nn.Parameter(linear.scales.clone(), False)
+    assert replaced() is None

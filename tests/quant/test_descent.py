@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,10 @@ def values(codes: Tensor, grid: Grid, group: int) -> Tensor:
     """Q [columns, rows] float64."""
     owner = torch.arange(COLUMNS) // (COLUMNS if group == -1 else group)
     return grid.scale.double()[owner] * (codes.double() - grid.zero.double()[owner])
+
+
+def test_how_scales_are_stored_has_to_be_said() -> None:
+    assert inspect.isabstract(descent.Descent)
 
 
 def slow_sweep(

@@ -122,9 +122,6 @@ class FusedMoE(nn.Module):
         )
         self.quant_method.create_moe_runner(self, self.moe_runner_config)
 
-    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
-        return expert_id
-
 
 class PPMissingLayer(nn.Module):
     pass

@@ -19,6 +19,7 @@ from compress import api, serving
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model.load import load_model
 from compress.runtime import linear as runtime_linear
+from compress.serving import parts
 from compress.storage.checkpoint import read_json
 from runs import stored_tensors
 
@@ -160,6 +161,57 @@ def test_a_tied_head_multiplies_with_the_embedding(tables: dict[str, Any], tmp_p
     assert model.lm_head.table is model.model.embed_tokens.table
 
 
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The linears that may keep a decoded weight."""
+    found: list[Any] = []
+    warm = parts.warm
+    monkeypatch.setattr(parts, "warm", lambda linears, dtype: (found.extend(linears), warm(linears, dtype)))
+    return found
+
+
+def test_nothing_is_kept_decoded_for_an_embedding_that_is_no_head(
+    tables: dict[str, Any], llama: Path, warmed: list[Any]
+) -> None:
+    model = built(tables, llama)
+    assert model.lm_head.table.head in warmed and model.model.embed_tokens.table.head not in warmed
+
+
+@torch.no_grad()
+def test_one_layer_that_is_embedding_and_head(tables: dict[str, Any], tmp_path: Path, warmed: list[Any]) -> None:
+    class Shared(Model):
+        def __init__(self, config: Any, directory: Path) -> None:
+            super().__init__(config, directory)
+            self.lm_head = self.model.embed_tokens
+
+    directory = packed(tmp_path, "llama_tied")
+    known, model = load_model(directory, dtype=torch.float32).eval(), built(tables, directory, Shared)
+    x = torch.randn(5, 64)
+    assert torch.allclose(run(model.lm_head, x)[:, : known.config.vocab_size], known.lm_head(x), atol=1e-5)
+    assert model.lm_head.table.head in warmed
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_a_tied_head_takes_the_embedding_of_its_shape(tables: dict[str, Any], columns: int, tmp_path: Path) -> None:
+    """Of two packed embeddings. Where both have it, nobody knows which one is meant."""
+    directory = packed(tmp_path, "llama_tied")
+    values = read_json(directory / "config.json")
+    config = tables["methods"]["compress"].from_config(values["quantization_config"])
+    config.listed.stored = {"other": config.listed.stored["model.embed_tokens"], **config.listed.stored}
+    model = Model(config, directory)
+    decoder = model.model
+    del model.model
+    model.other = stand_in.VocabParallelEmbedding(model.lm_head.org_vocab_size, columns)
+    model.model = decoder
+    ((_, complete, _),) = stand_in.HookRegistry.hooks
+    if columns == model.lm_head.embedding_dim:
+        with pytest.raises(UnsupportedModelError, match="lm_head is tied to one of other, model.embed_tokens, and"):
+            complete(model, None, None, config)
+    else:
+        complete(model, None, None, config)
+        assert model.lm_head.table is model.model.embed_tokens.table
+
+
 def test_a_missing_tensor_is_named(tables: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = "model.layers.0.self_attn.k_proj.scales"
     kept = {name: tensor for name, tensor in stored_tensors(llama).items() if name != lost}
@@ -227,9 +279,16 @@ def test_experts_give_what_transformers_gives(tables: dict[str, Any], model_clas
     routing = SimpleNamespace(topk_weights=weights, topk_ids=ids)
     found = layer.quant_method.apply(layer, SimpleNamespace(hidden_states=x, topk_output=routing))
     assert torch.allclose(found.hidden_states, expected, atol=1e-5)
-    routing.topk_ids = ids.masked_fill(ids == 1, -1)  # of another rank
+    routing.topk_ids = ids.masked_fill(ids == 1, -1)  # dropped
     other = layer.quant_method.apply(layer, SimpleNamespace(hidden_states=x, topk_output=routing)).hidden_states
     assert torch.equal(other[2], torch.zeros(64)) and torch.equal(other[3], found.hidden_states[3])
+
+
+def test_experts_that_are_divided_among_ranks_are_refused(tables: dict[str, Any], tmp_path: Path) -> None:
+    layer = built(tables, packed(tmp_path, "qwen3_moe"), Sparse).model.layers[0].mlp.experts
+    layer.num_local_experts = 2
+    with pytest.raises(UnsupportedModelError, match="experts are not divided among ranks; serve with --ep-size 1"):
+        layer.quant_method.create_weights(layer, 4, 64, 48, torch.float32)
 
 
 def test_experts_that_do_more_are_refused(tables: dict[str, Any], tmp_path: Path) -> None:

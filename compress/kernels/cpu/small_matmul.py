@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.contract import Decoder, Prepared, Shape
+from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter as rows
 from compress.kernels.cpu.emitter import LANES, LARGEST, TOKENS
 from compress.kernels.cpu.row_decoder import Writer
@@ -129,14 +129,14 @@ class Product(Prepared):
         """Add to the sums, float32 [tokens, rows]."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return multiply((self,), self.layout.outputs, x)
+        return multiply(self.layout.outputs, (self,), x)
 
-    def beside(self, others: Sequence[Prepared]) -> Callable[[Tensor], Tensor] | None:
+    def beside(self, others: Sequence[Prepared]) -> Joined | None:
         """Return one call for weights that read activations alike: these become integers once."""
         parts = [self, *(other for other in others if isinstance(other, Product))]
         if len(parts) <= len(others) or len({part._activations for part in parts}) > 1:
             return None
-        return partial(multiply, tuple(parts), sum(part.layout.outputs for part in parts))
+        return partial(multiply, sum(part.layout.outputs for part in parts))
 
     @property
     def _activations(self) -> tuple[Any, ...]:
@@ -196,7 +196,7 @@ class Product(Prepared):
         return steps
 
 
-def multiply(parts: Sequence[Product], width: int, x: Tensor) -> Tensor:
+def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
     """Return x [..., in] times all parts, [..., width], outputs behind each other; they read activations alike."""
     out = x.new_empty((*x.shape[:-1], width))
     inputs = parts[0].layout.inputs
