@@ -164,12 +164,13 @@ class _Replaced:
     def makers(self, skeleton: Skeleton, model: PreTrainedModel) -> Makers:
         """Return name of a parameter -> how it is made, after a zero has been put in the place of all that are left."""
         names: dict[int, list[str]] = {}
+        converted = stored_weights.converted(skeleton.model, skeleton.checkpoint)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         for same in list(names.values()):
             parameter = model.get_parameter(same[0])
             if id(parameter) not in self._makers:
-                maker = _plain(skeleton, same, parameter.shape, self.dtype)
+                maker = _plain(skeleton, converted, same, parameter.shape, self.dtype)
                 stood_in = self._stand_in(parameter.shape, self.dtype, maker)
                 for name in same:
                     owner, _, key = name.rpartition(".")
@@ -182,7 +183,7 @@ class _Replaced:
         form = onnx_codes.form_of(weight)
         assert form is not None, "the target has refused it"
         tensors: dict[str, nn.Parameter] = {}
-        for name, (shape, dtype) in onnx_codes.specs(form, weight.shape[0], self.dtype).items():
+        for name, (shape, dtype) in onnx_codes.specs(form, weight, self.dtype).items():
             make = partial(_part, weight, form, name, self.dtype)
             key = weight.module, name
             if key not in self._shared:
@@ -210,10 +211,13 @@ def _part(weight: Packed, form: Form, name: str, dtype: torch.dtype) -> Tensor:
     return onnx_codes.tensor(weight.integers(), form, name, dtype)
 
 
-def _plain(skeleton: Skeleton, names: list[str], shape: torch.Size, dtype: torch.dtype) -> Maker:
-    """Return how a parameter with these names is made from the one stored tensor that it is."""
+def _plain(skeleton: Skeleton, converted: set[str], names: list[str], shape: torch.Size, dtype: torch.dtype) -> Maker:
+    """Return how a parameter with these names is made from the one stored tensor that it is.
+
+    converted: the stored tensors that are no parameters as they are. ExportError for a parameter made of these.
+    """
     stored = next((skeleton.sources[name] for name in names if name in skeleton.sources), [])
-    if len(stored) != 1 or stored[0].shape != shape or stored_weights.is_converted(skeleton.model, stored[0]):
+    if len(stored) != 1 or stored[0].shape != shape or stored[0].name in converted:
         raise ExportError(
             f"{names[0]} is made of other tensors when the model is loaded, which the ONNX target does not do; export "
             "to dense"

@@ -51,7 +51,7 @@ def nbytes(export: Export, weight: Packed) -> int:
     """Return the bytes of a weight as it is written."""
     form = onnx_codes.form_of(weight)
     assert form is not None
-    stored = onnx_codes.specs(form, weight.shape[0], export.dtype).values()
+    stored = onnx_codes.specs(form, weight, export.dtype).values()
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in stored)
 
 
