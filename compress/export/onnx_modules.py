@@ -36,17 +36,17 @@ Tensors = Mapping[str, nn.Parameter]  # by the names of onnx_codes.py
 
 
 class Product(nn.Module):
-    """Multiply x [..., in] with a packed weight [out, in]."""
+    """Multiply x [..., in] with a packed weight [out, in]; int8: with x rounded to 8 bits, in any case."""
 
     zeros: nn.Parameter | None
 
-    def __init__(self, form: Form, weight: Packed, tensors: Tensors, bias: nn.Parameter | None) -> None:
+    def __init__(self, form: Form, weight: Packed, tensors: Tensors, bias: nn.Parameter | None, int8: bool) -> None:
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("zeros")
         self.bias = bias
         rows, columns = weight.shape
         self.attributes: Any = {"K": columns, "N": rows, "bits": form.bits, "block_size": form.block}
-        if weight.stored.activations is not None:
+        if int8 or weight.stored.activations is not None:
             self.attributes["accuracy_level"] = INT8_INPUTS
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Replaced:
     """What takes the place of packed modules, and the parameters in them."""
 
     def __init__(self, export: Export) -> None:
-        self.dtype = export.dtype
+        self.dtype, self.int8_inputs = export.dtype, export.int8_inputs
         self.held = {path: weight for weight in export.held for path in (weight.module, weight.tied) if path}
         self.tables = {path: table for table in export.tables for path in (table.module, table.tied) if path}
         self._shared: dict[tuple[str, str], nn.Parameter] = {}  # (module of a weight, tensor) -> stand-in
@@ -147,7 +147,7 @@ class _Replaced:
 
     def linear(self, path: str, module: PackedLinear) -> nn.Module:
         if path in self.held:
-            return Product(*self._codes(path), module.bias)
+            return Product(*self._codes(path), module.bias, self.int8_inputs)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         linear.weight = self._dense(path, HEAD)
         linear.register_parameter("bias", module.bias)

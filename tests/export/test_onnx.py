@@ -18,6 +18,7 @@ from compress.formats import int as int_format
 from compress.model import stored_weights
 from compress.types import Activations, Stored
 from engines import packed
+from runs import cli, one_line
 
 
 def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]) -> tuple[Weight, IntWeight]:
@@ -138,3 +139,23 @@ def test_the_names_of_a_model_are_matched_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(stored_weights, "get_model_conversion_mapping", mapping)
     onnx_modules.stand_ins(prepared)
     assert mapping.call_count == 2  # to open the model, and to find the tensors that are converted
+
+
+def test_inputs_are_rounded_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx, "PACKAGES", ())
+    source = open_source(packed("llama", tmp_path))
+    for is_asked, level in ((True, 4), (False, None)):
+        model, _ = onnx_modules.stand_ins(convert.prepare(source, "onnx", int8_inputs=is_asked))
+        products = [module for module in model.modules() if isinstance(module, onnx_modules.Product)]
+        assert [product.attributes.get("accuracy_level") for product in products] == [level] * 15
+
+
+def test_other_targets_refuse_to_round_inputs(tmp_path: Path) -> None:
+    checkpoint = packed("llama", tmp_path)
+    source = open_source(checkpoint)
+    for name in set(convert.target_names()) - {"onnx"}:
+        with pytest.raises(ExportError, match=f"{name} takes no --int8-inputs; leave it out"):
+            convert.prepare(source, name, int8_inputs=True)
+    done = cli("export", str(checkpoint), "--to", "gptq", "--out", str(tmp_path / "out"), "--int8-inputs")
+    assert "gptq takes no --int8-inputs" in one_line(done)
+    assert not (tmp_path / "out").exists()

@@ -107,10 +107,10 @@ def levels(model: Any) -> list[int]:
     return [each.i for node in nodes(model) for each in node.attribute if each.name == "accuracy_level"]
 
 
-def exported(checkpoint: Path, dtype: torch.dtype | None = None) -> Session:
+def exported(checkpoint: Path, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Session:
     reader("onnxscript")
     out = checkpoint.parent / "onnx"
-    convert.export(checkpoint, "onnx", out, dtype)
+    convert.export(checkpoint, "onnx", out, dtype, int8_inputs=int8_inputs)
     return Session(out)
 
 
@@ -157,6 +157,26 @@ def test_quantized_inputs(tmp_path: Path) -> None:
     session = exported(checkpoint)
     assert_equal(checkpoint, session, EIGHT_BITS)
     assert levels(graph_of(checkpoint)) == [4] * 14  # not the output head
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dtype"),
+    [
+        ("llama", ("bits=4", "group_size=32"), torch.float32),
+        ("llama_tied", ASYMMETRIC, torch.float32),
+        ("llama", ("bits=2", "group_size=-1"), torch.float16),
+        ("qwen3_moe", ("bits=8", "group_size=16"), torch.float32),
+    ],
+)
+def test_all_products_round_their_inputs_when_asked(
+    name: str, settings: tuple[str, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    checkpoint = packed(name, tmp_path, settings)
+    assert_equal(checkpoint, exported(checkpoint, dtype, int8_inputs=True), EIGHT_BITS)
+    model = graph_of(checkpoint)
+    products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
+    assert levels(model) == [4] * len(products)
+    assert len(products) >= 15  # the output head, too
 
 
 def test_half_the_precision(tmp_path: Path) -> None:
