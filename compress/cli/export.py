@@ -22,6 +22,9 @@ def export(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Of everything that is not packed; without it as stored."),
     ] = None,
+    int8_inputs: Annotated[
+        bool, typer.Option("--int8-inputs", help="Round inputs of products to 8 bits: faster on a CPU (onnx only).")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -36,7 +39,7 @@ def export(
 
         chosen = None if dtype is None else getattr(torch, dtype)
         with tables.progress_bar() as progress:
-            result = convert.export(directory, to, out, chosen, overwrite, progress)
+            result = convert.export(directory, to, out, chosen, overwrite, progress, int8_inputs)
         for line in result.notes:
             note(line)
         if as_json:

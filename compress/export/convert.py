@@ -44,6 +44,7 @@ class Export:
     is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
     notes: list[str] = field(default_factory=list)  # for the user, a line each
     progress: Progress = silent
+    int8_inputs: bool = False  # the user has asked for products whose inputs are rounded to 8 bits
 
     def plain(self) -> dict[str, Readable]:
         """Return all tensors that are written as plain numbers by their published names, decoded when they are read."""
@@ -107,12 +108,15 @@ def target_names() -> list[str]:
     return [name.replace("_", "-") for name in plugins.names(KIND)]
 
 
-def prepare(source: Source, name: str, dtype: torch.dtype | None = None) -> Export:
+def prepare(source: Source, name: str, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Export:
     """Return what a target is to write; ExportError for linears that it cannot hold, with the first of them.
 
     dtype: of all plain numbers; None: as they are stored, and decoded tables in the type of the model.
+    int8_inputs: products round their inputs to 8 bits; ExportError for targets that do not take this.
     """
     target = target_named(name)
+    if int8_inputs and not getattr(target, "INT8_INPUTS", False):
+        raise ExportError(f"{name} takes no --int8-inputs; leave it out (recipes quantize inputs by `activations`)")
     reasons = {weight.name: target.refuses(weight) for weight in source.packed}
     refused = [weight for weight in source.packed if reasons[weight.name] is not None and not weight.roles]
     if refused:
@@ -121,6 +125,7 @@ def prepare(source: Source, name: str, dtype: torch.dtype | None = None) -> Expo
     held = tuple(weight for weight in source.packed if reasons[weight.name] is None)
     tables = tuple(weight for weight in source.packed if reasons[weight.name] is not None)
     export = Export(source, held, tables, dtype or source.dtype, dtype is not None, list(source.dropped))
+    export.int8_inputs = int8_inputs
     if hasattr(target, "check"):
         target.check(export)
     for table in [table for table in tables if reasons[table.name]]:
@@ -137,16 +142,18 @@ def export(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
+    int8_inputs: bool = False,
 ) -> Result:
     """Write a checkpoint of ours at `out` in the format of a target; nothing is left behind if that fails.
 
+    dtype, int8_inputs: as `prepare` has them.
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
     target = target_named(name)
     if directory.resolve().is_relative_to(out.resolve()):
         raise OutputError(f"{out} holds the checkpoint that is exported; give another --out")
     with Place(out, target.SUFFIX, overwrite) as place:
-        prepared = prepare(open_source(directory), name, dtype)
+        prepared = prepare(open_source(directory), name, dtype, int8_inputs)
         prepared.progress = progress
         check_space(out.parent, _written(prepared, target))
         target.write(prepared, place.new)

@@ -94,11 +94,11 @@ def write_shards(out: Path, tensors: Iterable[Named], metadata: Mapping[str, str
     for name, tensor in tensors:
         if gathered and nbytes + tensor.nbytes > SHARD:
             count += 1
-            write_shard(out / f"model-{count:05}.safetensors", gathered, **metadata)
+            write_shard(out / f"model-{count:05}.safetensors", gathered, metadata=metadata)
             gathered, nbytes = {}, 0
         gathered[name] = tensor
         nbytes += tensor.nbytes
     count += 1
-    write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered, **metadata)
+    write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered, metadata=metadata)
     if count > 1:
         write_checkpoint.write_index(out)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.export.weights import IntWeight, Weight
+from compress.export.weights import EMBEDDINGS, IntWeight, Weight
 
 WIDTHS = (2, 4, 8)  # bits of a stored code
 BLOCKS = (256, 128, 64, 32, 16)  # columns that share a scale
@@ -46,14 +46,19 @@ def form_of(weight: Weight) -> Form | None:
     return min(forms, key=lambda form: form.row, default=None)
 
 
-def specs(form: Form, rows: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> shape and type of what `tensors` gives for a weight of so many rows."""
+def specs(form: Form, weight: Weight, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> shape and type of what is stored for a weight: zero points as its products and lookups read them.
+
+    dtype: of the scales.
+    """
+    rows = weight.shape[0]
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "codes": ((rows, form.blocks, form.block * form.bits // 8), torch.uint8),
         "scales": ((rows, form.blocks), dtype),
     }
-    if form.has_zeros:
+    if form.has_zeros and weight.roles != (EMBEDDINGS,):
         stored["zeros"] = (rows, -(-form.blocks * form.bits // 8)), torch.uint8
+    if form.has_zeros and EMBEDDINGS in weight.roles:
         stored["row_zeros"] = (rows, form.blocks, 1), torch.uint8
     return stored
 

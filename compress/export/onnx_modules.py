@@ -36,17 +36,17 @@ Tensors = Mapping[str, nn.Parameter]  # by the names of onnx_codes.py
 
 
 class Product(nn.Module):
-    """Multiply x [..., in] with a packed weight [out, in]."""
+    """Multiply x [..., in] with a packed weight [out, in]; int8: with x rounded to 8 bits, in any case."""
 
     zeros: nn.Parameter | None
 
-    def __init__(self, form: Form, weight: Packed, tensors: Tensors, bias: nn.Parameter | None) -> None:
+    def __init__(self, form: Form, weight: Packed, tensors: Tensors, bias: nn.Parameter | None, int8: bool) -> None:
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("zeros")
         self.bias = bias
         rows, columns = weight.shape
         self.attributes: Any = {"K": columns, "N": rows, "bits": form.bits, "block_size": form.block}
-        if weight.stored.activations is not None:
+        if int8 or weight.stored.activations is not None:
             self.attributes["accuracy_level"] = INT8_INPUTS
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Replaced:
     """What takes the place of packed modules, and the parameters in them."""
 
     def __init__(self, export: Export) -> None:
-        self.dtype = export.dtype
+        self.dtype, self.int8_inputs = export.dtype, export.int8_inputs
         self.held = {path: weight for weight in export.held for path in (weight.module, weight.tied) if path}
         self.tables = {path: table for table in export.tables for path in (table.module, table.tied) if path}
         self._shared: dict[tuple[str, str], nn.Parameter] = {}  # (module of a weight, tensor) -> stand-in
@@ -147,7 +147,7 @@ class _Replaced:
 
     def linear(self, path: str, module: PackedLinear) -> nn.Module:
         if path in self.held:
-            return Product(*self._codes(path), module.bias)
+            return Product(*self._codes(path), module.bias, self.int8_inputs)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         linear.weight = self._dense(path, HEAD)
         linear.register_parameter("bias", module.bias)
@@ -164,12 +164,13 @@ class _Replaced:
     def makers(self, skeleton: Skeleton, model: PreTrainedModel) -> Makers:
         """Return name of a parameter -> how it is made, after a zero has been put in the place of all that are left."""
         names: dict[int, list[str]] = {}
+        converted = stored_weights.converted(skeleton.model, skeleton.checkpoint)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         for same in list(names.values()):
             parameter = model.get_parameter(same[0])
             if id(parameter) not in self._makers:
-                maker = _plain(skeleton, same, parameter.shape, self.dtype)
+                maker = _plain(skeleton, converted, same, parameter.shape, self.dtype)
                 stood_in = self._stand_in(parameter.shape, self.dtype, maker)
                 for name in same:
                     owner, _, key = name.rpartition(".")
@@ -182,7 +183,7 @@ class _Replaced:
         form = onnx_codes.form_of(weight)
         assert form is not None, "the target has refused it"
         tensors: dict[str, nn.Parameter] = {}
-        for name, (shape, dtype) in onnx_codes.specs(form, weight.shape[0], self.dtype).items():
+        for name, (shape, dtype) in onnx_codes.specs(form, weight, self.dtype).items():
             make = partial(_part, weight, form, name, self.dtype)
             key = weight.module, name
             if key not in self._shared:
@@ -210,10 +211,13 @@ def _part(weight: Packed, form: Form, name: str, dtype: torch.dtype) -> Tensor:
     return onnx_codes.tensor(weight.integers(), form, name, dtype)
 
 
-def _plain(skeleton: Skeleton, names: list[str], shape: torch.Size, dtype: torch.dtype) -> Maker:
-    """Return how a parameter with these names is made from the one stored tensor that it is."""
+def _plain(skeleton: Skeleton, converted: set[str], names: list[str], shape: torch.Size, dtype: torch.dtype) -> Maker:
+    """Return how a parameter with these names is made from the one stored tensor that it is.
+
+    converted: the stored tensors that are no parameters as they are. ExportError for a parameter made of these.
+    """
     stored = next((skeleton.sources[name] for name in names if name in skeleton.sources), [])
-    if len(stored) != 1 or stored[0].shape != shape or stored_weights.is_converted(skeleton.model, stored[0]):
+    if len(stored) != 1 or stored[0].shape != shape or stored[0].name in converted:
         raise ExportError(
             f"{names[0]} is made of other tensors when the model is loaded, which the ONNX target does not do; export "
             "to dense"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -41,27 +41,29 @@ def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Re
 
     A tensor that is split while it is loaded (the joint weight of queries, keys and values) stands under several names.
     """
+    named: dict[str, list[Readable]] = {}
+    for stored, names, _ in _renamed(model, checkpoint):
+        for name in names:
+            named.setdefault(name, []).append(stored)
+    return named
+
+
+def converted(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the stored tensors to which transformers does more than to give them another name."""
+    return {stored.name for stored, _, is_converted in _renamed(model, checkpoint) if is_converted}
+
+
+def _renamed(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[tuple[Readable, list[str], bool]]:
+    """Yield each stored tensor, the parameters it is part of, and whether it is more than renamed for them."""
     mapping = get_model_conversion_mapping(model)
     renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
     converters = [w for w in mapping if isinstance(w, WeightConverter)]
     state = model.state_dict()
-    named: dict[str, list[Readable]] = {}
     for key, stored in checkpoint.tensors.items():
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:  # a new name that is being renamed as if it were an old one
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
-        for each in _all_made(name, pattern, converters):
-            named.setdefault(each, []).append(stored)
-    return named
-
-
-def is_converted(model: PreTrainedModel, stored: Readable) -> bool:
-    """Return whether transformers does more to a stored tensor than to give it another name."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
-    converters = [w for w in mapping if isinstance(w, WeightConverter)]
-    state = dict.fromkeys(model.state_dict())
-    return rename_source_key(stored.name, renamings, converters, model.base_model_prefix, state)[1] is not None
+        yield stored, _all_made(name, pattern, converters), pattern is not None
 
 
 def conversions(model: PreTrainedModel, checkpoint: Checkpoint) -> list[WeightTransform]:

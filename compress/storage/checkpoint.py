@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Writable: TypeAlias = "Tensor | Readable | EditedTensor"
 
 
 class Readable(Protocol):
@@ -147,10 +148,9 @@ class EditedTensor(NamedTuple):
         return self.stored.dtype
 
     def parts(self) -> Iterator[Tensor]:
-        stored = self.stored
-        step = max(1, CHUNK // (stored.nbytes // stored.shape[0]))
-        for start in range(0, stored.shape[0], step):
-            yield self.change(stored.rows(start, min(start + step, stored.shape[0])))
+        step = max(1, CHUNK // (self.stored.nbytes // self.shape[0]))
+        for start in range(0, self.shape[0], step):
+            yield self.change(self.stored.rows(start, min(start + step, self.shape[0])))
 
 
 @dataclass(frozen=True)
@@ -321,14 +321,14 @@ def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTe
     return StoredTensor(name, path, dtype, shape, base + start, end - start)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor | Readable | EditedTensor], **metadata: str) -> str:
+def write_shard(path: Path, tensors: Mapping[str, Writable], *, metadata: Mapping[str, str] | None = None) -> str:
     """Write a safetensors file whole or not at all; return the sha256 of its bytes.
 
     Values are tensors in memory or tensors on disk, which are copied (and changed) in chunks. Entries are ordered by
     element size, then name, so that every tensor is aligned and equal input gives equal bytes. metadata: of the file.
     """
     entries = sorted(tensors.items(), key=lambda kv: (-kv[1].dtype.itemsize, kv[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, value in entries:
         start, end = end, end + math.prod(value.shape) * value.dtype.itemsize
@@ -343,7 +343,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | Readable | EditedTens
     return digest.hexdigest()
 
 
-def _chunks(header: bytes, values: Iterable[Tensor | Readable | EditedTensor]) -> Iterable[bytes | memoryview]:
+def _chunks(header: bytes, values: Iterable[Writable]) -> Iterable[bytes | memoryview]:
     yield len(header).to_bytes(8, "little") + header
     for value in values:
         if not isinstance(value, Tensor):

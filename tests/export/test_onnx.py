@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from compress.errors import ExportError
-from compress.export import convert, onnx_codes
+from compress.export import convert, onnx_codes, onnx_modules
 from compress.export.source import open_source
 from compress.export.targets import onnx
-from compress.export.weights import IntWeight, Weight
+from compress.export.weights import EMBEDDINGS, HEAD, IntWeight, Weight
 from compress.formats import int as int_format
+from compress.model import stored_weights
 from compress.types import Activations, Stored
 from engines import packed
+from runs import cli, one_line
 
 
 def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]) -> tuple[Weight, IntWeight]:
@@ -27,7 +30,7 @@ def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]
     scales = torch.randn(sizes, generator=generator).half()
     zeros = None if symmetric else torch.randint(0, 1 << bits, sizes, generator=generator).to(torch.uint8)
     params = int_format.params_for(bits, group, symmetric, shape[1])
-    weight = Weight("linear", shape, Stored("int", params))
+    weight = Weight("table", shape, Stored("int", params), (EMBEDDINGS, HEAD))
     return weight, IntWeight("linear", codes, bits, length, scales, zeros, None)
 
 
@@ -73,7 +76,7 @@ def test_every_weight_is_ours(
     assert onnx.refuses(weight) is None
     form = onnx_codes.form_of(weight)
     assert form is not None
-    specs = onnx_codes.specs(form, shape[0], dtype)
+    specs = onnx_codes.specs(form, weight, dtype)
     tensors = {name: onnx_codes.tensor(integers, form, name, dtype) for name in specs}
     assert {name: (tuple(made.shape), made.dtype) for name, made in tensors.items()} == specs
     of_column = torch.arange(shape[1]) // integers.group_size
@@ -112,3 +115,47 @@ def test_packages_and_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         convert.prepare(source, "onnx", torch.bfloat16)
     prepared = convert.prepare(source, "onnx")
     assert (prepared.dtype, prepared.tables) == (torch.float32, ())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("symmetric", ["true", "false"])
+def test_bytes_are_those_of_the_tensors_that_nodes_read(
+    name: str, symmetric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products read zero points in one form, lookups in another, a tied table in both."""
+    monkeypatch.setattr(onnx, "PACKAGES", ())
+    settings = ("bits=4", "group_size=16", f"symmetric={symmetric}")
+    prepared = convert.prepare(open_source(packed(name, tmp_path, settings)), "onnx")
+    model, makers = onnx_modules.stand_ins(prepared)
+    made = {name: makers[name]() for name, _ in model.named_parameters()}
+    codes = [tensor.nbytes for name, tensor in made.items() if name.endswith((".codes", ".scales", ".zeros"))]
+    assert sum(codes) == sum(onnx.nbytes(prepared, weight) for weight in prepared.held)
+
+
+def test_the_names_of_a_model_are_matched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx, "PACKAGES", ())
+    prepared = convert.prepare(open_source(packed("llama", tmp_path)), "onnx")
+    mapping = Mock(wraps=stored_weights.get_model_conversion_mapping)
+    monkeypatch.setattr(stored_weights, "get_model_conversion_mapping", mapping)
+    onnx_modules.stand_ins(prepared)
+    assert mapping.call_count == 2  # to open the model, and to find the tensors that are converted
+
+
+def test_inputs_are_rounded_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx, "PACKAGES", ())
+    source = open_source(packed("llama", tmp_path))
+    for is_asked, level in ((True, 4), (False, None)):
+        model, _ = onnx_modules.stand_ins(convert.prepare(source, "onnx", int8_inputs=is_asked))
+        products = [module for module in model.modules() if isinstance(module, onnx_modules.Product)]
+        assert [product.attributes.get("accuracy_level") for product in products] == [level] * 15
+
+
+def test_other_targets_refuse_to_round_inputs(tmp_path: Path) -> None:
+    checkpoint = packed("llama", tmp_path)
+    source = open_source(checkpoint)
+    for name in set(convert.target_names()) - {"onnx"}:
+        with pytest.raises(ExportError, match=f"{name} takes no --int8-inputs; leave it out"):
+            convert.prepare(source, name, int8_inputs=True)
+    done = cli("export", str(checkpoint), "--to", "gptq", "--out", str(tmp_path / "out"), "--int8-inputs")
+    assert "gptq takes no --int8-inputs" in one_line(done)
+    assert not (tmp_path / "out").exists()

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from compress import api
 from compress.errors import ExportError
 from compress.export import convert, onnx_graph
+from compress.export.source import open_source
+from compress.export.targets import onnx
 from compress.model.load import load_model
 from engines import packed
 from pico import build, of_type, save
@@ -44,6 +46,7 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("gpt_neox", ("bits=4", "group_size=32")),
     ("opt", ("bits=4", "group_size=32", *KEEP_TABLES)),
 ]
+ROOT = Path(__file__).parents[2]
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -84,10 +87,30 @@ def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length).view(batch, length) * 7 % 250
 
 
-def exported(checkpoint: Path, dtype: torch.dtype | None = None) -> Session:
+def graph_of(checkpoint: Path) -> Any:
+    """Return the model of onnx that has been exported, without its tensors."""
+    return reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False)
+
+
+def nodes(model: Any) -> list[Any]:
+    """Return all nodes of a model, those of its functions and of graphs within nodes, too."""
+    graphs, found = [model.graph, *model.functions], []
+    while graphs:
+        for node in graphs.pop().node:
+            found.append(node)
+            graphs += [each.g for each in node.attribute if each.HasField("g")]
+    return found
+
+
+def levels(model: Any) -> list[int]:
+    """Return how the products of a model round their inputs, where a node says it."""
+    return [each.i for node in nodes(model) for each in node.attribute if each.name == "accuracy_level"]
+
+
+def exported(checkpoint: Path, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Session:
     reader("onnxscript")
     out = checkpoint.parent / "onnx"
-    convert.export(checkpoint, "onnx", out, dtype)
+    convert.export(checkpoint, "onnx", out, dtype, int8_inputs=int8_inputs)
     return Session(out)
 
 
@@ -133,9 +156,27 @@ def test_quantized_inputs(tmp_path: Path) -> None:
     checkpoint = packed("llama", tmp_path, settings)
     session = exported(checkpoint)
     assert_equal(checkpoint, session, EIGHT_BITS)
-    graph = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False).graph
-    levels = [each.i for node in graph.node for each in node.attribute if each.name == "accuracy_level"]
-    assert levels == [4] * 14  # not the output head
+    assert levels(graph_of(checkpoint)) == [4] * 14  # not the output head
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dtype"),
+    [
+        ("llama", ("bits=4", "group_size=32"), torch.float32),
+        ("llama_tied", ASYMMETRIC, torch.float32),
+        ("llama", ("bits=2", "group_size=-1"), torch.float16),
+        ("qwen3_moe", ("bits=8", "group_size=16"), torch.float32),
+    ],
+)
+def test_all_products_round_their_inputs_when_asked(
+    name: str, settings: tuple[str, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    checkpoint = packed(name, tmp_path, settings)
+    assert_equal(checkpoint, exported(checkpoint, dtype, int8_inputs=True), EIGHT_BITS)
+    model = graph_of(checkpoint)
+    products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
+    assert levels(model) == [4] * len(products)
+    assert len(products) >= 15  # the output head, too
 
 
 def test_half_the_precision(tmp_path: Path) -> None:
@@ -149,18 +190,32 @@ def test_a_table_that_fits_no_blocks_becomes_plain(name: str, tmp_path: Path) ->
     checkpoint = packed(name, tmp_path, ("bits=4", "group_size=16", f"embeddings={table}", f"head={table}"))
     session = exported(checkpoint)
     assert_equal(checkpoint, session)
-    graph = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False).graph
-    assert "GatherBlockQuantized" not in {node.op_type for node in graph.node}
+    assert "GatherBlockQuantized" not in {node.op_type for node in nodes(graph_of(checkpoint))}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_bytes_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+    checkpoint = packed(name, tmp_path, ASYMMETRIC)
+    exported(checkpoint)
+    prepared = convert.prepare(open_source(checkpoint), "onnx")
+    stored = [
+        next((int(entry.value) for entry in tensor.external_data if entry.key == "length"), len(tensor.raw_data))
+        for tensor in graph_of(checkpoint).graph.initializer
+        if tensor.name.endswith((".codes", ".scales", ".zeros"))
+    ]
+    assert sum(stored) == sum(onnx.nbytes(prepared, weight) for weight in prepared.held)
 
 
 def test_files_name_nothing_of_this_machine(tmp_path: Path) -> None:
     """A tied table is stored once, in the file of tensors, and nodes say nothing of the sources they come from."""
     checkpoint = packed("llama_tied", tmp_path)
     exported(checkpoint)
-    graph = (checkpoint.parent / "onnx" / onnx_graph.FILE).read_bytes()
-    assert b".py" not in graph
-    assert b"/" not in graph.replace(b"/model", b"") or str(tmp_path).encode() not in graph
-    model = reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False)
+    raw = (checkpoint.parent / "onnx" / onnx_graph.FILE).read_bytes()
+    for place in (tmp_path, ROOT, Path(torch.__file__).parents[1]):
+        assert str(place).encode() not in raw
+    model = graph_of(checkpoint)
+    assert model.graph.node
+    assert not [node.name for node in nodes(model) if node.metadata_props]
     names = [each.name for each in model.graph.initializer]
     assert len([name for name in names if ("embed_tokens" in name or "lm_head" in name) and "codes" in name]) == 1
 

@@ -151,8 +151,9 @@ def test_a_copy_of_a_tied_weight_is_the_same(changed: Callable[..., Path], pico_
 
 def test_tensors_that_are_only_renamed_are_told_from_others(pico_dir: Callable[..., Path]) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("mixtral")))
-    converted = {name: stored_weights.is_converted(skeleton.model, s[0]) for name, s in skeleton.sources.items()}
-    experts = "model.layers.0.mlp.experts.gate_up_proj"
-    assert converted[experts]
-    assert not converted["model.layers.0.mlp.gate.weight"]  # stored as block_sparse_moe.gate
-    assert not converted["model.layers.0.self_attn.q_proj.weight"]
+    converted = stored_weights.converted(skeleton.model, skeleton.checkpoint)
+    assert {name for name in converted if ".layers.0." in name} == {
+        f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
+        for expert in range(skeleton.model.config.num_local_experts)
+        for part in ("w1", "w2", "w3")
+    }

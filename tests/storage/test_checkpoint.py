@@ -88,6 +88,12 @@ def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
         assert stored.offset % stored.dtype.itemsize == 0
 
 
+def test_metadata_of_any_name_is_written(tmp_path: Path) -> None:
+    metadata = {"path": "a", "tensors": "b", "model.layers.0.weight": "c"}
+    write_shard(tmp_path / "x.safetensors", {"a": torch.ones(2)}, metadata=metadata)
+    assert checkpoint.read_metadata(tmp_path / "x.safetensors") == {"format": "pt", **metadata}
+
+
 def test_equal_tensors_give_equal_files(tmp_path: Path) -> None:
     tensors = every_dtype()
     first = write_shard(tmp_path / "first.safetensors", tensors)

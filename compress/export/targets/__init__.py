@@ -9,7 +9,8 @@ A target file has
 - `write(export, out) -> None`: write `out`, a path at which nothing is. What it has to write is in `Export`
   (compress/export/convert.py), and `export.notes` takes lines for the user;
 - `check(export) -> None`, only where there are conditions on the whole model: ExportError, before anything is written;
-- `nbytes(export, weight) -> int`, only where a weight is not written in about the size of the packed one.
+- `nbytes(export, weight) -> int`, only where a weight is not written in about the size of the packed one;
+- `INT8_INPUTS = True`, only where users may ask for products whose inputs are rounded to 8 bits (`export.int8_inputs`).
 
 Directories of safetensors files are written by compress/export/directory.py. A name such as compressed_tensors is
 written with a hyphen by users. Targets do not import each other.

@@ -2,7 +2,8 @@
 
 The directory holds model.onnx with keys and values as inputs and outputs, its tensors in model.onnx.data, and
 genai_config.json, with which onnxruntime-genai runs it. Packed embeddings are a GatherBlockQuantized node; a table that
-is tied to the output head is stored once. The graph computes in float32, or in float16 with --dtype.
+is tied to the output head is stored once. The graph computes in float32, or in float16 with --dtype. With --int8-inputs
+ONNX Runtime rounds the inputs of products to 8 bits on a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from compress.export.weights import Packed, Weight
 
 SUFFIX = ""
 PACKAGES = ("onnx_ir", "onnxscript")
+INT8_INPUTS = True
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -51,14 +53,16 @@ def nbytes(export: Export, weight: Packed) -> int:
     """Return the bytes of a weight as it is written."""
     form = onnx_codes.form_of(weight)
     assert form is not None
-    stored = onnx_codes.specs(form, weight.shape[0], export.dtype).values()
+    stored = onnx_codes.specs(form, weight, export.dtype).values()
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in stored)
 
 
 def write(export: Export, out: Path) -> None:
     """Write the directory; ExportError for scales or numbers that the type of the graph does not hold."""
-    if any(weight.stored.activations is not None for weight in export.held):
+    if export.int8_inputs or any(weight.stored.activations is not None for weight in export.held):
         export.notes.append("inputs of linears are quantized as ONNX Runtime does it on a CPU: 8 bits, in blocks")
+    elif export.held:
+        export.notes.append("products are exact, which is slow on a CPU; --int8-inputs rounds their inputs to 8 bits")
     heads = onnx_graph.cached_heads(export)
     out.mkdir(parents=True)
     onnx_graph.write(export, out, heads)
