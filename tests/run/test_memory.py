@@ -20,6 +20,7 @@ from compress.model import blockwise
 from compress.model.blockwise import FULL, QUANTIZED, HiddenStates
 from compress.model.skeleton import Skeleton
 from compress.process_memory import parse_size, show
+from compress.quant import gptq
 from compress.run import memory_plan, pipeline
 from compress.run.memory_plan import Arrangement, split
 from compress.run.plan import make
@@ -80,6 +81,7 @@ def arrange(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> C
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
     monkeypatch.setattr(process_memory, "resident", lambda: BASE)
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(gptq, "PACKED", 0)  # more than the rest of such a small model
 
     def arranged(setup: Setup, samples: int, seq_len: int, limit: int | None) -> Arrangement:
         return memory_plan.arrange(make(setup.load(), skeleton), skeleton, samples, seq_len, limit)
