@@ -1,6 +1,6 @@
-"""Run compiled code on tensors that end where memory that may not be read begins: a program, for processes of its own.
+"""Run compiled code on tensors that end where memory that may not be read begins, in processes of their own.
 
-    python tests/guard_pages.py weights | cache | refused | unchecked
+    assert guard_pages.run("weights").code == 0  # "cache", "refused", "unchecked"
 
 A read past the end of a tensor ends the process by a signal. "unchecked" shows that it does: without the check of
 calibrated tensors, compiled code reads a mean that is too short. Each prints what it did in one line.
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from runs import Result, cli
 
 PAGE = mmap.PAGESIZE
 HEADS, WIDTH, TOKENS = 2, 64, 1200
 _mapped: list[mmap.mmap] = []  # as long as the process lives
 
 
-def run(what: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, __file__, what], capture_output=True, text=True, check=False, timeout=600)
+def run(what: str) -> Result:
+    """Do one of `TASKS` in a process of its own, which prints what it did."""
+    return cli("--version", prepare=f"import guard_pages\nprint(guard_pages.TASKS[{what!r}]())")
 
 
 def guarded(tensor: Tensor) -> Tensor:
@@ -135,12 +135,9 @@ def unchecked() -> str:
     return attend(too_short(calibrated()))
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    tasks: dict[str, Callable[[], str]] = {
-        "weights": weights,
-        "cache": lambda: attend(calibrated()),
-        "refused": refused,
-        "unchecked": unchecked,
-    }
-    print(tasks[sys.argv[1]]())
+TASKS: dict[str, Callable[[], str]] = {
+    "weights": weights,
+    "cache": lambda: attend(calibrated()),
+    "refused": refused,
+    "unchecked": unchecked,
+}

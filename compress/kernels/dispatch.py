@@ -33,7 +33,7 @@ from compress.types import PackedWeight, Stored, WeightTransforms
 FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
 PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is still in the cache of a CPU
-PANELS = {torch.float32: 1 << 20}  # of some types
+PANELS = {torch.float32: 1 << 20}  # the same for types with a size of their own
 
 
 class Processor(NamedTuple):
@@ -292,7 +292,7 @@ def after(y: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Te
 
 def _hadamard(x: Tensor) -> Any:
     """Return the kernel that transforms x and changes signs in one launch; None: there is none, or x has a gradient."""
-    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or (x.requires_grad and torch.is_grad_enabled()):
         return None
     return _module(processor(x.device), "hadamard")
 

@@ -8,7 +8,8 @@ are 6 GiB. `truncated` solves every low-rank problem of the project, in the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,27 @@ FLOAT64_COLUMNS = 4096
 RETRIES = 10
 OVERSAMPLING = 16  # vectors of a subspace beside those that are wanted
 ITERATIONS = 4  # of the subspace
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 matrices as such while this is active, on GPUs too: no TF32. The caller's setting comes back.
+
+    Hessians and the errors that are fed back lose what they are made for where factors have 10 bits.
+    """
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        older: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the caller has set the newer of torch's two settings alone
+        older = None
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        products.fp32_precision = before
 
 
 class Factor(NamedTuple):

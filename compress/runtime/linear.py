@@ -19,7 +19,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 from weakref import ref
 
 import torch
@@ -187,9 +187,7 @@ class PackedLinear(PackedModule):
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
         """A plain linear with copies of the dequantized weight and the bias in `dtype`; it quantizes no inputs."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        weight = self.dequantize(dtype)
-        shared = any(weight.data_ptr() == tensor.data_ptr() for tensor in self.tensors.values())  # kept as it was
-        linear.weight = nn.Parameter(weight.clone() if shared else weight)
+        linear.weight = nn.Parameter(self.dequantize(dtype))
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().to(dtype, copy=True))
         return linear.train(self.training)
@@ -200,7 +198,7 @@ class PackedLinear(PackedModule):
             self.check(self._unchecked)
         if not self.ops:
             return self._product(x, self._parameters["bias"])  # an attribute costs as much as a small product
-        tensors = self.tensors
+        tensors = cast("dict[str, Tensor]", self._parameters)
         y = self._product(dispatch.before(x, self.ops, tensors), None)
         y = dispatch.after(y, self.ops, tensors)
         return y if self.bias is None else (y + self.bias).to(x.dtype)

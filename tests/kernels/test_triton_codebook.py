@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,28 +111,31 @@ SIGNATURE = {
 COSTS = [
     # params, rows, dtype, arch, columns, most
     (GPTVQ, 8, "fp16", 80, 4096, 3.3),
-    (GPTVQ, 8, "fp16", 90, 4096, 3.3),
     (GPTVQ, 8, "fp16", 100, 4096, 3.3),
-    (GPTVQ, 8, "bf16", 90, 4096, 3.9),
     (GPTVQ, 16, "fp16", 90, 4096, 3.7),
-    (VPTQ, 8, "fp16", 90, 4096, 3.6),
     (VPTQ, 8, "bf16", 90, 4096, 3.9),
+    (VPTQ, 16, "fp16", 90, 4100, 5.0),
+]
+MORE_COSTS = [
+    (GPTVQ, 8, "fp16", 90, 4096, 3.3),
+    (GPTVQ, 8, "bf16", 90, 4096, 3.9),
+    (VPTQ, 8, "fp16", 90, 4096, 3.6),
     (VPTQ, 16, "fp16", 90, 4096, 4.0),
     (GPTVQ, 8, "bf16", 90, 4100, 4.5),
-    (VPTQ, 16, "fp16", 90, 4100, 5.0),
 ]
 
 
-def test_machine_code() -> None:
+@pytest.mark.parametrize("costs", [COSTS, pytest.param(MORE_COSTS, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_machine_code(costs: list[tuple[Any, ...]]) -> None:
     cases = []
-    for params, rows, dtype, arch, columns, _ in COSTS:
+    for params, rows, dtype, arch, columns, _ in costs:
         constants = codebook.configuration(params, rows, (4096, columns)) | {"SPLIT": True, "USE_ASM": True}
         signature = SIGNATURE | {"x": f"*{dtype}", "out": f"*{dtype}"}
         aligned = ("code_columns", "in_features") if columns % 16 == 0 else ("code_columns",)
         cases.append(
             offline.Case("compress.kernels.triton._codebook", "multiply", signature, constants, arch, aligned=aligned)
         )
-    for cost, case, built in zip(COSTS, cases, neighbours.compile_cases(cases), strict=True):
+    for cost, case, built in zip(costs, cases, neighbours.compile_cases(cases), strict=True):
         weights = case.constants["BLOCK_N"] * case.constants["BLOCK_WORDS"] * 8 / (32 * case.warps)
         assert built.spills == 0, cost
         assert built.loop_count / weights < cost[-1], (cost, built.loop_count / weights)

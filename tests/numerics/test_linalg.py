@@ -124,3 +124,22 @@ def test_float32_only_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mismatch(upper_factor(above, 0.01), problems.damped(above, 0.01)) < 1e-5
     assert seen == [torch.float64, torch.float32]
     assert torch.equal(above, kept), "the Hessian was modified"
+
+
+@pytest.mark.parametrize("setting", ["highest", "high", "medium", "tf32"])
+def test_float32_is_multiplied_in_full_and_the_setting_comes_back(setting: str) -> None:
+    products = torch.backends.cuda.matmul
+    try:
+        if setting == "tf32":
+            products.fp32_precision = setting
+        else:
+            torch.set_float32_matmul_precision(setting)
+        before = products.fp32_precision
+        with pytest.raises(RuntimeError, match="a reason"), linalg.full_float32():
+            assert products.fp32_precision == "ieee" and torch.get_float32_matmul_precision() == "highest"
+            raise RuntimeError("a reason")
+        assert products.fp32_precision == before
+        assert setting == "tf32" or torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = "none"

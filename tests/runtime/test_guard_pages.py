@@ -18,13 +18,13 @@ import pytest
 )
 def test_what_is_checked_is_not_read_past_its_end(what: str, said: str) -> None:
     done = guard_pages.run(what)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith(said)
+    assert done.code == 0, done.err[-2000:]
+    assert done.out.startswith(said)
 
 
 def test_the_page_is_in_the_way() -> None:
     """Of a mean that is too short, which the check would refuse."""
     done = guard_pages.run("unchecked")
-    if "plain code" in done.stdout or "RuntimeError" in done.stderr:
+    if "plain code" in done.out or "RuntimeError" in done.err:
         pytest.skip("no compiled code on this processor")
-    assert done.returncode == -signal.SIGSEGV, done.stderr[-2000:]
+    assert done.code == -signal.SIGSEGV, done.err[-2000:]

@@ -328,7 +328,7 @@ def test_without_gradients_integers_may_be_used(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 @pytest.mark.usefixtures("small_weights_too")
 def test_few_rows_are_left_to_the_kernel_that_reads_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, few, many = layer_of(int_weight((32, 128), 4, -1), INT8), random(3, 128, dtype=BF16), random(99, 128)
+    layer, few, many = layer_of(int_weight((32, 96), 4, -1), INT8), random(3, 96, dtype=BF16), random(99, 96)
     assert dispatch.taken("int", layer.params, layer.shape, few)
     assert not dispatch.taken("int", layer.params, layer.shape, many.to(BF16))
     count = []
@@ -337,7 +337,7 @@ def test_few_rows_are_left_to_the_kernel_that_reads_what_is_stored(monkeypatch: 
     y, expected = layer(few), reference(layer, few)
     assert not count and (y.double() - expected).norm() <= 0.01 * expected.norm()
     assert layer(many.to(BF16)).shape == (99, 32) and len(count) == 1
-    eight = layer_of(int_weight((32, 128), 8, -1), INT8)
+    eight = layer_of(int_weight((32, 96), 8, -1), INT8)
     eight(few)
     assert len(count) == 2, "codes of 8 bits are read as they are stored by both"
 

@@ -72,9 +72,11 @@ def test_logits_are_those_of_the_decoded_weights(checkpoint: Path) -> None:
     assert (ours - plain).norm() < 0.02 * plain.norm()
 
 
-def test_a_model_compiles_whole(checkpoint: Path) -> None:
+def test_a_model_compiles_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is traced, rotations are torch's own; all else gives the same bits."""
     model = compress.load(checkpoint, dtype=torch.bfloat16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        expected = model(PROMPT, use_cache=False).logits
-        assert torch.equal(compiled(PROMPT, use_cache=False).logits, expected)
+        found = compiled(PROMPT, use_cache=False).logits
+        monkeypatch.setattr(dispatch, "_hadamard", lambda x: None)
+        assert torch.equal(model(PROMPT, use_cache=False).logits, found)

@@ -25,6 +25,7 @@ MOST = 12
 MOST_OF_INTEGERS = 32  # of the int format, where `widens`: the panels win from 48
 MOST_OF_CODEBOOKS = 24
 MOST_FLOAT16 = 1024
+EVERY = 1 << 30  # any number
 SMALL = 1 << 14  # weights, up to which a weight that is decoded once stays in the processor's cache
 THREAD = 1 << 21  # products of a weight and an activation that are worth waking a thread
 
@@ -75,12 +76,12 @@ class Emitter(llvm.Emitter):
             vector = self.b.fadd(low, self.shuffled(vector, vector, list(range(lanes, 2 * lanes))))
         return self.b.extract_element(vector, self.word(0))
 
-    def scaled_sums(self, scales: Any, sums: Any, m: int, spans: Any) -> Any:
-        """Return the sum over all spans of scale times sum of the activations of row m."""
+    def scaled_sums(self, scales: Any, sums: Any, m: Any, spans: Any) -> Any:
+        """Return the sum over all spans of scale times sum of the activations of row m, a value."""
         b, total = self.b, self.variable(self.float)
         b.store(self.float(0.0), total)
         with self.loop(spans) as u:
-            cell = b.add(b.mul(spans, self.i64(m)), u)
+            cell = b.add(b.mul(spans, m), u)
             product = b.fmul(self.load(scales, cell, self.float), self.load(sums, cell, self.float))
             b.store(b.fadd(b.load(total), product), total)
         return b.load(total)

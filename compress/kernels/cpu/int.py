@@ -11,7 +11,7 @@ sixteen rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product as pairs
@@ -26,12 +26,16 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.int_tiles import IntTiles
 from compress.kernels.cpu.small_matmul import Layout, Product
-from compress.kernels.cpu.unpack import NarrowTiles, Planar, ShortTiles, lanes
+from compress.kernels.cpu.tiled_sums import SPACE
+from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles
 from compress.numerics.packing import FIELDS
 
-SHORTS = 32  # int16 of a register of 512 bits
 ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
+# Tiles are faster from so many rows of activations on where spans are long, and take so many at once. They beat panels
+# up to 128 rows in spans of 128 columns, always in longer ones (4096 x 4096, one thread of an Emerald Rapids).
+LEAST_TILED, MOST_TILED, LEAST_SPAN, MOST_OF_LEAST_SPAN = 12, 64, 128, 128
 TOGETHER = 2  # rows that share a load of activations; the sums of four rows and tokens do not fit the registers
 
 
@@ -48,22 +52,6 @@ def span_blocks(params: Params) -> int:
     return blocks if fields % blocks == 0 else 1
 
 
-def vector_lanes(tile_words: int, span: int) -> int:
-    """Return the codes of a vector: those of several fields, where a tile has few words and they share their scales."""
-    return SHORTS if span % SHORTS == 0 else lanes(tile_words)
-
-
-def whole_tiles(
-    e: emitter.Emitter, planes: Sequence[Any], bits: int, tile_words: int, in_row: Any, vector: int
-) -> Callable[[Any, Any, int], Any]:
-    """Return the function of (tile, row, column of the tile) that reads `vector` codes of whole tiles."""
-    if vector > tile_words:
-        short = ShortTiles(e, planes, PLANES[bits], tile_words, in_row)
-        return lambda tile, row, column: short.codes(tile, row, column, vector)
-    planar = Planar(e, planes, PLANES[bits], tile_words, in_row)
-    return lambda tile, row, column: planar.codes(tile, row, *divmod(column, tile_words))
-
-
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Int | None:
     """Return the product with a weight of any width, if its groups are whole blocks of TW columns."""
     return Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
@@ -77,17 +65,32 @@ class Int(Product):
         zeros = tensors["scales" if params.symmetric else "zeros"]
         words = [tensors[f"words{width}"] for width in PLANES[params.bits]]
         vector = vector_lanes(params.tile_words, span)
-        layout = Layout(shape[1], shape[0], spans * span, rows, span, vector, spans * ROWS)
+        layout = Layout(shape[1], shape[0], spans * span, rows, span, vector, SPACE + (1 + spans) * ROWS)
         group = columns if params.group_size == -1 else params.group_size
         stored = [t.data_ptr() for t in (*words, tensors["scales"], zeros)]
         super().__init__(tensors, params, shape, layout, stored, (spans, rows, group, tiles, tail))
         self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
+        self._has_tiles = span >= LEAST_SPAN and span % SHORTS == 0
+
     def most_rows(self, dtype: torch.dtype) -> int:
-        return emitter.MOST_OF_INTEGERS if emitter.widens(dtype) else super().most_rows(dtype)
+        if not emitter.widens(dtype):
+            return super().most_rows(dtype)
+        if not self._has_tiles:
+            return emitter.MOST_OF_INTEGERS
+        return MOST_OF_LEAST_SPAN if self.layout.span < 2 * LEAST_SPAN else emitter.EVERY
+
+    def together(self, tokens: int) -> int:
+        return min(tokens, MOST_TILED) if self._has_tiles and tokens >= LEAST_TILED else super().together(tokens)
+
+    def lanes(self, tokens: int) -> int:
+        return self.layout.span if tokens >= LEAST_TILED else self.layout.lanes
 
     def kernel(self, tokens: int) -> Callable[..., None]:
-        return llvm.function(_Sums, *self._settings, tokens)
+        if tokens < LEAST_TILED:
+            return llvm.function(_Sums, *self._settings, tokens)
+        function = llvm.function(IntTiles, *self._settings)
+        return lambda *arguments: function(*arguments, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         sizes = (self.shape[1], *self.sizes[1:])

@@ -113,6 +113,14 @@ class Product(Prepared):
         """Return the measured number of rows, see `emitter.MOST`."""
         return rows.most_rows(dtype, self.most)
 
+    def together(self, tokens: int) -> int:
+        """Return how many rows of activations the kernel takes at once, of so many."""
+        return next(count for count in TOKENS if count <= tokens)
+
+    def lanes(self, tokens: int) -> int:
+        """Return the columns whose activations lie beside each other, for so many rows at once."""
+        return self.layout.lanes
+
     def panel_type(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if rows.widens(dtype) else dtype
 
@@ -152,7 +160,7 @@ class Product(Prepared):
         if self.gathers:
             self.gather(source, base + gathered, tokens, dtype)
             given, columns = base + gathered, layout.columns
-        spans, span, lanes = layout.spans, layout.span, layout.lanes
+        spans, span, lanes = layout.spans, layout.span, self.lanes(tokens)
         steps.quantize(given, base + x16, base + scales, base + sums, tokens, spans, span, lanes, columns)
 
     def run(self, tokens: int, dtype: torch.dtype, source: int, base: int, target: int, width: int) -> None:
@@ -203,7 +211,7 @@ def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
     left, size, dtype = x.numel() // inputs, x.element_size(), x.dtype
     source, target = x.data_ptr(), out.data_ptr()
     while left:
-        tokens = 1 if left == 1 else next(t for t in TOKENS if t <= left)  # most calls have one
+        tokens = 1 if left == 1 else parts[0].together(left)  # most calls have one
         nbytes = max(part.steps(tokens, dtype).nbytes for part in parts)
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # the defaults may be others
         base, place = memory.data_ptr(), target
@@ -251,7 +259,7 @@ class SpanSums(Writer):
                 self._scale_span(u, m)
         for m in range(self.tokens):
             bias = self.float(self.bias * sum(self.ratios))
-            bias = b.fmul(self.scaled_sums(self.x_scales, self.x_sums, m, self.spans), bias)
+            bias = b.fmul(self.scaled_sums(self.x_scales, self.x_sums, self.i64(m), self.spans), bias)
             for i in range(self.together):
                 place = b.add(b.mul(self.rows, self.i64(m)), b.add(row, self.i64(i)))
                 self.store(b.fsub(self.total(b.load(self.sums[i, m])), bias), self.out, place)

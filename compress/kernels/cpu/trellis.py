@@ -2,9 +2,11 @@
 
     y[m, r] = row_scale[r] scale / divisor * sum over spans u of x_scale[m, u] sum_c (bytes[r, c] - 510) x16[m, c]
 
-Sixteen rows at a time: the windows of all columns of a row lie at the same bits of their words, so that one shift of
-whole vectors of words gives their states, one multiplication the words whose bytes are summed, pairwise and then with
-the activation twice. 510 is taken off the sums, times the sum of the activations.
+Sixteen rows of a column are whole words, in which the windows of all columns lie at the same bits. A vector of words of
+32 columns is shifted to the states of a row, whose products mod 2^32 are three products of 16 bits. Their bytes are
+summed and kept in the nearest cache (tiled_sums.py). 510 is taken off in the end, times the sum of the activations.
+A weight takes a quarter of an instruction, in vectors of 512 bits, however many rows of activations there are, and one
+32nd for each of them.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.small_matmul import Factors, Layout, Product, SpanSums
+from compress.kernels.cpu.small_matmul import Factors, Layout, Product
+from compress.kernels.cpu.tiled_sums import CHUNK, ROWS, SPACE, TiledSums
 
-ROWS = trellis_format.ROW_MULTIPLE
+TOGETHER = 64  # rows of activations in one call: their sums stay in a processor's cache
 SPAN = 512  # columns that share the scale of an activation: their sums stay below 2^31
-CHUNK = 2 * LANES  # columns of one vector of words
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
@@ -37,7 +39,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prod
 class _Product(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, spans = trellis_format.padded_rows(params, shape[0]), -(-shape[1] // SPAN)
-        layout = Layout(shape[1], shape[0], spans * SPAN, rows, SPAN, CHUNK, 0)
+        layout = Layout(shape[1], shape[0], spans * SPAN, rows, SPAN, SPAN, SPACE + 1)
         sizes = (shape[1], spans, rows, params.tile_rows // ROWS)
         by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
         factors = Factors(tensors["scale"].data_ptr(), by_row, BYTE_SUMS[params.code][2])
@@ -45,7 +47,16 @@ class _Product(Product):
 
     def kernel(self, tokens: int) -> Callable[..., None]:
         factor, addend, _ = BYTE_SUMS[self.params.code]
-        return llvm.function(_Sums, self.params.bits, self.params.state_bits, factor, addend, tokens)
+        function = llvm.function(_Sums, self.params.bits, self.params.state_bits, factor, addend)
+        return lambda *arguments: function(*arguments, tokens)
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Any number, but where products of bfloat16 are faster than those of int16."""
+        is_slower = dtype == torch.float16 or emitter.widens(dtype)
+        return emitter.EVERY if is_slower else super().most_rows(dtype)
+
+    def together(self, tokens: int) -> int:
+        return min(tokens, TOGETHER)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         params = self.params
@@ -73,9 +84,9 @@ class _Trellis(row_decoder.Writer):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(name, pointers, integers, dtype)
-        self.bits, self.mask = bits, (1 << state_bits) - 1
+        self.bits, self.state_bits = bits, state_bits
         self.factor, self.addend = hash
-        self.kind, self.int32 = self.vector(self.float, LANES), self.vector(self.word, LANES)
+        self.int32 = self.vector(self.word, LANES)
 
     def _lines(self, block: Any) -> list[Any]:
         """Offsets of the lines of words of sixteen rows, the one before them first: the stream is circular."""
@@ -101,66 +112,86 @@ class _Trellis(row_decoder.Writer):
 
     def _states(self, before: Any, words: Any, shift: int) -> Any:
         """The windows that end `shift` bits before the end of `words`, int16."""
-        b, kind = self.b, self.vector(self.short, CHUNK)
-        places = self.constant(self.short, CHUNK, shift)
-        window = self.intrinsic(f"llvm.fshr.v{CHUNK}i16", kind, before, words, places) if shift else words
-        return window if self.mask == 0xFFFF else b.and_(window, self.constant(self.short, CHUNK, self.mask))
+        b, places = self.b, self._shorts(shift)
+        if shift + self.state_bits <= 16:
+            window = b.lshr(words, places)
+        else:
+            window = self.intrinsic(f"llvm.fshr.v{CHUNK}i16", words.type, before, words, places)
+        return window if shift + self.state_bits == 16 else b.and_(window, self._shorts((1 << self.state_bits) - 1))
 
-    def _byte_sums(self, states: Any) -> tuple[Any, Any]:
-        """For even and odd columns two int16 that add up to the sum of the four bytes."""
+    def _byte_sums(self, states: Any) -> Any:
+        """The sums of the four bytes, int16."""
+        low, high = self._hashed(states)
+        return self.b.add(self._both_bytes(low), self._both_bytes(high))
+
+    def _hashed(self, states: Any) -> tuple[Any, Any]:
+        """The low and the high halves of states * factor + addend mod 2^32, int16."""
         b = self.b
-        wide, low = b.bitcast(states, self.int32), self.constant(self.word, LANES, 0xFFFF)
-        sums = []
-        for part in (b.and_(wide, low), b.lshr(wide, self.constant(self.word, LANES, 16))):
-            product = b.mul(part, self.constant(self.word, LANES, self.factor))
-            if self.addend:
-                product = b.add(product, self.constant(self.word, LANES, self.addend))
-            sums.append(self.byte_pairs(product))
-        return sums[0], sums[1]
+        low = b.mul(states, self._shorts(self.factor))
+        high = b.add(self._high_half(states, self.factor & 0xFFFF), b.mul(states, self._shorts(self.factor >> 16)))
+        if not self.addend:
+            return low, high
+        low = b.add(low, self._shorts(self.addend))
+        carry = b.zext(b.icmp_unsigned("<", low, self._shorts(self.addend)), low.type)
+        return low, b.add(b.add(high, self._shorts(self.addend >> 16)), carry)
+
+    def _high_half(self, values: Any, factor: int) -> Any:
+        """The high halves of values * factor; one instruction, which LLVM finds."""
+        b, wide = self.b, self.vector(self.word, CHUNK)
+        product = b.mul(b.zext(values, wide), self.constant(self.word, CHUNK, factor))
+        return b.trunc(b.lshr(product, self.constant(self.word, CHUNK, 16)), values.type)
+
+    def _both_bytes(self, values: Any) -> Any:
+        return self.byte_pairs(self.b.bitcast(values, self.int32))
+
+    def _shorts(self, value: int) -> Any:
+        return self.constant(self.short, CHUNK, value & 0xFFFF)
 
 
-class _Sums(_Trellis, SpanSums):
-    """void product(words, x16, x_scales, x_sums, out, space, first, last, columns, spans, rows, blocks of a tile)."""
+class _Sums(_Trellis, TiledSums):
+    """void product(words, x16, x_scales, x_sums, out, space, first, last, columns, spans, rows, blocks of a tile,
+    rows of activations)."""
 
-    def __init__(self, bits: int, state_bits: int, factor: int, addend: int, tokens: int) -> None:
-        super().__init__("product", 6, 6, bits, state_bits, (factor, addend))
-        self.words, self.x16, self.x_scales, self.x_sums, self.out, _ = self.pointers
-        first, last, self.columns, self.spans, self.rows, self.tile_blocks = self.integers
-        self.allocate(ROWS // tokens, tokens, bias=CENTRE)  # rows whose sums fit the registers
-        with self.loop(last, first) as block:
-            lines = self._lines(block)
-            for row in range(0, ROWS, self.together):
-                start = self.b.add(self.b.mul(block, self.i64(ROWS)), self.i64(row))
-                self.sum_rows(start, partial(self._add_span, lines, row))
-        self.b.ret_void()
+    span = SPAN
 
-    def _add_span(self, lines: list[Any], row: int, u: Any) -> None:
+    def __init__(self, bits: int, state_bits: int, factor: int, addend: int) -> None:
+        super().__init__("product", 6, 7, bits, state_bits, (factor, addend))
+        self.words, self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers
+        first, last, self.columns, self.spans, self.rows, self.tile_blocks, self.tokens = self.integers
+        with self.loop(self.tokens) as m:
+            sums = self.scaled_sums(self.x_scales, self.x_sums, m, self.spans)
+            self.store(self.b.fmul(self.float(CENTRE), sums), self.space, self.further(m))
+        self.write(first, last, SPAN)
+
+    def start_block(self, block: Any) -> None:
+        self.lines = self._lines(block)
+
+    def add_columns(self) -> None:
         b = self.b
-        start = b.mul(u, self.i64(SPAN))
-        width = self.smaller(b.sub(self.columns, start), self.i64(SPAN))
-        self.in_chunks(width, CHUNK, lambda first, rest: self._chunk(b.add(start, first), rest, lines, row))
+        with self.loop(self.spans) as u:
+            start = b.mul(u, self.i64(SPAN))
+            width = self.smaller(b.sub(self.columns, start), self.i64(SPAN))
+            self.in_chunks(width, CHUNK, partial(self._chunk, start))
+            count = b.udiv(b.add(width, self.i64(CHUNK - 1)), self.i64(CHUNK))
+            self.add_span(u, self.i64(0), self.i64(0), count)
 
-    def _chunk(self, column: Any, rest: Any, lines: list[Any], row: int) -> None:
-        """Add the products of a vector of columns, of `rest` ones only if it is given."""
-        b = self.b
-        words: dict[int, Any] = {}
-        inputs = [self._inputs(column, m) for m in range(self.tokens)]
-        for i in range(self.together):
-            states = self._windows(words, lines, row + i, column, rest)
-            for sums, part in zip(self._byte_sums(states), (0, 1), strict=True):
-                for m in range(self.tokens):
-                    total = b.add(b.load(self.partial[i, m, 0]), self.pair_sums(sums, inputs[m][part]))
-                    b.store(total, self.partial[i, m, 0])
+    def _chunk(self, start: Any, first: Any, rest: Any) -> None:
+        """Decode a vector of columns, of `rest` ones only if it is given."""
+        b, words = self.b, dict[int, Any]()
+        column = b.add(start, first)
+        if rest is None:
+            next_block = b.mul(self.columns, self.i64(self.bits))
+            for line in self.lines[1:]:
+                self.prefetch(self.words, b.add(b.add(line, column), next_block), self.short)
+        for row in range(ROWS):
+            sums = self._byte_sums(self._windows(words, self.lines, row, column, rest))
+            self.store(sums, self.decoded, b.add(first, self.i64(row * SPAN)))
 
-    def _inputs(self, column: Any, m: int) -> tuple[Any, Any]:
-        """Each even, and each odd, activation twice, as int16."""
-        b, both = self.b, self.vector(self.short, CHUNK)
-        offset = b.add(b.mul(column, self.i64(self.tokens)), self.i64(m * CHUNK))
-        x = b.bitcast(self.load(self.x16, offset, self.short, CHUNK), self.int32)
-        half, low = self.constant(self.word, LANES, 16), self.constant(self.word, LANES, 0xFFFF)
-        even = b.or_(b.and_(x, low), b.shl(x, half))
-        odd = b.or_(b.lshr(x, half), b.and_(x, self.constant(self.word, LANES, -0x10000)))
-        return b.bitcast(even, both), b.bitcast(odd, both)
+    def scale(self, u: Any, row: Any, token: Any) -> Any:
+        return self.load(self.x_scales, self.b.add(self.b.mul(self.spans, token), u), self.float)
+
+    def surplus(self, token: Any) -> Any:
+        return self.splat(self.load(self.space, self.further(token), self.float), LANES)
 
 
 class _Decode(_Trellis):
@@ -173,7 +204,7 @@ class _Decode(_Trellis):
         self.words, scale, self.row_scales, self.out = self.pointers
         first, last, self.start, self.stop, self.columns, self.tile_blocks = self.integers
         self.by_row, self.high, self.low = by_row, *two_floats(1 / divisor)
-        self.scale = self.splat(self.load(scale, self.i64(0), self.float), LANES)
+        self.scale = self.splat(self.load(scale, self.i64(0), self.float), CHUNK)
         with self.loop(last, first) as block:
             self.in_chunks(self.columns, CHUNK, partial(self._chunk, block, self._lines(block)))
         self.b.ret_void()
@@ -184,24 +215,20 @@ class _Decode(_Trellis):
         for i in range(ROWS):
             row = b.add(b.mul(block, self.i64(ROWS)), self.i64(i))
             with b.if_then(b.icmp_signed("<", row, self.stop)):
-                parts = [
-                    self._values(sums, row) for sums in self._byte_sums(self._windows(words, lines, i, column, rest))
-                ]
-                values = self.rounded(self.shuffled(parts[0], parts[1], [j // 2 + j % 2 * LANES for j in range(CHUNK)]))
+                sums = self._byte_sums(self._windows(words, lines, i, column, rest))
                 place = b.add(b.mul(b.sub(row, self.start), self.columns), column)
-                self.store_some(values, self.out, place, rest)
+                self.store_some(self.rounded(self._values(sums, row)), self.out, place, rest)
 
     def _values(self, sums: Any, row: Any) -> Any:
-        """Weights of every other column, float32."""
-        b = self.b
-        total = self.pair_sums(sums, self.constant(self.short, CHUNK, 1))
-        centred = b.sitofp(b.sub(total, self.constant(self.word, LANES, CENTRE)), self.kind)
-        low = b.fmul(centred, self.floats(self.low))
-        value = self.intrinsic(f"llvm.fma.v{LANES}f32", self.kind, centred, self.floats(self.high), low)
+        """Weights, float32."""
+        b, kind = self.b, self.vector(self.float, CHUNK)
+        centred = b.sitofp(b.sub(sums, self._shorts(CENTRE)), kind)
+        low = b.fmul(centred, self.constant(self.float, CHUNK, self.low))
+        value = self.intrinsic(f"llvm.fma.v{CHUNK}f32", kind, centred, self.constant(self.float, CHUNK, self.high), low)
         value = b.fmul(value, self.scale)
         if not self.by_row:
             return value
-        return b.fmul(value, self.splat(self.load_floats(self.row_scales, row, torch.float16), LANES))
+        return b.fmul(value, self.splat(self.load_floats(self.row_scales, row, torch.float16), CHUNK))
 
 
 def two_floats(value: float) -> tuple[float, float]:

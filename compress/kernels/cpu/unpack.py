@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from compress.formats.int import PLANES
 from compress.kernels.cpu.emitter import LANES, Emitter
 from compress.numerics.packing import FIELDS, WORDS
 
@@ -12,6 +13,9 @@ from compress.numerics.packing import FIELDS, WORDS
 # by itself. Weights not in its cache, one row of activations: 650 -> 460 us at 4 bits, 4096 x 4096; 205 -> 125 us at
 # 2816 x 1024.
 AHEAD = 4096
+
+
+SHORTS = 32  # int16 of a register of 512 bits
 
 
 def lanes(tile_words: int) -> int:
@@ -146,3 +150,19 @@ def field_codes(emitter: Emitter, width: int, field: int, word: Callable[[int], 
         return bits(field // 5, field % 5 * 3, 7)
     spare = [bits(i, 15 - i, 1 << i) for i in range(3)]  # bit 15 of word i is bit i of the sixteenth code
     return b.or_(b.or_(spare[0], spare[1]), spare[2])
+
+
+def vector_lanes(tile_words: int, span: int) -> int:
+    """Return the codes of a vector: those of several fields, where a tile has few words and they share their scales."""
+    return SHORTS if span % SHORTS == 0 else lanes(tile_words)
+
+
+def whole_tiles(
+    e: Emitter, planes: Sequence[Any], bits: int, tile_words: int, in_row: Any, vector: int
+) -> Callable[[Any, Any, int], Any]:
+    """Return the function of (tile, row, column of the tile) that reads `vector` codes of whole tiles."""
+    if vector > tile_words:
+        short = ShortTiles(e, planes, PLANES[bits], tile_words, in_row)
+        return lambda tile, row, column: short.codes(tile, row, column, vector)
+    planar = Planar(e, planes, PLANES[bits], tile_words, in_row)
+    return lambda tile, row, column: planar.codes(tile, row, *divmod(column, tile_words))

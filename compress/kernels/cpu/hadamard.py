@@ -1,0 +1,180 @@
+"""Apply the Hadamard transform of compress/numerics/hadamard.py on a CPU in one compiled call, signs included.
+
+For a size K * 2^p, the sums and differences of the power of two are taken in registers, four levels in one pass over a
+row, first inside of vectors of 16 numbers and between 16 of them. A table of order K then gives sums over K numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.formats.transforms import unpack_signs
+from compress.kernels import llvm
+from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.row_decoder import Writer
+from compress.numerics import hadamard
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+LEAST_POWER = 4  # of two: whole vectors
+RADIX = 16  # vectors in registers
+TOGETHER = 8  # sums of a table in registers
+THREAD = 1 << 17  # numbers that are worth waking a thread
+
+
+def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+    """Return diag(after) H diag(before) x for each vector of x [..., n], of the same type.
+
+    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/formats/transforms.py packs them; None: ones. Sums
+    are those of float32. Other types than `TYPES`, and sizes with few factors of two, are left to PyTorch.
+    """
+    n = x.shape[-1]
+    if not supports(x):
+        return _flipped(hadamard.transform(_flipped(x, before)), after)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    run, table = _prepared(n, x.dtype, before is not None, after is not None)
+    signs = [0 if bitmap is None else bitmap.data_ptr() for bitmap in (before, after)]
+    source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
+
+    def work(first: int, last: int) -> None:
+        space = torch.empty(n, dtype=torch.float32, device="cpu")
+        run(source + first * step, *signs, table, space.data_ptr(), target + first * step, last - first)
+
+    llvm.parallel(work, x.numel() // n, -(-THREAD // n))
+    return out
+
+
+def supports(x: Tensor) -> bool:
+    """Return whether a compiled function transforms x."""
+    return x.dtype in TYPES and llvm.available() and hadamard.order(x.shape[-1]).power >= LEAST_POWER
+
+
+@cache
+def _prepared(n: int, dtype: torch.dtype, before: bool, after: bool) -> tuple[Callable[..., None], int]:
+    """Return what transforms vectors of n numbers, and the address of its table."""
+    order = hadamard.order(n)
+    run = llvm.function(_Transform, order.K, order.power, dtype, before, after)
+    return run, _table(order).data_ptr() if order.K > 1 else 0
+
+
+@cache
+def _table(order: hadamard.Order) -> Tensor:
+    with torch.inference_mode(False):
+        return hadamard.table(order).to("cpu", torch.float32).contiguous()
+
+
+def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
+    return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
+
+
+class _Transform(Writer):
+    """void transform(x, signs before, signs after, table, space, out, rows): space for the float32 numbers of a row."""
+
+    def __init__(self, K: int, power: int, dtype: torch.dtype, before: bool, after: bool) -> None:
+        super().__init__("transform", 6, 1, dtype)
+        self.x, signs_before, signs_after, self.table, self.space, self.out = self.pointers
+        self.before, self.after = (s if has else None for s, has in ((signs_before, before), (signs_after, after)))
+        (rows,) = self.integers
+        self.K, self.vectors = K, 1 << power - LEAST_POWER  # of the power of two
+        n = K << power
+        self.factor = self.floats(n**-0.5)
+        with self.loop(rows) as row:
+            self.start = self.b.mul(row, self.i64(n))
+            near = min(RADIX, self.vectors)
+            with self.loop(self.i64(K * self.vectors // near)) as i:
+                self._read(self.b.mul(i, self.i64(near)), near)
+            step = near
+            while step < self.vectors:
+                size = min(RADIX, self.vectors // step)
+                self._levels(step, size)
+                step *= size
+            if K == 1:
+                with self.loop(self.i64(self.vectors)) as i:
+                    self._write(self._load(i), i)
+            else:
+                self._sums_of_table()
+        self.b.ret_void()
+
+    def _read(self, first: Any, count: int) -> None:
+        """Put `count` vectors from number `first` on into the space, and take the levels in and between them."""
+        b, vectors = self.b, []
+        for i in range(count):
+            number = b.add(first, self.i64(i))
+            x = self.load_floats(self.x, b.add(self.start, b.mul(number, self.i64(LANES))), self.dtype, LANES)
+            vectors.append(self._inside(self._signed(x, self.before, number)))
+        for i, vector in enumerate(self._between(vectors)):
+            self._keep(vector, b.add(first, self.i64(i)))
+
+    def _levels(self, step: int, size: int) -> None:
+        """Take the levels between `size` vectors that are `step` apart."""
+        b = self.b
+        with self.loop(self.i64(self.K * self.vectors // (step * size))) as i, self.loop(self.i64(step)) as j:
+            first = b.add(b.mul(i, self.i64(step * size)), j)
+            places = [b.add(first, self.i64(step * k)) for k in range(size)]
+            for vector, place in zip(self._between([self._load(place) for place in places]), places, strict=True):
+                self._keep(vector, place)
+
+    def _sums_of_table(self) -> None:
+        """Write the products of the table with K numbers that are a power of two apart, some rows of it at a time."""
+        b, K, together = self.b, self.K, min(TOGETHER, self.K)
+        with self.loop(self.i64(self.vectors)) as column, self.loop(self.i64(-(-K // together))) as group:
+            row = self.smaller(b.mul(group, self.i64(together)), self.i64(K - together))  # the last ones may be again
+            sums = [self.variable(self.factor.type) for _ in range(together)]
+            for variable in sums:
+                b.store(self.floats(0.0), variable)
+            with self.loop(self.i64(K)) as j:
+                vector = self._load(b.add(b.mul(j, self.i64(self.vectors)), column))
+                for r, variable in enumerate(sums):
+                    place = b.add(b.mul(b.add(row, self.i64(r)), self.i64(K)), j)
+                    factor = self.splat(self.load(self.table, place, self.float), LANES)
+                    b.store(self.multiply_add(vector, factor, b.load(variable)), variable)
+            for r, variable in enumerate(sums):
+                number = b.add(b.mul(b.add(row, self.i64(r)), self.i64(self.vectors)), column)
+                self._write(b.load(variable), number)
+
+    def _inside(self, vector: Any) -> Any:
+        """Take the levels inside of a vector."""
+        for distance in (1, 2, 4, 8):
+            other = self.shuffled(vector, vector, [i ^ distance for i in range(LANES)])
+            signs = self.ir.Constant(vector.type, [-1.0 if i & distance else 1.0 for i in range(LANES)])
+            vector = self.multiply_add(vector, signs, other)
+        return vector
+
+    def _between(self, vectors: list[Any]) -> list[Any]:
+        """Take the levels between vectors."""
+        vectors, distance = list(vectors), 1
+        while distance < len(vectors):
+            for i in range(len(vectors)):
+                if not i & distance:
+                    a, c = vectors[i], vectors[i + distance]
+                    vectors[i], vectors[i + distance] = self.b.fadd(a, c), self.b.fsub(a, c)
+            distance *= 2
+        return vectors
+
+    def _load(self, number: Any) -> Any:
+        return self.load(self.space, self.b.mul(number, self.i64(LANES)), self.float, LANES)
+
+    def _keep(self, vector: Any, number: Any) -> None:
+        self.store(vector, self.space, self.b.mul(number, self.i64(LANES)))
+
+    def _write(self, vector: Any, number: Any) -> None:
+        b = self.b
+        value = self.rounded(self._signed(b.fmul(vector, self.factor), self.after, number))
+        self.store(value, self.out, b.add(self.start, b.mul(number, self.i64(LANES))))
+
+    def _signed(self, vector: Any, bitmap: Any, number: Any) -> Any:
+        if bitmap is None:
+            return vector
+        b = self.b
+        negative = b.bitcast(self._bits(bitmap, number), self.vector(self.ir.IntType(1), LANES))
+        return b.select(negative, b.fneg(vector), vector)
+
+    def _bits(self, bitmap: Any, number: Any) -> Any:
+        """Sixteen bits, lowest first."""
+        pointer = self.at(bitmap, self.b.mul(number, self.i64(2)), self.byte)
+        return self.b.load(pointer, typ=self.short, align=1)

@@ -1,0 +1,84 @@
+"""The compiled Hadamard transform on a CPU: the numbers of compress/numerics/hadamard.py, signs included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import problems
+from compress.formats import transforms
+from compress.formats.transforms import pack_signs, unpack_signs
+from compress.kernels import dispatch, llvm
+from compress.kernels.cpu import hadamard
+from compress.numerics import hadamard as reference
+from compress.types import WeightTransforms
+
+pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
+
+SIZES = [16, 32, 128, 448, 576, 1024, 2816, 4096]  # Sylvester, and tables of both kinds of Paley
+HARTLEY = 16 * 59  # no table of +-1 is known
+
+
+@pytest.mark.parametrize("size", [*SIZES, HARTLEY])
+def test_transform_is_that_of_the_package(size: int) -> None:
+    x = problems.random(3, size)
+    assert hadamard.supports(x)
+    expected = reference.transform(x.double())
+    torch.testing.assert_close(hadamard.transform(x).double(), expected, rtol=0, atol=5e-6)
+    for dtype, error in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        found, exact = hadamard.transform(x.to(dtype)), reference.transform(x.to(dtype).double())
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), exact, rtol=error, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [64, 320])
+def test_signs_before_and_after(size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, size, generator=generator)
+    before, after = (pack_signs(torch.rand(size, generator=generator) < 0.5) for _ in range(2))
+    exact = reference.transform(x.double() * unpack_signs(before, size, torch.float64))
+    signs = unpack_signs(after, size, torch.float64)
+    torch.testing.assert_close(hadamard.transform(x, before).double(), exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(hadamard.transform(x, before, after).double(), exact * signs, rtol=0, atol=2e-6)
+
+
+def test_any_shape_strides_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = problems.random(7, 256)
+    expected = hadamard.transform(x)
+    assert torch.equal(hadamard.transform(x[3]), expected[3])
+    assert hadamard.transform(x[:0]).shape == (0, 256)
+    wide = torch.stack([x, x + 1], -1)
+    assert torch.equal(hadamard.transform(wide[..., 0]), expected)
+    monkeypatch.setattr(hadamard, "THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(hadamard.transform(x), expected)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(36, torch.float32), (8, torch.bfloat16), (64, torch.float64)])
+def test_other_sizes_and_types_are_left_to_the_package(size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, size, dtype=dtype)
+    assert not hadamard.supports(x)
+    signs = pack_signs(torch.rand(size) < 0.5)
+    assert torch.equal(hadamard.transform(x, signs), reference.transform(x * unpack_signs(signs, size, dtype)))
+
+
+def test_layers_take_it_where_no_gradient_passes() -> None:
+    ops = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "signs"))
+    signs = {"in_signs": pack_signs(torch.arange(64) % 3 == 0), "out_signs": pack_signs(torch.arange(64) % 5 == 0)}
+    x = problems.random(2, 64)
+    found = dispatch.before(x, ops, signs)
+    assert torch.equal(found, hadamard.transform(x, signs["in_signs"]))
+    torch.testing.assert_close(found, transforms.apply_input(x, ops, signs))
+    assert torch.equal(dispatch.after(x, ops, signs), hadamard.transform(x, after=signs["out_signs"]))
+    learned = x.clone().requires_grad_()
+    dispatch.after(dispatch.before(learned, ops, signs), ops, signs).sum().backward()
+    assert learned.grad is not None and learned.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tracing_records_the_transform() -> None:
+    ops = WeightTransforms(input=("signs", "hadamard"), output=())
+    signs = {"in_signs": pack_signs(torch.arange(64) % 3 == 0)}
+    x, other = problems.random(2, 64), problems.random(2, 64, seed=1)
+    traced = torch.jit.trace(lambda x: dispatch.before(x, ops, signs), x)
+    torch.testing.assert_close(traced(other), dispatch.before(other, ops, signs))
