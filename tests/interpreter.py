@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-from triton.runtime import interpreter  # noqa: E402
+try:
+    import triton
+    from triton.runtime import interpreter
+except ModuleNotFoundError:
+    import pytest
+
+    pytest.skip("triton is not installed", allow_module_level=True)
 
 _patch_tensor = interpreter._patch_lang_tensor
 

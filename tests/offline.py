@@ -4,13 +4,15 @@
     for built in compile_cases([case]):
         built.loop_count / weights  # instructions of the inner loop
 
-Cases are compiled in a process of their own that does not interpret kernels, whatever the process of the tests does;
-this file is that program too: cases in, results out, as JSON. ptxas and nvdisasm are those of the triton wheel.
+Cases are compiled by copies of one process that does not interpret kernels, whatever the process of the tests does;
+this file is that program too. ptxas and nvdisasm are those of the triton wheel.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -18,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -64,21 +67,57 @@ class Built:
         return sum(self.loop.values())
 
 
-def compile_cases(cases: list[Case]) -> list[Built]:
-    """Compile in one fresh process; an error of the compiler is a RuntimeError with its last lines."""
+def compile_cases(cases: list[Case], builder: str = __name__) -> list[Built]:
+    """Compile by `build` of a module; what it raises is a RuntimeError with the last lines."""
+    compiler = _compiler()
+    assert compiler.stdin is not None and compiler.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        asked = {"builder": builder, "cases": [dataclasses.asdict(case) for case in cases]}
+        compiler.stdin.write(json.dumps({**asked, "out": str(out), "err": str(err)}) + "\n")
+        compiler.stdin.flush()
+        if int(compiler.stdout.readline()):
+            raise RuntimeError("offline compilation failed:\n" + "\n".join(err.read_text().splitlines()[-60:]))
+        return [Built(**values) for values in json.loads(out.read_text())]
+
+
+@functools.cache
+def _compiler() -> subprocess.Popen[str]:
+    """Start the process that compiles, once for all tests of this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in [str(ROOT), *sys.path] if path)
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps([dataclasses.asdict(case) for case in cases]),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+    process = subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    if done.returncode:
-        raise RuntimeError("offline compilation failed:\n" + "\n".join(done.stderr.splitlines()[-60:]))
-    return [Built(**values) for values in json.loads(done.stdout)]
+    atexit.register(process.communicate)  # the end of its input is its end
+    return process
+
+
+def _serve() -> None:
+    """Answer each request, a line of JSON, by a copy of this process; print the exit code of the copy."""
+    import triton  # noqa: F401 (for all copies)
+    from triton.compiler import ASTSource  # noqa: F401
+
+    for line in sys.stdin:
+        copy = os.fork()
+        if copy == 0:
+            _answer(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), flush=True)
+
+
+def _answer(builder: str, cases: list[dict[str, Any]], out: str, err: str) -> None:
+    for number, path in ((0, os.devnull), (1, err), (2, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    code = 1
+    try:
+        make = importlib.import_module(builder).build
+        Path(out).write_text(json.dumps([dataclasses.asdict(make(Case(**values))) for values in cases]))
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def instructions(sass: str) -> Iterator[tuple[int, str, str, tuple[str, ...]]]:
@@ -147,4 +186,4 @@ def _output(*command: str | Path) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([dataclasses.asdict(build(Case(**values))) for values in json.load(sys.stdin)]))
+    _serve()

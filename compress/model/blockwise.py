@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.errors import NumericalError, UnsupportedModelError, first_line
-from compress.model import block_calls
+from compress.model import block_calls, paging
 from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replaced
 from compress.model.skeleton import Skeleton
+from compress.numerics import checks, products
 
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
 
@@ -43,7 +44,10 @@ class BlockPass(NamedTuple):
 
 
 class HiddenStates:
-    """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file."""
+    """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file.
+
+    Memory is pinned where they come from a GPU; copies to and from it then run while it computes (paging.py).
+    """
 
     def __init__(self, samples: int, file: Path | None, sides: int = 1) -> None:
         self.samples, self.file, self.sides = samples, file, sides
@@ -52,6 +56,8 @@ class HiddenStates:
         self.dtype = torch.float32
         self.descriptor = -1
         self.beside: dict[Any, HiddenStates] = {}  # what else goes from block to block with them
+        self.pager: paging.Pager | None = None
+        self.written: torch.cuda.Event | None = None  # when the last of them has come from the GPU
 
     def write(self, start: int, states: Tensor, side: int = QUANTIZED) -> None:
         """Put states [batch, tokens, hidden] at sample `start` of a side."""
@@ -59,11 +65,13 @@ class HiddenStates:
         if not self.slice_shape:
             self.slice_shape, self.dtype = tuple(states.shape[1:]), states.dtype
             if self.file is None:
-                self.tensor = torch.empty(self.sides * self.samples, *self.slice_shape, dtype=self.dtype)
+                self.tensor = paging.host_memory((self.sides * self.samples, *self.slice_shape), states)
             else:
                 self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        if self.pager is not None:
+            self.pager.forget(start, start + states.shape[0])
         if self.tensor is not None:
-            self.tensor[start : start + states.shape[0]] = states
+            self.written = paging.send_back(states, self.tensor[start : start + states.shape[0]]) or self.written
             return
         raw = memoryview(cast(Any, states.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
         offset = start * self._nbytes()
@@ -75,6 +83,9 @@ class HiddenStates:
         """Return states [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
         start += side * self.samples
         if self.tensor is not None:
+            if self.written is not None:
+                self.written.synchronize()
+                self.written = None
             return self.tensor[start : start + count]
         states = torch.empty(count, *self.slice_shape, dtype=self.dtype)
         raw = memoryview(cast(Any, states.reshape(-1).view(torch.uint8).numpy()))
@@ -86,11 +97,27 @@ class HiddenStates:
             raw, offset = raw[got:], offset + got
         return states
 
+    def fetch(self, start: int, count: int, device: torch.device, side: int = QUANTIZED) -> Tensor:
+        """Return what `read` does, on a device; a GPU then gets the samples behind them, too, while it works on these.
+
+        That is so where the states are in memory: a file is read when they are asked for.
+        """
+        if device.type != "cuda" or self.tensor is None:
+            return self.read(start, count, side).to(device)
+        held = self.tensor
+        self.pager = self.pager or paging.Pager(device, lambda first, end: held[first:end])
+        first = side * self.samples
+        states = self.pager.take(first + start, first + start + count)
+        behind = min(count, self.samples - start - count)
+        if behind > 0:
+            self.pager.send(first + start + count, first + start + count + behind)
+        return states
+
     def close(self) -> None:
         """Free the memory or the file."""
         for store in self.beside.values():
             store.close()
-        self.tensor = None
+        self.tensor = self.pager = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -211,6 +238,11 @@ class ModelArgs:
                     held = held[key]
                 self._write(path, dict(held), index, start, side)
 
+    def stores(self, index: int) -> list[HiddenStates]:
+        """Return where all that a block has left for later ones is kept: hidden states, and what goes beside them."""
+        left = [(name, path) for name, kept in self.kept.items() if index in kept for path in kept[index][1]]
+        return [self.stream, *(self._store(name) for name in left)]
+
     def split(self) -> None:
         """Give the full-precision side what the quantized one has."""
         for store in self.stream.beside.values():
@@ -304,7 +336,8 @@ def run_block_fully(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str
     Raise UnsupportedModelError where the block's own code fails, as some does on 16-bit states.
     """
     try:
-        states, beside = call_block(block, call, hidden)
+        with products.Widened():
+            states, beside = call_block(block, call, hidden)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
@@ -312,10 +345,12 @@ def run_block_fully(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str
             f"transformers' {type(block).__name__} ({name}) fails on hidden states {list(hidden.shape)} of "
             f"{str(hidden.dtype).removeprefix('torch.')}: {first_line(error)}; a checkpoint in float32 may work"
         ) from error
-    if not torch.isfinite(states).all():
+    try:
+        checks.finite(name, states)
+    except ValueError as error:
         raise NumericalError(
             f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"
-        )
+        ) from error
     return states, beside
 
 
@@ -331,7 +366,7 @@ def propagate(
     """Load a block, run it on one side of the stream, write what comes out to the other, and free the block."""
     block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
     for start in range(0, stream.samples, batch):
-        hidden = stream.read(start, min(batch, stream.samples - start), sides[0]).to(device)
+        hidden = stream.fetch(start, min(batch, stream.samples - start), device, sides[0])
         call = calls.at(index, start, len(hidden), sides[0])
         states, beside = run_block_fully(block, call, hidden, name)
         stream.write(start, states, sides[1])

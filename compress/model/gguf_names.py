@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf import values
 from compress.importers.gguf_header import Header
 from compress.importers.gguf_settings import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands
-from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config
+from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
 from compress.storage.checkpoint import CONFIG, write_text
 
 LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
@@ -48,7 +47,7 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
         if HEAD in header.tensors and HEAD not in gguf_header.read(file).tensors:
             config.tie_word_embeddings = False  # transformers looks into the first part of a split file only
         config.dtype = dtype(header)
-        with init_empty_weights(include_buffers=False):
+        with without_weights():
             model = empty_model(config, config.dtype)
         config.architectures = [type(model).__name__]
         weights = _weights(model, header)

@@ -20,6 +20,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers.integrations import accelerate as placing
 from transformers.utils import logging
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
@@ -66,6 +67,25 @@ def empty_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> tr
     """Return a language model without weights from a checkpoint; errors are those of transformers."""
     model: transformers.PreTrainedModel = opener(config).from_config(config, dtype=dtype, trust_remote_code=False)
     return model
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Put the parameters of modules that are built meanwhile on the meta device; buffers keep their values."""
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)  # marks that transformers has put on it
+            parameter = empty
+        register(module, name, parameter)
+
+    setattr(torch.nn.Module, register.__name__, register_empty)
+    try:
+        yield
+    finally:
+        setattr(torch.nn.Module, register.__name__, register)
 
 
 def load_config(directory: Path) -> transformers.PretrainedConfig:
@@ -198,8 +218,22 @@ def load_empty(
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
     """
-    with _quiet():
+    with _quiet(), _without_accelerate():
         return _load(kind, directory, {"device_map": "meta", **options})
+
+
+@contextmanager
+def _without_accelerate() -> Iterator[None]:
+    """Let transformers load onto one device where accelerate is not installed: it asks for it, and does not use it."""
+    if placing.is_accelerate_available():
+        yield
+        return
+    asks = placing.is_accelerate_available
+    setattr(placing, asks.__name__, lambda: True)
+    try:
+        yield
+    finally:
+        setattr(placing, asks.__name__, asks)
 
 
 def _load(

@@ -16,16 +16,15 @@ from typing import Any, cast
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import expert_linears, stored_weights, text_path
+from compress.model import expert_linears, read_ahead, stored_weights, text_path
 from compress.model.block_lists import find_blocks
 from compress.model.edits import Edits
-from compress.model.load import FAILURES, empty_model, no_bars, plain_config
+from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
 from compress.model.meta_pass import READ, read_weights, shared_inputs
 from compress.runtime import expert_layouts, hf, linears
 from compress.runtime.experts import Experts, is_supported
@@ -47,7 +46,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
-        with init_empty_weights(include_buffers=False), _one_line(checkpoint):
+        with without_weights(), _one_line(checkpoint):
             self.model = empty_model(self.config, self.dtype)
         self.model.eval()
         self.model.tie_weights()
@@ -66,6 +65,7 @@ class Skeleton:
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
         self._unfusing = expert_linears.Unfusing()
+        self._ahead = read_ahead.ReadAhead()
         self._fused: dict[str, nn.Module] = {}  # what load() has replaced, to be put back by free()
 
     def check_tensors(self) -> None:
@@ -122,10 +122,16 @@ class Skeleton:
         return any(name == part or name.startswith(f"{part}.") for part in (*self.text_path.towers, *skipped))
 
     def load_block(self, index: int, device: torch.device) -> nn.Module:
-        """Fill one block with its weights and unfuse its experts."""
+        """Fill one block with its weights and unfuse its experts.
+
+        For a GPU the weights of the next one are read meanwhile, into memory of the host.
+        """
         prefix = self.block_prefix(index)
         self._load((name for name in self.sources if name.startswith(prefix)), device)
         block = self.blocks[index]
+        if device.type == "cuda" and index + 1 < len(self.blocks):
+            behind = self.block_prefix(index + 1)
+            self._ahead.begin(x for name, group in self.sources.items() if name.startswith(behind) for x in group)
         _place_buffers(block, device)
         missing = [n for n, p in block.named_parameters() if p.is_meta]
         if missing:
@@ -221,7 +227,7 @@ class Skeleton:
         self.model.tie_weights()
 
     def _load(self, names: Iterable[str], device: torch.device) -> None:
-        tensors = {stored.name: stored.read() for name in names for stored in self.sources[name]}
+        tensors = {stored.name: self._ahead.take(stored) for name in names for stored in self.sources[name]}
         options = LoadStateDictConfig(
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),  # what this class computes in float32

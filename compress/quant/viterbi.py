@@ -6,27 +6,48 @@ the state before its first step equals the state after its last, so that it take
 common node is found by a first search over a window around the seam of the sequence rolled by half (QTIP, arXiv
 2406.11235; there the first search covers the whole sequence), the second search is constrained to it.
 
-Costs are integers: squared distances in units of 1 / `unit`, with the decision that led to a cost in its low bits. One
-minimum then gives both, nothing depends on how sequences are batched, and every device finds the same path. On a CPU
-the steps run compiled (viterbi_compiled.py) where that is possible, else in torch as on a GPU. There, batches are
+Costs are integers: squared distances, less the least that the value allows, in small units. Up to 4 bits a step, costs
+and decisions have 16 bits together, what states emit is rounded to some hundred levels, and a distance so large that
+hardly any path takes it counts less than its square; paths are as good as with exact costs within 0.2% of the squared
+error. Nothing depends on how sequences are batched, and every device finds the same path. The steps run compiled, on a
+CPU (viterbi_compiled.py) and on a GPU (viterbi_triton.py), where that is possible, else in torch. There, batches are
 bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes for
 the decisions of all steps.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from compress.quant import viterbi_compiled
+from compress.quant import viterbi_compiled, viterbi_triton
+from compress.quant.viterbi_compiled import Limits
 
 STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB on a CPU
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch
 WINDOW = 32  # steps before and after the seam that the first search covers
-RENORMALIZE = 8  # steps between subtractions of the least cost
-SHORT = 2**15 - 1  # what values and slopes must be below to be multiplied as 16-bit numbers
-NARROW = 4  # bits of a step up to which int32 resolves costs finely enough
-HEADROOM = 3.0  # values further than this outside the table's range are clamped for the search
+NARROW = 4  # bits of a step up to which costs fit 16 bits
+PERIOD = {1: 16, 2: 8, 3: 2, 4: 1}  # bits of a step -> steps between subtractions of the least cost
+WIDE_PERIOD = 16
+RESOLUTION = {1: 18, 2: 12, 3: 8, 4: 5}  # bits of a step -> least cost of a step on average
+LEVELS = {1: 512, 2: 512, 3: 1024, 4: 1024}  # bits of a step -> different emissions, to which the table is rounded
+BENT = (3, 4)  # bits of a step whose large costs are compressed, because 16 bits could not tell them apart
+HEADROOM = 3.0  # wide costs: values further than this outside the table's range are clamped
+
+
+class _Costs(NamedTuple):
+    """How costs are represented: integers (difference * unit)^2 >> shift."""
+
+    dtype: torch.dtype
+    difference: int  # bits of a rounded difference
+    shift: int
+    bits: int  # of a sum of costs, and the oldest symbol below them
+
+
+NARROW_COSTS = _Costs(torch.int32, 15, 15, 16)
+WIDE_COSTS = _Costs(torch.int64, 20, 0, 60)
 
 
 class Search:
@@ -40,27 +61,44 @@ class Search:
         self.rest = self.nodes // self.symbols
         if not self.rest:
             raise ValueError(f"state_bits {state_bits} is fewer than twice the {symbol_bits} bits of a step")
-        device = table.device
-        self.limit = table.abs().max().item() + HEADROOM
-        largest = self.dim * (self.limit + table.abs().max().item()) ** 2
-        memory = -(-state_bits // symbol_bits) + RENORMALIZE  # steps whose costs can add up to a difference
-        bits = 29 if symbol_bits <= NARROW else 40
-        self.dtype = torch.int32 if symbol_bits <= NARROW else torch.int64
-        self.far = 2 << bits  # cost of a forbidden node: more than paths can differ by, and nothing overflows
-        self.unit = (2.0 ** (bits - symbol_bits) / (memory * largest)) ** 0.5
-        scaled = (table * self.unit).round().to(self.dtype)
-        # [dim, new symbol, node before]: the minimum over the oldest symbol then runs over an outer dimension
-        emitted = scaled.view(self.nodes, self.symbols, self.dim).permute(2, 1, 0).contiguous()
-        self.slope = emitted * (-2 << symbol_bits)
-        oldest = torch.arange(self.nodes, device=device, dtype=self.dtype) // self.rest
-        self.fixed = (emitted.square().sum(0, dtype=self.dtype) << symbol_bits) + oldest
-        self._tables(device)
+        self.costs = NARROW_COSTS if symbol_bits <= NARROW else WIDE_COSTS
+        self.limits = self._limits(-(-(state_bits - symbol_bits) // symbol_bits))
+        self._make_levels()
+        self._tables(table.device)
         self.compiled = None
-        if device.type == "cpu" and self.dtype == torch.int32:
-            is_short = max(self.limit * self.unit, self.slope.abs().max().item()) < SHORT
+        self.on_gpu: viterbi_triton.TritonSearch | None = None
+        if symbol_bits <= NARROW and viterbi_triton.is_available(table.device):
+            costs = viterbi_triton.Costs(self.farthest, self.costs.shift, self.limits)
+            self.on_gpu = viterbi_triton.TritonSearch(symbol_bits, self.levels[self.index], costs)
+        if table.device.type == "cpu" and symbol_bits <= NARROW:
             self.compiled = viterbi_compiled.compiled_search(
-                state_bits, symbol_bits, self.dim, self.far, RENORMALIZE, is_short
+                self.unit, self.levels, self.index, state_bits, symbol_bits, self.limits
             )
+
+    def _limits(self, reach: int) -> Limits:
+        """Return how costs stay small; reach: steps after which every node can be reached."""
+        period = PERIOD.get(self.symbol_bits, WIDE_PERIOD)
+        largest = (1 << (self.costs.bits - self.symbol_bits)) - 1
+        most = (largest - 1) // (reach + period)  # a path that starts where it must never costs `largest`
+        knee = most >> 2 if self.symbol_bits in BENT else most
+        saturates = period < reach
+        return Limits(most, knee, period, largest if saturates else reach * most + 1, saturates)
+
+    def _make_levels(self) -> None:
+        """Round what states emit to integers: `levels` [emissions, dim], and `index` [2^state_bits] into them."""
+        table, bits = self.table.double().cpu(), self.symbol_bits
+        largest, power = table.abs().max().item(), table.square().mean().item()
+        self.farthest = (1 << self.costs.difference) - 1
+        self.unit = self.farthest / (largest + HEADROOM)
+        if bits <= NARROW:
+            distance = power * 4.0 ** (-bits / self.dim)  # expected of a value
+            self.unit = min((RESOLUTION[bits] * 2**self.costs.shift / distance) ** 0.5, self.farthest / largest)
+        scaled = table * self.unit
+        if bits <= NARROW and self.dim == 1:
+            step = max(1.0, 2 * largest * self.unit / (LEVELS[bits] - 2))
+            scaled = (scaled / step).round() * step
+        levels, index = scaled.round().long().unique(dim=0, return_inverse=True)
+        self.levels, self.index = levels.to(self.table.device, self.costs.dtype), index.to(self.table.device)
 
     def _tables(self, device: torch.device) -> None:
         """Make tables for the way back. A node's position in the decisions is new symbol * rest + remaining bits."""
@@ -68,23 +106,32 @@ class Search:
         new, low = place // self.rest, place % self.rest
         before = torch.arange(self.symbols, device=device)[:, None] * self.rest + low  # [oldest symbol, place]
         self.state = ((before << self.symbol_bits) | new).flatten()
+        self.emitted = self.index.view(self.nodes, self.symbols).T.flatten()  # by new symbol and node before
+        self.oldest = torch.arange(self.nodes, device=device, dtype=self.costs.dtype) // self.rest
         self.previous = self._place(before).flatten()
 
     def _place(self, node: Tensor) -> Tensor:
         return (node & (self.symbols - 1)) * self.rest + (node >> self.symbol_bits)
 
+    def integers(self, values: Tensor) -> Tensor:
+        """Return values [sequences, steps * dim] as the integers that are searched, [sequences, steps, dim]."""
+        rounded = (values * self.unit).round_().clamp_(-self.farthest, self.farthest)
+        return rounded.to(self.costs.dtype).view(len(values), -1, self.dim)
+
     def encode(self, values: Tensor) -> Tensor:
         """Return states [sequences, steps] of tail-biting paths close to values [sequences, steps * dim] float32."""
-        count, length = values.shape
-        steps, device = length // self.dim, values.device
-        integers = (values.clamp(-self.limit, self.limit) * self.unit).round_().to(self.dtype)
-        integers = integers.view(count, steps, self.dim)
+        count, steps, device = len(values), values.shape[1] // self.dim, values.device
         if self.compiled:
+            return self.compiled.encode(values, min(WINDOW, steps // 2))
+        integers = self.integers(values)
+        if self.on_gpu:
             return self._search(integers, self._seam(integers))
         states = torch.empty(count, steps, dtype=torch.int64, device=device)
         wide = max(1, STATES.get(device.type, STATES["cpu"]) >> self.state_bits)
         tall = max(
-            1, DECISIONS.get(device.type, DECISIONS["cpu"]) // (self.dtype.itemsize * self.nodes * (steps + 2 * WINDOW))
+            1,
+            DECISIONS.get(device.type, DECISIONS["cpu"])
+            // (self.costs.dtype.itemsize * self.nodes * (steps + 2 * WINDOW)),
         )
         for part in torch.arange(count, device=device).split(min(wide, tall)):
             batch = integers[part[0] : part[-1] + 1]
@@ -98,29 +145,41 @@ class Search:
         window = torch.cat([batch[:, steps - half :], batch[:, :half]], 1)
         return self._search(window, None)[:, half - 1] & (self.nodes - 1)
 
-    def _search(self, batch: Tensor, seam: Tensor | None) -> Tensor:
-        """Return states [sequences, steps]; seam: the node [sequences] where each path starts and ends, None: any."""
-        if self.compiled:
-            return self.compiled.search(batch, seam, self.fixed, self.slope)
-        return self._search_torch(batch, seam)
+    def _added(self, values: Tensor) -> Tensor:
+        """Return what a step adds to the cost where its state emits each level, [sequences, levels].
 
-    def _search_torch(self, batch: Tensor, seam: Tensor | None) -> Tensor:
+        Squared distances less the least that values [sequences, dim] allow, at most `most`.
+        """
+        costs, half = self.costs, 1 << self.costs.shift >> 1
+        distances = (self.levels - values[:, None]).clamp_(-self.farthest - 1, self.farthest)
+        outside = (values.abs() - self.levels.abs().amax(0)).clamp_(min=0)[:, None]
+        squares = ((distances.square_() + half) >> costs.shift) - ((outside.square_() + half) >> costs.shift)
+        if self.limits.knee < self.limits.most:
+            squares = torch.minimum(squares, (squares + 7 * self.limits.knee) >> 3)
+        squares.clamp_(max=self.limits.most)
+        return squares.sum(2, dtype=costs.dtype).clamp_(max=self.limits.most)
+
+    def _search(self, batch: Tensor, seam: Tensor | None) -> Tensor:
+        """Return states [sequences, steps]; seam: the node [sequences] where each path starts and ends, None: any.
+
+        The oldest symbol is in the low bits of a total, so that the minimum is the decision, too.
+        """
+        if self.on_gpu:
+            return self.on_gpu.search(batch, seam)
         count, steps, _ = batch.shape
         n, rest = self.symbols, self.rest
-        cost = torch.zeros(count, self.nodes, dtype=self.dtype, device=batch.device)
+        cost = torch.zeros(count, self.nodes, dtype=self.costs.dtype, device=batch.device)
         if seam is not None:
-            cost.fill_(self.far).scatter_(1, seam[:, None], 0)
-        total = torch.empty(count, n, self.nodes, dtype=self.dtype, device=batch.device)
-        clean = torch.empty(count, n, rest, dtype=self.dtype, device=batch.device)
-        decisions = torch.empty(steps, count, n, rest, dtype=self.dtype, device=batch.device)
+            cost.fill_(self.limits.far).scatter_(1, seam[:, None], 0)
+        total = cost.new_empty(count, n * self.nodes)
+        decisions = cost.new_empty(steps, count, n, rest)
         for t in range(steps):
-            torch.add(cost[:, None], self.fixed, out=total)
-            for v in range(self.dim):
-                total.addcmul_(self.slope[v], batch[:, t, v, None, None])
+            torch.index_select(self._added(batch[:, t]) << self.symbol_bits, 1, self.emitted, out=total)
+            before = (cost << self.symbol_bits) + self.oldest
+            total.view(count, n, self.nodes).add_(before[:, None])
             torch.amin(total.view(count, n, n, rest), 2, out=decisions[t])
-            torch.bitwise_and(decisions[t], -n, out=clean)
-            cost.view(count, rest, n).copy_(clean.transpose(1, 2))
-            if t % RENORMALIZE == RENORMALIZE - 1:
+            cost.view(count, rest, n).copy_(decisions[t].transpose(1, 2) >> self.symbol_bits)
+            if t % self.limits.period == self.limits.period - 1:
                 cost -= cost.amin(1, keepdim=True)
         end = cost.argmin(1) if seam is None else seam
         return self._trace(decisions.view(steps, count, self.nodes), self._place(end))

@@ -21,6 +21,7 @@ from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import load
 from compress.model.blockwise import HiddenStates, record_inputs, run_block
 from compress.model.skeleton import MIN_FEATURES, Skeleton
+from compress.numerics import products
 from compress.runtime import expert_layouts
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import CONFIG, open_checkpoint
@@ -132,7 +133,7 @@ def outputs_of_blocks(model: PreTrainedModel, blocks: str) -> list[Tensor]:
     found: list[Tensor] = []
     for block in model.get_submodule(blocks):  # type: ignore[attr-defined]
         block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
-    with torch.no_grad():
+    with torch.no_grad(), products.Widened():
         model(IDS)
     return found
 

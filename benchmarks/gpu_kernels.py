@@ -1,0 +1,176 @@
+"""The kernels of a GPU against what they stand for: cases of the section `kernels` of gpu.py."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpu_child import Case, Row, SkippedError
+
+SHAPES = {"cuda": [(304, 1184), (512, 4096)], "cpu": [(64, 512)]}  # of compared weights
+TIMED = {"cuda": [(4096, 4096), (28672, 8192), (14336, 4096)], "cpu": [(256, 512)]}
+ROWS = {"cuda": [1, 3, 8, 16, 17, 64], "cpu": [1, 5]}  # of activations in bfloat16
+FEW_ROWS = (1, 5, 17)  # of activations in float16
+TIMED_ROWS = {"cuda": [1, 4, 16, 64], "cpu": [1]}
+ENTRIES = ["int4", "vq2bit", "trellis4bit", "int2", "e8p2bit", "gptvq2bit", "int8", "trellis3bit", "int3", "vptq2bit"]
+TOLERANCE = {"cuda": 4e-3, "cpu": 8e-3}  # in bfloat16, whose rounding is 2e-3; the interpreter truncates
+COMPILING = 120  # seconds that a case may take whose kernels are compiled in many forms
+MORE: dict[str, list[dict[str, Any]]] = {  # settings whose kernels differ, at the first shape
+    "gptq": [{"bits": bits, "symmetric": symmetric} for bits in range(2, 9) for symmetric in (True, False)],
+    "trellis": [{"bits": bits, "code": code} for bits in (2, 4) for code in ("mul1", "1mad", "3inst", "mcg")]
+    + [{"bits": 1}, {"bits": 3}],
+}
+
+
+def kernels(device: str) -> list[Case]:
+    """Every stored form of every method, at several numbers of rows; then transforms, searches and cold caches."""
+    cases = [Case(name, functools.partial(product, device, *form), COMPILING) for name, form in forms(device)]
+    sizes = [128, 2048, 3072, 13824] if device == "cuda" else [128, 448]
+    cases += [Case(f"hadamard {size}", functools.partial(transform, device, size)) for size in sizes]
+    searches = [(2, 12, "mul1"), (2, 14, "mul1"), (3, 12, "3inst"), (4, 12, "mul1"), (1, 10, "mcg"), (2, 10, "hyb")]
+    searches += [(2, 16, "mul1")] if device == "cuda" else []
+    for bits, state_bits, code in searches if device == "cuda" else [(2, 8, "mul1")]:
+        name = f"search {bits} bits, {state_bits} of a state, {code}"
+        cases.append(Case(name, functools.partial(search, device, bits, state_bits, code)))
+    for method, bits in [("kivi", 2), ("kivi", 4), ("kivi", 8), ("lloyd", 2), ("lloyd", 3), ("lloyd", 4)]:
+        cases.append(Case(f"attention {method} {bits}", functools.partial(attend, device, method, bits)))
+    if device == "cuda":  # compiles what is timed later, by several processes at once
+        cases += [
+            Case(f"{entry} at the shapes that are timed", functools.partial(timed_shapes, entry), COMPILING)
+            for entry in ENTRIES
+        ]
+    return cases
+
+
+def forms(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield a name and (format, params, shape) of every distinct way in which a method stores a weight."""
+    import stored
+    from compress import plugins
+
+    seen = set()
+    asked = [(shape, stored.VARIANTS) for shape in SHAPES[device]]
+    for shape, variants in [*asked, (SHAPES[device][0], MORE)] if device == "cuda" else asked:
+        for method in plugins.names("quant"):
+            plugin = plugins.load("quant", method)
+            for settings in ({}, *variants.get(method, [])):
+                form = plugin.FORMAT, plugin.plan_params(plugin.Config(**settings), shape), shape
+                if form not in seen:
+                    seen.add(form)
+                    words = ", ".join(f"{key} {value}" for key, value in settings.items())
+                    yield f"{method} {words} {shape[0]} x {shape[1]}".replace("  ", " "), form
+
+
+def product(device: str, format: str, params: Any, shape: tuple[int, int]) -> Row:
+    """Compare products, the decoded weight and its panels with what the format decodes to on a CPU in float64."""
+    import torch
+
+    import stored
+    from compress.formats import decode_stored
+
+    weight = stored.random_weight(format, params, shape)
+    exact = decode_stored(weight, torch.float64).to(device)
+    tensors = {name: tensor.to(device).contiguous() for name, tensor in weight.tensors.items()}
+    folder = "compress.kernels.triton"
+    if importlib.util.find_spec(f"{folder}.{format}") is None:
+        raise SkippedError(f"no kernel for the format {format}")
+    kernel = importlib.import_module(f"{folder}.{format}").prepare(tensors, params, shape)
+    if kernel is None:
+        raise SkippedError("these parameters are decoded")
+    worst: dict[str, float] = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        kind = str(dtype).removeprefix("torch.")
+        worst[f"decode {kind}"] = apart(kernel.decode(dtype), exact.to(dtype).double())
+        few = ROWS[device] if dtype == torch.bfloat16 else [n for n in ROWS[device] if n in FEW_ROWS]
+        for rows in (n for n in few if n <= kernel.most_rows(dtype)):
+            x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+            worst[f"{rows} rows {kind}"] = apart(poisoned(kernel, x), x.double() @ exact.T)
+    assert max(worst.values()) < TOLERANCE[device], f"wrong: {worst}"
+    return {"worst": max(worst.values()), "compared": len(worst)}
+
+
+def poisoned(kernel: Callable[[Any], Any], x: Any) -> Any:
+    """Call a kernel where uninitialized memory holds NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return kernel(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def apart(found: Any, exact: Any) -> float:
+    """Return the relative distance, infinity for what is not finite."""
+    import torch
+
+    distance = ((found.double() - exact).norm() / exact.norm()).item()
+    return distance if torch.isfinite(found).all() else float("inf")
+
+
+def transform(device: str, size: int) -> Row:
+    """Compare the Hadamard transform, with signs, with that of the package."""
+    import torch
+
+    from compress.formats.transforms import pack_signs, unpack_signs
+    from compress.kernels.triton import hadamard
+    from compress.numerics import hadamard as reference
+
+    generator = torch.Generator().manual_seed(size)
+    x, signs = (
+        torch.randn(17, size, generator=generator).half(),
+        pack_signs(torch.rand(size, generator=generator) < 0.5),
+    )
+    exact = reference.transform(x.double() * unpack_signs(signs, size, torch.float64))
+    found = hadamard.transform(x.to(device), before=signs.to(device)).cpu()
+    assert (error := apart(found, exact)) < 1e-3, f"wrong: {error}"
+    return {"worst": error}
+
+
+def search(device: str, bits: int, state_bits: int, code: str) -> Row:
+    """Compare the paths that the device finds with those of torch on a CPU: the same integers."""
+    import torch
+
+    from compress.formats import trellis as trellis_format
+    from compress.quant import trellis, viterbi
+
+    params = trellis_format.Params(bits, state_bits, 32 if device == "cpu" else 128, code)
+    table = trellis_format.states_table(params, trellis._hyb_table() if code == "hyb" else None)
+    values = 2 * torch.randn(
+        40 if device == "cuda" else 2, params.tile_rows, generator=torch.Generator().manual_seed(1)
+    )
+    plain = viterbi.Search(table, state_bits, params.symbol_bits)
+    plain.compiled = None
+    wanted = plain.encode(values)
+    fast = viterbi.Search(table.to(device), state_bits, params.symbol_bits)
+    began = time.perf_counter()
+    found = fast.encode(values.to(device)).cpu()
+    assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {found.numel()} states differ"
+    return {"by": type(fast.on_gpu or fast.compiled).__name__, "device_s": time.perf_counter() - began}
+
+
+def attend(device: str, method: str, bits: int) -> Row:
+    """Compare fused attention over a coded cache with attention over what it decodes to."""
+    import kv_attention
+    import torch
+
+    generator = torch.Generator(device).manual_seed(1)
+    heads = kv_attention.HEADS, kv_attention.KV_HEADS, kv_attention.KV_HEADS
+    q, *new = (
+        torch.randn(1, count, 1, kv_attention.WIDTH, generator=generator, device=device).bfloat16() for count in heads
+    )
+    layer, tokens = kv_attention.layer(method, bits, 700 if device == "cuda" else 300, device, 0)
+    error, exact = kv_attention.errors(layer, tokens, q, new)
+    return {"worst": error, "exact": exact}
+
+
+def timed_shapes(entry: str) -> Row:
+    """Compare products at the shapes that are timed, which also compiles their kernels."""
+    import kernels as table
+
+    shapes = [(min(shape[0], 4096), shape[1]) for shape in TIMED["cuda"]]
+    errors = [table.check(entry, shape, rows, "cuda") for shape in shapes for rows in TIMED_ROWS["cuda"]]
+    return {"worst": max(errors)}

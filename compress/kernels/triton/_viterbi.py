@@ -1,0 +1,91 @@
+"""The kernel of compress/quant/viterbi_triton.py: imported at the first launch, because it needs triton.
+
+A node is the last bits of a state, low * SYMBOLS + the newest symbol. It is reached from the nodes oldest * REST + low
+by the states oldest * NODES + node, so that for one oldest symbol the entries of all states are one run of the table.
+"""
+
+# ruff: noqa: PLR0913, PLR0917, ANN001, ANN202 (signatures of kernels)
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _by_oldest(cost, SYMBOLS: tl.constexpr, SYMBOL_BITS: tl.constexpr, REST: tl.constexpr):
+    """Costs of the nodes [REST, SYMBOLS] -> for each oldest symbol those of the nodes that begin with it, [REST]."""
+    parts = (tl.permute(tl.reshape(cost, (SYMBOLS, REST)), (1, 0)),)
+    for level in tl.static_range(SYMBOL_BITS):
+        zeros = ()
+        ones = ()
+        for i in tl.static_range(1 << level):
+            if level + 1 < SYMBOL_BITS:
+                zero, one = tl.split(tl.reshape(parts[i], (REST, SYMBOLS >> (level + 1), 2)))
+            else:
+                zero, one = tl.split(parts[i])
+            zeros = zeros + (zero,)
+            ones = ones + (one,)
+        parts = zeros + ones
+    return parts
+
+
+@triton.jit
+def _added(entry, value, top, HALF: tl.constexpr, FARTHEST: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr,
+           KNEE: tl.constexpr):  # fmt: skip
+    """Return what entries add to the cost for a value: squared differences less the least that the value allows."""
+    difference = tl.minimum(tl.maximum(entry - value, -FARTHEST - 1), FARTHEST)
+    outside = tl.maximum(tl.maximum(value, -value) - top, 0)
+    square = ((difference * difference + HALF) >> SHIFT) - ((outside * outside + HALF) >> SHIFT)
+    if KNEE < MOST:
+        square = tl.minimum(square, (square + 7 * KNEE) >> 3)
+    return tl.minimum(square, MOST)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def paths(values, seams, emitted, tops, decisions, states, steps,
+          SYMBOL_BITS: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr, FARTHEST: tl.constexpr,
+          SHIFT: tl.constexpr, MOST: tl.constexpr, KNEE: tl.constexpr, PERIOD: tl.constexpr, FAR: tl.constexpr,
+          SEAMED: tl.constexpr):  # fmt: skip
+    """Write states [sequences, steps] int64 of the best path of each sequence; a program takes one.
+
+    values [sequences, steps, DIM] int32, seams [sequences] int64: the node where a path starts and ends (SEAMED).
+    emitted [DIM, states] int16, tops [DIM] int32: the largest of their magnitudes; decisions: space of uint8
+    [sequences, steps, nodes].
+    """
+    SYMBOLS: tl.constexpr = 1 << SYMBOL_BITS
+    NODES: tl.constexpr = REST * SYMBOLS
+    HALF: tl.constexpr = 1 << SHIFT >> 1
+    sequence = tl.program_id(0).to(tl.int64)
+    values += sequence * steps * DIM
+    decisions += sequence * steps * NODES
+    states += sequence * steps
+    node = tl.arange(0, REST)[:, None] * SYMBOLS + tl.arange(0, SYMBOLS)[None, :]
+    cost = tl.zeros((REST, SYMBOLS), tl.int32)
+    end = tl.zeros((), tl.int32)
+    if SEAMED:
+        end = tl.load(seams + sequence).to(tl.int32)
+        cost = tl.where(node == end, 0, FAR)
+    for t in range(0, steps):
+        before = _by_oldest(cost << SYMBOL_BITS, SYMBOLS, SYMBOL_BITS, REST)
+        best = tl.full((REST, SYMBOLS), 0x7FFFFFFF, tl.int32)
+        for oldest in tl.static_range(SYMBOLS):
+            added = tl.zeros((REST, SYMBOLS), tl.int32)
+            for v in tl.static_range(DIM):
+                entry = tl.load(emitted + (v * SYMBOLS + oldest) * NODES + node).to(tl.int32)
+                value, top = tl.load(values + t * DIM + v), tl.load(tops + v)
+                added += _added(entry, value, top, HALF, FARTHEST, SHIFT, MOST, KNEE)
+            if DIM > 1:
+                added = tl.minimum(added, MOST)
+            best = tl.minimum(best, (before[oldest] + oldest)[:, None] + (added << SYMBOL_BITS))
+        tl.store(decisions + t * NODES + node, (best & (SYMBOLS - 1)).to(tl.uint8))
+        cost = best >> SYMBOL_BITS
+        if t % PERIOD == PERIOD - 1:
+            cost -= tl.min(tl.min(cost, 1), 0)
+    if not SEAMED:
+        end = tl.argmin(tl.reshape(cost, (NODES,)), 0).to(tl.int32)
+    tl.debug_barrier()  # all threads have stored their decisions
+    for step in range(0, steps):
+        t = steps - 1 - step
+        oldest = tl.load(decisions + t * NODES + end, cache_modifier=".cg").to(tl.int32)
+        tl.store(states + t, (oldest * NODES + end).to(tl.int64))
+        end = oldest * REST + end // SYMBOLS
