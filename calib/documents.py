@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from compress.calib import chats
 from compress.calib.pieces import PIECE_NBYTES
-from compress.errors import CalibrationError, cut, first_line, one_line
+from compress.errors import CalibrationError, cut, first_line, needs, one_line
 from compress.storage import json_text
 from compress.storage.paths import TEXT_SUFFIXES
 
@@ -86,8 +86,9 @@ def _read_jsonl(path: Path, column: str, chat: Chat) -> Iterator[str]:
 
 
 def _read_parquet(path: Path, column: str, chat: Chat) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import parquet
+    with needs("pyarrow", "a .parquet file"):
+        import pyarrow
+        from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
@@ -129,8 +130,9 @@ def _check_json(folder: Path) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Show no progress bars and no logged errors of the data sets library, whose errors are raised as well."""
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from datasets.utils import logging as logs
+    with needs("datasets", "a data set"):
+        from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+        from datasets.utils import logging as logs
 
     shown, level = not are_progress_bars_disabled(), logs.get_verbosity()
     disable_progress_bars()

@@ -1,9 +1,10 @@
 """Sum statistics of layer inputs over a stream of batches, keyed by shared input.
 
-A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float32 (TF32 off). It is a plain sum, so
-that batches, shards and processes add up; the token count is kept beside it. Tokens are added in chunks of one window
-in the order they come, so that the batch size of the forward pass does not change the sum (except for experts, whose
-tokens are gathered from a whole batch). Only the upper block triangle is computed; `finish` mirrors it.
+A Hessian here is sum over tokens of x x^T, in float32 from inputs cast to float32 (TF32 off). The products of chunks of
+tokens are rounded to a grid and summed without rounding, so that neither their order nor the process that makes them
+changes a bit of the sum. Nor does the batch size, as long as batches are whole chunks and but for experts, whose tokens
+are gathered from a whole batch. The token count is kept beside it. Only the upper block triangle is computed; `finish`
+mirrors it.
 
 Beside it the drift of an input can be summed, (y - x) x^T with y the same input in the full-precision model: of every
 batch the full-precision stream goes first, under `expect`, and the other follows under `collect`. The difference is
@@ -17,46 +18,150 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import InputsSeenError, attached
+from compress.ranks import Ranks
 from compress.runtime.experts import Experts, ExpertTokens
 from compress.types import Stats
 
 PANELS = 8  # column panels: the lower triangle of panels, 7/16 of the work, is left out
+GRID = 34  # bits that the largest entry of the first product has above one step of the grid of sums
+SHORT = 2.0**-9  # norm, as part of the longest column's, below which columns share a scale
+TINY = 2.0**-60
+CHUNK = 2048  # tokens of a product
 MIN_PANEL = 128  # columns; narrower panels make the products inefficient
+
+
+class Scales:
+    """The grid of a sum of left^T right: powers of two for the columns of both, which the first product decides."""
+
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.columns, self.device = columns, device
+        self.found: tuple[Tensor, ...] = ()  # [columns] float32: of left and right
+
+    def decide(self, left: Tensor, right: Tensor) -> None:
+        """Take the grid for a first product; both [tokens, columns] float32."""
+        self.found = (_scale(left if left.any() else right), _scale(right))
+
+
+class GridSum:
+    """A running sum of left^T right, the same to the bit in whatever order and in however many parts it is taken.
+
+    Each product is float32, rounded to a grid that the first one decides, and added in float64. What lies on the grid
+    adds up without any rounding as long as no sum passes 2^53 steps, 2^(53 - GRID) times the largest entry of the first
+    product. `is_upper`: left is right, and only the upper triangle of column panels is held.
+    """
+
+    def __init__(self, columns: int, device: torch.device, is_upper: bool) -> None:
+        self.columns, self.is_upper, self.panel = columns, is_upper, _panel(columns)
+        self.panels = [
+            torch.zeros(min(self.panel, columns - start), columns - first, dtype=torch.float64, device=device)
+            for start, first in self._starts()
+        ]
+        self.product = torch.empty(min(self.panel, columns) * columns, dtype=torch.float32, device=device)
+        self.grid = Scales(columns, device)
+
+    def _starts(self) -> list[tuple[int, int]]:
+        """Return the first row and the first column of each panel."""
+        return [(start, start if self.is_upper else 0) for start in range(0, self.columns, self.panel)]
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add left^T right; both [tokens, columns] float32."""
+        if not self.grid.found:
+            self.grid.decide(left, right)
+        right = right * self.grid.found[1]
+        left = right if self.is_upper else left * self.grid.found[0]
+        for total, (start, first) in zip(self.panels, self._starts(), strict=True):
+            product = self.product[: total.numel()].view(total.shape)
+            torch.mm(left[:, start : start + self.panel].T, right[:, first:], out=product)
+            total += product.round_()
+
+    def finish(self) -> Tensor:
+        """Return the sum [columns, columns] float32 and free what it was made of; the lower triangle may be unset."""
+        whole = self.product.new_empty(self.columns, self.columns)
+        ones = torch.ones_like(whole[0])
+        left, right = (1 / scale.double() for scale in self.grid.found or (ones, ones))
+        del self.product
+        for start, first in self._starts():
+            rows = slice(start, start + self.panel)
+            whole[rows, first:] = self.panels.pop(0).mul_(left[rows, None]).mul_(right[first:])
+        return whole
+
+
+def _panel(columns: int) -> int:
+    return max(MIN_PANEL, -(-columns // PANELS))
+
+
+def _scale(rows: Tensor) -> Tensor:
+    """Return [columns] powers of two that bring columns to a norm of some 2^(GRID / 2), short ones at most as far."""
+    norms = rows.square().sum(0).sqrt()
+    longest = norms.max()
+    if not TINY < longest < 1 / TINY:  # nothing but zeros, or not finite: `HessianSum.finish` says so
+        return torch.full_like(norms, 2.0 ** (GRID // 2))
+    return torch.ldexp(torch.ones_like(norms), GRID // 2 - torch.frexp(norms.clamp(min=longest * SHORT)).exponent)
+
+
+def chunk_tokens(seq_len: int) -> int:
+    """Return how many tokens are multiplied together: a number of whole windows."""
+    return seq_len * max(1, CHUNK // max(1, seq_len))
+
+
+def nbytes(columns: int, paired: bool = False) -> int:
+    """Return the bytes of the running sums for an input of so many columns."""
+    panel = _panel(columns)
+    upper = sum(min(panel, columns - start) * (columns - start) for start in range(0, columns, panel))
+    sums = [upper, columns**2] if paired else [upper]
+    return sum(8 * numbers + 4 * min(panel, columns) * columns for numbers in sums)
+
+
+def adding_nbytes(columns: int) -> int:
+    """Return the bytes that adding a product to a running sum takes: a panel of it in float64."""
+    return 8 * min(_panel(columns), columns) * columns
 
 
 class HessianSum:
     """The running sum of x x^T for one shared input, and that of its drift if `paired`."""
 
     def __init__(self, columns: int, device: torch.device, paired: bool = False) -> None:
-        self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
-        self.drift = torch.zeros_like(self.total) if paired else None  # None, too, when tokens could not be paired
+        self.total = GridSum(columns, device, is_upper=True)
+        self.drift = GridSum(columns, device, is_upper=False) if paired else None  # None, too, if tokens do not pair
         self.expected: Tensor | None = None  # the full-precision inputs that go with those that are added next
         self.count = 0
-        self.panel = max(MIN_PANEL, -(-columns // PANELS))
 
     def add(self, inputs: Tensor, chunk: int, weights: Tensor | None = None) -> None:
         """Add inputs [..., columns], `chunk` tokens at a time; weights: float32, one for each token, in any shape."""
         for part, weight in zip(_rows(inputs, chunk), _weight_rows(weights, inputs, chunk), strict=True):
-            x = part.float() if weight is None else part * weight.sqrt()  # [tokens, columns], float32
-            for start in range(0, x.shape[1], self.panel):
-                end = min(start + self.panel, x.shape[1])
-                self.total[start:end, start:].addmm_(x[:, start:end].T, x[:, start:])
-            self.count += x.shape[0]
+            x = self.scaled(part, weight)
+            if len(x):
+                self.total.add(x, x)
+            self.count += len(x)
         if self.drift is not None:
             self._pair(inputs, self.drift, chunk, weights)
+
+    @staticmethod
+    def scaled(rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Return what is multiplied of rows [tokens, columns], whose weights are [tokens, 1]; float32."""
+        return rows.float() if weights is None else rows.float() * weights.sqrt()
+
+    def parts(self) -> dict[str, GridSum]:
+        """Return its sums by what they are of."""
+        return {"total": self.total} | ({"drift": self.drift} if self.drift is not None else {})
+
+    def grids(self) -> dict[str, Scales]:
+        """Return the grids of its sums by what they are of."""
+        return {side: part.grid for side, part in self.parts().items()}
 
     def expect(self, inputs: Tensor) -> None:
         """Keep the full-precision inputs [..., columns] of the tokens that `add` is given next."""
         if self.drift is not None:
             self.expected = inputs.clone()  # the rest of the block may write over them
 
-    def _pair(self, inputs: Tensor, drift: Tensor, chunk: int, weights: Tensor | None) -> None:
+    def _pair(self, inputs: Tensor, drift: GridSum, chunk: int, weights: Tensor | None) -> None:
         full, self.expected = self.expected, None
         if full is None or full.shape != inputs.shape:  # other tokens: routed elsewhere in the other stream
             self.drift = None
@@ -65,20 +170,59 @@ class HessianSum:
         for y, part, weight in zip(*parts, strict=True):
             x = part.float()
             difference = y.float() - x
-            drift.addmm_((difference if weight is None else difference.mul_(weight)).T, x)
+            if len(x):
+                drift.add(difference if weight is None else difference.mul_(weight), x)
 
     def finish(self, name: str) -> Stats:
-        """Return the whole symmetric sum; raise NumericalError if it is not finite."""
-        for start in range(0, self.total.shape[0], self.panel):
-            end = min(start + self.panel, self.total.shape[0])
-            self.total[end:, start:end] = self.total[start:end, end:].T
-            block = self.total[start:end, start:end]  # a matrix product is symmetric only up to rounding
+        """Return the whole symmetric sum and free what it was made of; raise NumericalError if it is not finite."""
+        panel, total = self.total.panel, self.total.finish()
+        for start in range(0, total.shape[0], panel):
+            end = min(start + panel, total.shape[0])
+            total[end:, start:end] = total[start:end, end:].T
+            block = total[start:end, start:end]  # a matrix product is symmetric only up to rounding
             block.copy_(block.triu() + block.triu(1).T)
-        if not torch.isfinite(self.total.diagonal()).all():
+        if not torch.isfinite(total.diagonal()).all():
             raise NumericalError(
                 f"the inputs of {name} are not finite during calibration; check the checkpoint, or calibrate in float32"
             )
-        return Stats(self.total, self.count, self.drift)
+        return Stats(total, self.count, self.drift.finish() if self.drift is not None else None)
+
+
+class HasGrids(Protocol):
+    """A running sum, or several."""
+
+    def grids(self) -> dict[str, Scales]:
+        """Return the grids of its sums by what they are of."""
+
+
+def agree(sums: Mapping[str, HasGrids], ranks: Ranks) -> None:
+    """Give the sums of all processes the grids of the main one, which has seen the first batch, to be added up later.
+
+    An input that this batch did not reach gets the coarsest grid of those of its width.
+    """
+    grids = {(key, side): grid for key, total in sums.items() for side, grid in total.grids().items()}
+    coarsest: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+    for (_, side), grid in grids.items():
+        if grid.found:
+            known = coarsest.get((grid.columns, side), grid.found)
+            coarsest[grid.columns, side] = tuple(map(torch.minimum, known, grid.found))
+    own = {name: grid.found or coarsest.get((grid.columns, name[1]), ()) for name, grid in grids.items()}
+    for name, scales in ranks.share({name: tuple(map(Tensor.cpu, scales)) for name, scales in own.items()}).items():
+        if name in grids:
+            grids[name].found = tuple(scale.to(grids[name].device) for scale in scales)
+
+
+def join(sums: Mapping[str, HessianSum], ranks: Ranks) -> None:
+    """Add up the sums of all processes, which hold the same inputs in the same order."""
+    if ranks.size == 1:
+        return
+    held = ranks.gather({key: (total.count, total.drift is not None) for key, total in sums.items()})
+    for key, total in sums.items():
+        total.count = sum(counts[key][0] for counts in held)
+        if not all(counts[key][1] for counts in held):
+            total.drift = None
+        for part in total.parts().values():
+            ranks.add_up(part.panels)
 
 
 def _rows(inputs: Tensor, chunk: int) -> tuple[Tensor, ...]:
@@ -121,8 +265,17 @@ def shrink(stats: Stats) -> tuple[Stats, str | None]:
     )
 
 
+class Summed(HasGrids, Protocol):
+    """What takes the inputs of a linear."""
+
+    def add(self, inputs: Tensor, chunk: int, weights: Tensor | None = None) -> None:
+        """Add inputs [..., columns], `chunk` tokens at a time; weights: float32, one for each token, in any shape."""
+
+
 class PassEnd:
     """End the pass of a batch through a block once all inputs are collected, so that what follows is not computed.
+
+    keys: of the inputs, and of what else is to be seen.
 
     The first batch runs to its end. Where it did not show each input once (experts without tokens, a module that is
     called twice), the others do, too.
@@ -145,7 +298,7 @@ class PassEnd:
 
 def collect(
     linears: Mapping[str, nn.Module],
-    sums: Mapping[str, HessianSum],
+    sums: Mapping[str, Summed],
     chunk: int,
     weights: Tensor | None = None,
     experts: Mapping[str, tuple[Experts, int]] | None = None,

@@ -12,8 +12,9 @@ are evened out (see `weights`).
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress import ranks
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockInputs, run_block
 
-SCORES = 1 << 21  # attention scores computed at a time: 8 MiB, and as much again for each step up to the probabilities
+SCORES = 1 << 18  # attention scores computed at a time: 1 MiB, which stays in the cache
 FIRST = 8  # `first_tokens` are one in so many: the first eighth of a sequence
 INPUTS_PER_TOKEN = 8  # at most so many inputs of a linear for each effective token
 BISECTIONS = 40
+LOG2_E = math.log2(math.e)
 
 AUTO = "auto"  # in the place of a score
 Score = Callable[[nn.Module, str, BlockInputs, Tensor], Tensor]
@@ -54,10 +57,20 @@ def weights(
     """
     try:
         scores = SCORES_OF["attention" if name == AUTO else name](block, where, batches, tokens)
+        if len(scores) < len(tokens):  # the batches are those of this process
+            scores = torch.cat(ranks.current().gather(scores))
     except UnsupportedModelError as error:
         if name != AUTO:
             raise
         return None, f"its tokens count alike: {str(error).removesuffix(f'; {_OTHERWISE}')}"
+    return of_scores(scores, block, minimum, skip_first)
+
+
+def of_scores(scores: Tensor, block: nn.Module, minimum: float, skip_first: bool = False) -> tuple[Tensor, str | None]:
+    """Return what `weights` does, given the scores [samples, seq_len] of all samples.
+
+    A sequence has the same weights among others as alone, unless there is a note.
+    """
     relative = _relative(scores.double(), skip_first)
     columns = max((m.in_features for m in block.modules() if isinstance(m, nn.Linear)), default=0)
     found, needed = effective(_mapped(relative, minimum)), columns / INPUTS_PER_TOKEN
@@ -68,6 +81,11 @@ def weights(
         f"by their importance only {found:.0f} tokens would count for {columns} inputs: importance_min raised from "
         f"{minimum:g} to {raised:.2g}"
     )
+
+
+def of_batch(scores: Tensor, minimum: float) -> Tensor:
+    """Return the weights [samples, seq_len] float32 of some samples with these scores, not evened out."""
+    return _mapped(_relative(scores.double(), skip_first=False), minimum).float()
 
 
 def effective(weights: Tensor) -> float:
@@ -109,17 +127,25 @@ def attention(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor
     """
     scores, count = list[Tensor](), 0
     for hidden, call in batches():
-        with _watched(block, where, count) as masses, suppress(_Seen):
+        with watched(block, where, count) as masses, suppress(_Seen):
             run_block(block, call, hidden, where)
         count = len(masses)
-        if not masses:
-            raise UnsupportedModelError(
-                f"no attention of {where} goes through transformers' attention interface; {_OTHERWISE}"
-            )
-        if any(part.shape != hidden.shape[:2] for part in masses):
-            raise UnsupportedModelError(f"the attention of {where} is not between the tokens it is given; {_OTHERWISE}")
-        scores.append(torch.stack(masses).sum(0).cpu())
+        scores.append(received_in_all(masses, where, hidden.shape[:2]))
     return torch.cat(scores)
+
+
+def received_in_all(masses: list[Tensor], where: str, shape: Sequence[int]) -> Tensor:
+    """Return the sum [samples, tokens], of this shape, of what tokens receive in the attentions of a block.
+
+    Raises UnsupportedModelError where there is none, or one that is not between these tokens.
+    """
+    if not masses:
+        raise UnsupportedModelError(
+            f"no attention of {where} goes through transformers' attention interface; {_OTHERWISE}"
+        )
+    if any(part.shape != tuple(shape) for part in masses):
+        raise UnsupportedModelError(f"the attention of {where} is not between the tokens it is given; {_OTHERWISE}")
+    return torch.stack(masses).sum(0).cpu()
 
 
 def first_tokens(block: nn.Module, where: str, batches: BlockInputs, tokens: Tensor) -> Tensor:
@@ -177,37 +203,56 @@ class Probabilities:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: Tensor | None = None  # [heads]: score for attending to nothing
 
-    def rows(self, query: Tensor, key: Tensor, sample: int, start: int) -> Tensor:
-        """Return [heads, rows, keys] float32 from the first keys [key_value_heads, keys, head_dim] of a sample.
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token attends to itself and all before it, by nothing but scaled products."""
+        rest = (self.window, self.mask, self.bias, self.softcap, self.sinks)
+        return self.causal and all(setting is None for setting in rest)
 
-        query [heads, rows, head_dim]: the sample's queries from row `start`; head h reads key head h // (heads / kv).
+    def received(
+        self, query: Tensor, key: Tensor, value: Tensor | None, sample: int, start: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the probabilities of the first keys [key_value_heads, keys, head_dim] of a sample, summed: [keys].
+
+        They are summed over query [heads, rows, head_dim], float32: the sample's queries from row `start`; head h reads
+        key head h // (heads / key_value_heads). Beside it the values [key_value_heads, keys, value_dim] weighed by
+        them: [heads, rows, value_dim].
         """
         heads, rows, width = query.shape
         grouped = query.reshape(key.shape[0], -1, width)  # [key_value_heads, heads / key_value_heads * rows, head_dim]
-        scores = (grouped @ key.transpose(1, 2)).view(heads, rows, -1) * self.scaling
+        unit = LOG2_E if self.is_plain else 1.0  # there scores are the logarithms to base 2 from the start
+        scores = ((grouped * (unit * self.scaling)) @ key.transpose(1, 2)).view(heads, rows, -1)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
             scores = scores + _part(self.bias, sample, start, scores)
         scores = self._masked(scores, sample, start)
-        if self.sinks is None:
-            return scores.softmax(-1)
-        sinks = self.sinks.float().view(-1, 1, 1).expand(heads, rows, 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        top, sinks = scores.amax(-1), None if self.sinks is None else self.sinks.float().view(-1, 1)
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
+        powers = scores.sub_(top[..., None])
+        powers = (powers if self.is_plain else powers.mul_(LOG2_E)).exp2_()  # `exp` is slow where it underflows
+        total = powers.sum(-1)
+        if sinks is not None:
+            total += (sinks - top).exp_()
+        inverse = total.reciprocal_()
+        sums, out = inverse.flatten() @ powers.flatten(0, 1), None
+        if value is not None:
+            out = (powers.view(key.shape[0], -1, powers.shape[-1]) @ value).view(heads, rows, -1)
+            out *= inverse[..., None]
+        return sums, out
 
     def _masked(self, scores: Tensor, sample: int, start: int) -> Tensor:
-        never = torch.finfo(torch.float32).min
+        never, (_, rows, columns) = torch.finfo(torch.float32).min, scores.shape
         if self.mask is not None:
             mask = _part(self.mask, sample, start, scores)
-            return scores.masked_fill(~mask, never) if mask.dtype == torch.bool else scores + mask
-        if not self.causal:
-            return scores
-        keys = torch.arange(scores.shape[2], device=scores.device)
-        queries = torch.arange(start, start + scores.shape[1], device=scores.device)[:, None]
-        outside = keys > queries
-        if self.window is not None:
-            outside |= keys <= queries - self.window
-        return scores.masked_fill(outside, never)
+            return scores.masked_fill_(~mask, never) if mask.dtype == torch.bool else scores + mask
+        if self.causal:
+            later = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
+            scores[..., start:].masked_fill_(later[:, start:].triu(1), never)
+            if self.window is not None:
+                scores.masked_fill_(later.tril(start - self.window), never)
+        return scores
 
 
 def _part(full: Tensor, sample: int, start: int, scores: Tensor) -> Tensor:
@@ -221,30 +266,56 @@ def mass(query: Tensor, key: Tensor, how: Probabilities) -> Tensor:
     query [batch, heads, tokens, head_dim], key [batch, key_value_heads, tokens, head_dim]. Sequence by sequence,
     whatever the batch, and in chunks of query rows.
     """
+    return attended(query, key, None, how)[0]
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor | None, how: Probabilities) -> tuple[Tensor, Tensor | None]:
+    """Return what `mass` does, and what the attention gives: [batch, tokens, heads, value_dim], of the query's type.
+
+    value [batch, key_value_heads, tokens, value_dim]; None: nothing but the sums.
+    """
     batch, heads, rows, _ = query.shape
     total = torch.zeros(batch, key.shape[2], dtype=torch.float32, device=query.device)
+    out = None if value is None else query.new_empty(batch, rows, heads, value.shape[-1])
     chunk = max(1, SCORES // (heads * key.shape[2]))
     for sample in range(batch):
         q, k = query[sample].float(), key[sample].float()
+        v = None if value is None else value[sample].float()
         for start in range(0, rows, chunk):
             end = min(start + chunk, rows)
-            seen = k[:, :end] if how.causal and how.mask is None else k
-            total[sample, : seen.shape[1]] += how.rows(q[:, start:end], seen, sample, start).sum((0, 1))
-    return total
+            seen = end if how.causal and how.mask is None else k.shape[1]
+            part = None if v is None else v[:, :seen]
+            sums, given = how.received(q[:, start:end], k[:, :seen], part, sample, start)
+            total[sample, :seen] += sums
+            if out is not None and given is not None:
+                out[sample, start:end] = given.transpose(0, 1)
+    return total, out
 
 
 class _Seen(Exception):
     """Ends a block whose attention has been seen."""
 
 
+def _stop(masses: list[Tensor]) -> None:
+    raise _Seen
+
+
 @contextmanager
-def _watched(block: nn.Module, where: str, count: int = 0) -> Iterator[list[Tensor]]:
+def watched(
+    block: nn.Module,
+    where: str,
+    count: int = 0,
+    act: Callable[[list[Tensor]], None] = _stop,
+    is_shared: bool = False,
+) -> Iterator[list[Tensor]]:
     """While active, add the `mass` of each call of the block's attention to the list.
 
-    The call goes on as ever, unless it is the last of `count`: that one raises _Seen.
+    The call goes on as ever. Before that, the last of `count` calls `act` with the list; by default it ends the block.
+    is_shared: on CPUs, the probabilities of a plain attention by torch's function serve for its output, too.
     The function is replaced that transformers' table has under the name in the model's configuration. A name of our
     own there would not do: some models mask the keys themselves for the names they know, and for others do not.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own, masses = set(block.modules()), []
@@ -256,9 +327,16 @@ def _watched(block: nn.Module, where: str, count: int = 0) -> Iterator[list[Tens
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **others: Any
         ) -> Any:
             if module in own:
-                masses.append(mass(query, key, _probabilities(module, where, query, attention_mask, others)))
+                how, out = _probabilities(module, where, query, attention_mask, others), None
+                if is_shared and function is sdpa_attention_forward and _computes_plainly(how, query, key, others):
+                    received, out = attended(query, key, value, how)
+                else:
+                    received = mass(query, key, how)
+                masses.append(received)
                 if len(masses) == count:
-                    raise _Seen
+                    act(masses)
+                if out is not None:
+                    return out, None
             return (function or _plain(module, where))(module, query, key, value, attention_mask, **others)
 
         return attend
@@ -272,6 +350,12 @@ def _watched(block: nn.Module, where: str, count: int = 0) -> Iterator[list[Tens
             del ALL_ATTENTION_FUNCTIONS[name]  # which lays bare what lies below in the table
             if function is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not function:
                 ALL_ATTENTION_FUNCTIONS[name] = function
+
+
+def _computes_plainly(how: Probabilities, query: Tensor, key: Tensor, others: Mapping[str, Any]) -> bool:
+    """Return whether `attended` gives what torch's attention does, on a CPU."""
+    as_usual = not others.get("dropout") and others.get("cache") is None
+    return how.is_plain and as_usual and query.device.type == "cpu" and query.shape[2] == key.shape[2]
 
 
 def _probabilities(module: nn.Module, where: str, query: Tensor, mask: Any, others: Mapping[str, Any]) -> Probabilities:

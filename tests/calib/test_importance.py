@@ -122,13 +122,13 @@ def test_outputs_and_the_table_of_attention_functions_stay_as_they_are(implement
     before = dict(ALL_ATTENTION_FUNCTIONS)
     (hidden, call), *_ = batches()
     plain = run_block(block, call, hidden, "block")
-    with token_importance._watched(block, "block") as masses:
+    with token_importance.watched(block, "block") as masses:
         assert model.config._attn_implementation == implementation
         assert torch.equal(run_block(block, call, hidden, "block"), plain) and len(masses) == 1
         model(input_ids=tokens, use_cache=False)
     assert len(masses) == 2  # the attention of the other block goes by
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
-    with pytest.raises(KeyError), token_importance._watched(block, "block"):
+    with pytest.raises(KeyError), token_importance.watched(block, "block"):
         raise KeyError
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
     run_block(block, call, hidden, "block")
