@@ -9,15 +9,17 @@ calls such sweeps tune iterations). Zero points stay. Cost: two m n^2 products a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
+from compress.quant import columns_compiled
 from compress.quant.feedback import Objective
 from compress.quant.grid import Grid, storable
 
-CHUNK = 128  # columns whose codes are updated one by one before the rest of a large group hears of it
+CHUNK = columns_compiled.MOST  # columns whose codes are updated one by one before the rest of a large group hears of it
 
 
 def improve(
@@ -37,6 +39,7 @@ class Descent(ABC):
         self.hessian, self.damping, self.top = layer.hessian, layer.damping, 2**bits - 1
         self.codes, self.scale, self.zero = codes.clone(), fitted.scale.clone(), fitted.zero
         self.values = values  # Q, [columns, rows]
+        self.is_compiled = columns_compiled.supports(values)
         self.pull = layer.times_hessian(layer.weight - self.values)  # H R, [columns, rows]
 
     def sweep(self, size: int, sweeps: int) -> None:
@@ -55,17 +58,12 @@ class Descent(ABC):
         pull = self.pull[part].clone()
         units = self.codes[part].float().sub_(zero)
         scale = self.rescale(index, units, block, pull)
-        low, high, inverse = -zero, self.top - zero, 1 / scale
-        curvature = block.diagonal().tolist()
+        grid = scale, 1 / scale, -zero, self.top - zero
         for start in range(0, len(units), CHUNK):
             chunk = slice(start, min(start + CHUNK, len(units)))
-            old, local, metric = units[chunk].clone(), pull[chunk], block[chunk, chunk]
-            for j in range(chunk.stop - start):
-                now = units[start + j]
-                best = torch.addcmul(now, local[j], inverse, value=1 / curvature[start + j])
-                change = best.round_().clamp_(low, high).sub_(now)
-                now += change
-                local.addr_(metric[:, j], change.mul_(scale), alpha=-1)
+            old = units[chunk].clone()
+            step = columns_compiled.step_columns if self.is_compiled else _step_columns
+            step(units[chunk], pull[chunk], block[chunk, chunk].T.contiguous(), grid)
             if chunk.stop < len(units):
                 pull[chunk.stop :].addmm_(block[chunk.stop :, chunk], (old - units[chunk]) * scale)
         self.codes[part] = (units + zero).to(torch.uint8)
@@ -96,6 +94,17 @@ class Descent(ABC):
         pull.sub_(product * (new - old))
         self.scale[index] = new
         return new
+
+
+def _step_columns(units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Tensor]) -> None:
+    """Do what `columns_compiled.step_columns` does, to the bit."""
+    scale, inverse, low, high = grid
+    for j, curvature in enumerate(metric.diagonal().tolist()):
+        now = units[j]
+        best = torch.addcmul(now, pull[j], inverse, value=1 / curvature)
+        change = best.round_().clamp_(low, high).sub_(now)
+        now += change
+        pull[j + 1 :].addr_(metric[j, j + 1 :], change.mul_(scale), alpha=-1)  # the others have been read
 
 
 class _OnGrid(Descent):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ from compress.numerics.linalg import squares, upper_factor
 from compress.types import Stats
 
 LEAF = 32  # columns below which errors are propagated one block at a time
+
+
+class Leaf(NamedTuple):
+    """Columns that are rounded one by one; views of what the loop holds."""
+
+    start: int  # the first column
+    weight: Tensor  # [columns, rows]
+    factor: Tensor  # [columns, columns], upper triangular
+    residual: Tensor  # [columns, rows]: to be set to weight - result
+    pending: Tensor  # [columns, rows]: P of the columns before these; to be set to target - result
 
 
 class Rounder(Protocol):
@@ -39,11 +49,20 @@ class Rounder(Protocol):
 
         A rounder without groups is not asked to.
         """
-        return
+        raise AssertionError("a rounder whose `group` is not 0 has to fit its groups")
 
     @abstractmethod
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         """Return quantized values [width, rows] for target [width, rows]; metric = C_BB [width, width]."""
+
+
+@runtime_checkable
+class ColumnRounder(Rounder, Protocol):
+    """A rounder of single columns that may do more than one of them."""
+
+    @abstractmethod
+    def round_columns(self, leaf: Leaf) -> bool:
+        """Do for all columns of a leaf what the loop does with `round_block` for each; False: nothing was done."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,7 @@ def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF) -> R
     assert rounder.group % rounder.width == 0, "a scale group must hold whole blocks"
     loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
     loop.node(0, weight.shape[0])
-    return Result(loop.residual, loop.loss)
+    return Result(loop.residual, loop.loss.item())
 
 
 class _Loop:
@@ -182,7 +201,7 @@ class _Loop:
         self.weight, self.factor, self.rounder, self.leaf = weight, factor, rounder, leaf
         self.residual = torch.zeros_like(weight)  # R = W - Q of the columns done
         self.pending = torch.zeros_like(weight)  # P, complete for a node's columns when the node is entered
-        self.loss = 0.0
+        self.loss = torch.zeros((), dtype=torch.float64, device=weight.device)  # read once: a GPU would be waited for
 
     def node(self, start: int, end: int) -> None:
         group, width = self.rounder.group, self.rounder.width
@@ -205,8 +224,10 @@ class _Loop:
         self.rounder.fit_group(self.weight[start:end] + shift, metric, start)
 
     def _leaf(self, start: int, end: int) -> None:
-        width, factor, residual = self.rounder.width, self.factor, self.residual
-        for b in range(start, end, width):
+        width, factor, residual, all_of_it = self.rounder.width, self.factor, self.residual, slice(start, end)
+        leaf = (self.weight[all_of_it], factor[all_of_it, all_of_it], residual[all_of_it], self.pending[all_of_it])
+        is_done = isinstance(self.rounder, ColumnRounder) and self.rounder.round_columns(Leaf(start, *leaf))
+        for b in range(start, start if is_done else end, width):
             block = slice(b, b + width)
             metric = factor[block, block]
             pending = torch.addmm(self.pending[block], factor[start:b, block].T, residual[start:b])
@@ -228,4 +249,4 @@ class _Loop:
         loss = self.pending[start:end].double()
         if width == 1:
             loss.mul_(self.factor.diagonal()[start:end, None])
-        self.loss += loss.square_().sum().item()
+        self.loss += loss.square_().sum()

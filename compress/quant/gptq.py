@@ -22,6 +22,7 @@ candidates per column.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from compress.formats import int as int_format
 from compress.numerics.linalg import upper_factor
-from compress.quant import descent, feedback, grid
+from compress.quant import columns_compiled, descent, feedback, grid, row_tiles
 from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
 
@@ -57,44 +58,83 @@ class Config(grid.GridConfig):
 plan_params = grid.params
 
 
+def spans(config: Config, shape: tuple[int, int]) -> list[slice]:
+    """Return the rows of each tile of a weight [out, in]."""
+    return row_tiles.spans(shape)
+
+
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside weight and Hessian.
 
-    In the loop that is five copies of the weight, and codes, and three copies of a group that is fitted there. After
-    it, three copies of the weight, codes four times, four copies of a group and its part of the Hessian, twice. Matrix
-    products pack their operands into buffers of the library, PACKED.
+    In the loop that is a copy of the weight, and codes, four copies of a tile, and three copies of a group that is
+    fitted there. After it, a copy of the weight, codes four times, two copies of a tile, four copies of a group and its
+    part of the Hessian, twice. Matrix products pack their operands into buffers of the library, PACKED.
     """
     numel, columns = shape[0] * shape[1], plan_params(config, shape).group(shape[1])
-    group = 4 * shape[0] * columns
-    loop = feedback.workspace(shape, numel * (5 * 4 + 1) + (0 if config.static_groups else 3 * group), ordered=False)
-    return PACKED + (max(loop, numel * (3 * 4 + 4) + 4 * group + 2 * 4 * columns**2) if config.sweeps else loop)
+    rows = row_tiles.largest(spans(config, shape))
+    tile, group = rows * shape[1], 4 * rows * columns
+    beside = numel * (4 + 1) + tile * 4 * 4 + (0 if config.static_groups else 3 * group)
+    loop = feedback.workspace(shape, beside, ordered=False)
+    return PACKED + (
+        max(loop, numel * (4 + 4) + tile * 2 * 4 + 4 * group + 2 * 4 * columns**2) if config.sweeps else loop
+    )
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
     """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
-    assert stats is not None
-    shape = (weight.shape[0], weight.shape[1])
-    target = weight.T.float().contiguous()  # [in, out]
-    params = grid.params(config, shape, int_format.scale_dtype(target.abs().amax(0), config.bits))
-    hessian, notes = feedback.usable(stats)
-    order = torch.arange(shape[1], device=target.device)
-    if config.act_order:
-        stays_together = not config.static_groups and params.group_size != -1
-        order = feedback.loop_order(hessian.diagonal(), params.group_size if stays_together else 0)
-    factor = upper_factor(hessian, config.damp, order)
-    notes += factor.notes
-    rounder = _GridRounder(target, order, factor.upper, config, params)
-    feedback.run(target[order], factor.upper, rounder)
-    codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
-    fitted, damping = rounder.grid, (factor.damp * hessian.diagonal().mean()).item()
-    del rounder, factor
-    if config.sweeps:
-        layer = feedback.Objective(target, hessian, damping)
-        codes, fitted = descent.improve(layer, codes, fitted, params, config.sweeps)
-    return Quantized(grid.pack(codes, fitted, params, shape), tuple(notes))
+    return row_tiles.whole(tiles(weight, stats, config, seed), spans(config, (weight.shape[0], weight.shape[1])))
 
 
-class _GridRounder(feedback.Rounder):
+def tiles(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> row_tiles.RowTiles:
+    """Return a weight to be quantized by tiles; arguments as of `quantize`."""
+    return _Tiles(weight, stats, config)
+
+
+class _Tiles(row_tiles.RowTiles):
+    """A weight, the order of its columns and the factor of its Hessian."""
+
+    def __init__(self, weight: Tensor, stats: Stats | None, config: Config) -> None:
+        assert stats is not None
+        self.config, self.shape = config, (weight.shape[0], weight.shape[1])
+        self.target = weight.T.float().contiguous()  # [in, out]
+        scale_dtype = int_format.scale_dtype(self.target.abs().amax(0), config.bits)
+        self.params = grid.params(config, self.shape, scale_dtype)
+        self.hessian, self.notes = feedback.usable(stats)
+        self.order = torch.arange(self.shape[1], device=weight.device)
+        if config.act_order:
+            stays_together = not config.static_groups and self.params.group_size != -1
+            self.order = feedback.loop_order(self.hessian.diagonal(), self.params.group_size if stays_together else 0)
+        factor = upper_factor(self.hessian, config.damp, self.order)
+        self.notes += factor.notes
+        self.damping = (factor.damp * self.hessian.diagonal().mean()).item()
+        self.upper = factor.upper
+
+    def make(self, spans: Sequence[slice]) -> list[tuple[Tensor, grid.Grid]]:
+        """Return codes [in, rows] uint8 and grids of some tiles."""
+        found = [self._rounded(self.target[:, rows].contiguous()) for rows in spans]
+        del self.upper
+        if self.config.sweeps:
+            found = [self._improved(rows, *found.pop(0)) for rows in spans]
+        del self.target, self.hessian
+        return found
+
+    def _rounded(self, target: Tensor) -> tuple[Tensor, grid.Grid]:
+        rounder = _GridRounder(target, self.order, self.upper, self.config, self.params)
+        feedback.run(target[self.order], self.upper, rounder)
+        return torch.empty_like(rounder.codes).index_copy_(0, self.order, rounder.codes), rounder.grid
+
+    def _improved(self, rows: slice, codes: Tensor, fitted: grid.Grid) -> tuple[Tensor, grid.Grid]:
+        layer = feedback.Objective(self.target[:, rows].contiguous(), self.hessian, self.damping)
+        return descent.improve(layer, codes, fitted, self.params, self.config.sweeps)
+
+    def join(self, parts: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
+        """Return the weight, from all tiles in order."""
+        codes = torch.cat([codes for codes, _ in parts], 1)
+        fitted = grid.Grid(*(torch.cat(tensors, 1) for tensors in zip(*(part for _, part in parts), strict=True)))
+        return Quantized(grid.pack(codes, fitted, self.params, self.shape), tuple(self.notes))
+
+
+class _GridRounder(feedback.ColumnRounder):
     """The integer grid as a Rounder; columns arrive in `order`, groups are counted in the original order."""
 
     width = 1
@@ -121,6 +161,14 @@ class _GridRounder(feedback.Rounder):
         index = self.owner[start]
         fitted = grid.fit(targets, metric.diagonal().square(), self.config, self.dtype)
         self.grid.scale[index], self.grid.zero[index] = fitted
+
+    def round_columns(self, leaf: feedback.Leaf) -> bool:
+        if len(leaf.weight) > columns_compiled.MOST or not columns_compiled.supports(self.codes):
+            return False
+        part, top = slice(leaf.start, leaf.start + len(leaf.weight)), 2**self.config.bits - 1
+        groups = torch.tensor(self.owner[part], dtype=torch.int64, device="cpu")
+        columns_compiled.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], top)
+        return True
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         index = self.owner[start]

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
+from compress.quant import columns_compiled
 from compress.types import PackedWeight, Stored
 
-CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
+CHUNK = 1 << 17  # weights searched at a time: temporaries stay in the cache
+COMPILED_CHUNK = 1 << 20  # where there are none
 SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))  # of the min-max scale; > 1 uses the mirrored levels only
 ASYMMETRIC_RATIOS = tuple(1.0 - 0.09 * i for i in range(8))
 REFINEMENTS = 2  # halvings of the step between ratios, around the best
@@ -63,7 +65,7 @@ def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
     """Fit the grid of one group, [rows], to target [columns, rows] float32; importance [columns] >= 0 or None."""
-    step = max(16, CHUNK // target.shape[0])
+    step = max(16, (COMPILED_CHUNK if columns_compiled.supports(target) else CHUNK) // target.shape[0])
     parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
     return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
 
@@ -146,6 +148,7 @@ class _Search:
         high: Tensor,
     ) -> None:
         self.target, self.importance, self.dtype = target, importance, dtype
+        self.is_compiled = columns_compiled.supports(target)
         self.symmetric, self.half, self.top = config.symmetric, 2 ** (config.bits - 1), 2**config.bits - 1
         self.low, self.high = low, high
         self.largest = torch.where(-low > high, low, high)  # signed weight of largest magnitude
@@ -153,6 +156,14 @@ class _Search:
         self.best = Grid(torch.ones_like(low), torch.zeros_like(low))
         self.best_ratio: Tensor = torch.ones_like(low)
         self.best_variant: Tensor | int = torch.zeros_like(low)
+
+    def losses(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Return the weighted squared errors [rows] of a grid, in steps of it."""
+        if self.is_compiled:
+            return columns_compiled.grid_loss(self.target, (scale, -zero, self.top - zero), self.importance)
+        units = self.target / scale
+        error = units.round().clamp_(-zero, self.top - zero).sub_(units).square_()
+        return error.sum(0) if self.importance is None else self.importance @ error
 
     def offer(self, ratio: Tensor, variant: Tensor | int) -> None:
         """Try ratio [rows] of the min-max scale; variant is the sign (symmetric) or the shift of the zero point."""
@@ -162,9 +173,7 @@ class _Search:
         else:
             scale = storable((self.high - self.low) / self.top * ratio, self.dtype)
             zero = ((-self.low * ratio / scale).round_() + variant).clamp_(0, self.top)
-        units = self.target / scale
-        error = units.round().clamp_(-zero, self.top - zero).sub_(units).square_()
-        loss = (error.sum(0) if self.importance is None else self.importance @ error) * scale.square()
+        loss = self.losses(scale, zero) * scale.square()
         better = loss < self.loss
         self.loss = torch.where(better, loss, self.loss)
         self.best = Grid(torch.where(better, scale, self.best.scale), torch.where(better, zero, self.best.zero))

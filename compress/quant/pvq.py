@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from compress import formats
+from compress.errors import needs
 from compress.formats import pvq as pvq_format
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
@@ -153,7 +154,9 @@ def gain_levels(params: pvq_format.Params, columns: int) -> Tensor:
     vectors and their codes, since the gain is that of the projection.
     """
     import numpy as np
-    from scipy.special import betainc, betaincinv, betaln
+
+    with needs("scipy", "the method pvq"):
+        from scipy.special import betainc, betaincinv, betaln
 
     a, b = params.vector_dim / 2, max(columns - params.vector_dim, params.vector_dim) / 2
     count = 2**params.gain_bits - 1

@@ -9,7 +9,7 @@ rounding of all its blocks. `compress/quant/descent.py` is the form for integer 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,11 +35,11 @@ def improve(layer: Objective, values: Tensor, rounder: Revisable, sweeps: int) -
     pull = layer.times_hessian(layer.weight - values)  # H R, [in, out]
     size = max(CHUNK // rounder.width, 1) * rounder.width
     for _ in range(sweeps):
-        changed = False
+        changed: bool | Tensor = False
         for start in range(0, columns, size):
             part = slice(start, min(start + size, columns))
             before = values[part].clone()
-            changed |= _chunk(layer, values, pull, rounder, part)
+            changed = _chunk(layer, values, pull, rounder, part) | changed
             moved = before.sub_(values[part])  # change of R
             rest = torch.cat([hessian[:start, part], hessian[part.stop :, part]])
             update = rest @ moved
@@ -50,49 +50,70 @@ def improve(layer: Objective, values: Tensor, rounder: Revisable, sweeps: int) -
     return values
 
 
-def _chunk(layer: Objective, values: Tensor, pull: Tensor, rounder: Revisable, part: slice) -> bool:
-    """Take one step for each block of a chunk; `pull` is kept up to date for the chunk's own columns."""
-    hessian, damping, local, changed = layer.hessian, layer.damping, pull[part], False
+def _chunk(layer: Objective, values: Tensor, pull: Tensor, rounder: Revisable, part: slice) -> bool | Tensor:
+    """Take one step for each block of a chunk; `pull` is kept up to date for the chunk's own columns.
+
+    Return whether a code has changed. A GPU is not waited for: there that is a tensor, and nothing is left out.
+    """
+    hessian, damping, local = layer.hessian, layer.damping, pull[part]
+    changed: bool | Tensor = False
     for start in range(part.start, part.stop, rounder.width):
         block = slice(start, start + rounder.width)
         inside = slice(start - part.start, start - part.start + rounder.width)
         step = _newton_step(hessian[block, block], damping, local[inside])
         if step is None:
             continue
-        metric, target = step[0], values[block] + step[1]
+        metric, target = step.factor, values[block] + step.change
         index = start // rounder.width
         old_codes, old = rounder.codes[index].clone(), values[block]
         new = rounder.round_block(target, metric, start)
         gain = _loss(target - old, metric) - _loss(target - new, metric)  # [out]
         units = torch.nn.functional.pad(gain, (0, -len(gain) % rounder.unit_rows)).view(-1, rounder.unit_rows)
-        better = units.sum(1) > 0
+        better = units.sum(1) > 0 if step.is_sound is None else (units.sum(1) > 0) & step.is_sound
         per_code = len(gain) / old_codes.shape[0]
         code_rows = (torch.arange(old_codes.shape[0], device=better.device) * per_code).long() // rounder.unit_rows
         keep = better[code_rows].view(-1, *(1,) * (old_codes.dim() - 1))
         rounder.codes[index] = torch.where(keep, rounder.codes[index], old_codes)
         change = torch.where(better.repeat_interleave(rounder.unit_rows)[: len(gain)], new - old, 0.0)  # [width, out]
-        if not change.any():
+        if change.is_cuda:
+            changed = change.any() | changed
+        elif change.any():
+            changed = True
+        else:
             continue
-        changed = True
         values[block] += change
         local.addmm_(hessian[part, block], change, alpha=-1)
         local[inside].add_(change, alpha=-damping)
     return changed
 
 
-def _newton_step(block: Tensor, damping: float, pull: Tensor) -> tuple[Tensor, Tensor] | None:
+class _Step(NamedTuple):
+    """Where a block of columns wants to go, in the metric of its part of the Hessian."""
+
+    factor: Tensor  # [width, width], upper
+    change: Tensor  # [width, out]
+    is_sound: Tensor | None = None  # whether there is a factor, where that is not known yet
+
+
+def _newton_step(block: Tensor, damping: float, pull: Tensor) -> _Step | None:
     """Return the upper factor of the damped block of the Hessian, and its inverse times pull [width, out].
 
-    None if the block is singular in float32, as with columns that are nearly equal and no damping.
+    None if the block is singular in float32, as with columns that are nearly equal and no damping. A GPU is not waited
+    for: the step of such a block is zero there, and is not to be taken.
     """
     if len(block) == 1:
         curvature = block + damping
-        return curvature.sqrt(), pull / curvature
+        return _Step(curvature.sqrt(), pull / curvature)
     damped = block + damping * torch.eye(len(block), dtype=block.dtype, device=block.device)
     lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if block.is_cuda:
+        is_sound = info == 0
+        lower = torch.where(is_sound, lower, torch.eye(len(block), dtype=block.dtype, device=block.device))
+        change = torch.cholesky_solve(pull.flip(0), lower).flip(0)
+        return _Step(lower.flip(0, 1), torch.where(is_sound, change, 0.0), is_sound)
     if info:
         return None
-    return lower.flip(0, 1), torch.cholesky_solve(pull.flip(0), lower).flip(0)
+    return _Step(lower.flip(0, 1), torch.cholesky_solve(pull.flip(0), lower).flip(0))
 
 
 def _loss(error: Tensor, metric: Tensor) -> Tensor:

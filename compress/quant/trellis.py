@@ -22,8 +22,9 @@ several scales over the columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.quant import feedback, sweeps, viterbi_compiled
+from compress.quant import columns_compiled, feedback, row_tiles, sweeps, viterbi_compiled
 from compress.quant.feedback import Objective
 from compress.quant.settings import check, check_damp
-from compress.quant.viterbi import DECISIONS, STATES, WINDOW, Search
+from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "trellis"
@@ -47,6 +48,7 @@ INCOHERENCE = True
 RATIOS = {1: 1.15, 2: 1.11, 3: 1.14, 4: 1.2}
 LAST_RATIO = 1.3
 BATCH = 16  # tiles that fill the search
+CORRECTION_ROWS = 1024  # rows that the last factor on the scale is fitted to, or up to twice as many
 
 
 @dataclass(frozen=True)
@@ -81,48 +83,100 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
     return Params(config.bits, config.state_bits, tile, config.code, config.row_scales)
 
 
-def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: in the loop seven copies of the weight, and a chunk's.
+def spans(config: Config, shape: tuple[int, int]) -> list[slice]:
+    """Return the rows of each tile of a weight [out, in], which are whole paths, the last one padded."""
+    params = plan_params(config, shape)
+    return row_tiles.spans((trellis_format.padded_rows(params, shape[0]), shape[1]), params.tile_rows)
 
-    A chunk is searched, and later coded.
+
+def workspace(config: Config, shape: tuple[int, int]) -> int:
+    """Return the bytes needed beside weight and Hessian.
+
+    In the loop that is four copies of the weight, three of a tile, and a chunk's: it is searched, and later coded.
     """
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
-    if llvm.available():
-        search = torch.get_num_threads() * viterbi_compiled.CELLS * (MAX_TILE_ROWS + 2 * WINDOW)
-        search += viterbi_compiled.COMPILER
+    tile = min(rows, row_tiles.largest(spans(config, shape)) + MAX_TILE_ROWS)
+    bits = plan_params(config, shape).symbol_bits
+    if llvm.available() and bits <= NARROW:
+        space = viterbi_compiled.workspace(MAX_TILE_ROWS, config.state_bits, bits, max(LEVELS.values()))
+        search = torch.get_num_threads() * space
+        search += 0 if columns_compiled.is_worthwhile(shape[0] * n) else viterbi_compiled.COMPILER  # counted for a run
     else:
-        search = DECISIONS["cpu"] + 16 * max(STATES["cpu"], 1 << config.state_bits)
+        search = DECISIONS["cpu"] + 48 * max(STATES["cpu"], 1 << config.state_bits)
     search += 64 << config.state_bits
     coding = 5 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
-    return feedback.workspace((rows, n), rows * n * 7 * 4 + max(search, coding))
+    return feedback.workspace((rows, n), rows * n * 4 * 4 + tile * n * 3 * 4 + max(search, coding))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
     """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
-    assert stats is not None
-    shape = (weight.shape[0], weight.shape[1])
-    params = plan_params(config, shape)
-    extra = trellis_format.padded_rows(params, shape[0]) - shape[0]
-    target = torch.nn.functional.pad(weight.T.float(), (0, extra)).contiguous()  # [in, padded out]
-    row_scales = _row_scales(target) if config.row_scales else None
-    if row_scales is not None:
-        target /= row_scales.float()
-    hessian, notes = feedback.usable(stats)
-    order = torch.arange(shape[1], device=weight.device)
-    if config.act_order:
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    table = _hyb_table().to(weight.device) if config.code == "hyb" else None
-    search = Search(trellis_format.states_table(params, table).to(weight.device), params.state_bits, params.symbol_bits)
-    scale = _scale(search, target[:, : shape[0]], params.bits)
-    layer = feedback.factored(target, hessian, config.damp, notes, order)
-    rounder = _TrellisRounder(search, params, target, scale, _width(config, target.shape, params))
-    values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
-    if config.sweeps:
-        values = sweeps.improve(layer, values, rounder, config.sweeps)
-    scale = rounder.scale * _correction(layer, values, row_scales)
-    states = layer.natural(rounder.codes.transpose(1, 2).reshape(shape[1], -1))
-    tensors = trellis_format.pack(states.T, scale, params, row_scales, table)
-    return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))
+    return row_tiles.whole(tiles(weight, stats, config, seed), spans(config, (weight.shape[0], weight.shape[1])))
+
+
+def tiles(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> row_tiles.RowTiles:
+    """Return a weight to be quantized by tiles; arguments as of `quantize`."""
+    return _Tiles(weight, stats, config)
+
+
+class _Part(NamedTuple):
+    """A tile of a weight: its codes, and its terms of the factor on the scale (see `_terms`)."""
+
+    states: Tensor  # [in, rows / vector_dim] int32
+    pulled: float
+    power: float
+
+
+class _Tiles(row_tiles.RowTiles):
+    """A weight with its scale, and the factor of its Hessian."""
+
+    def __init__(self, weight: Tensor, stats: Stats | None, config: Config) -> None:
+        assert stats is not None
+        self.config, self.shape = config, (weight.shape[0], weight.shape[1])
+        self.params = params = plan_params(config, self.shape)
+        extra = trellis_format.padded_rows(params, self.shape[0]) - self.shape[0]
+        target = torch.nn.functional.pad(weight.T.float(), (0, extra)).contiguous()  # [in, padded out]
+        self.row_scales = _row_scales(target) if config.row_scales else None
+        if self.row_scales is not None:
+            target /= self.row_scales.float()
+        hessian, notes = feedback.usable(stats)
+        order = torch.arange(self.shape[1], device=weight.device)
+        if config.act_order:
+            order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        self.table = _hyb_table().to(weight.device) if config.code == "hyb" else None
+        levels = trellis_format.states_table(params, self.table).to(weight.device)
+        self.search = Search(levels, params.state_bits, params.symbol_bits)
+        self.scale = _scale(self.search, target[:, : self.shape[0]], params.bits)
+        self.layer = feedback.factored(target, hessian, config.damp, notes, order)
+        self.notes = tuple(self.layer.notes)
+
+    def make(self, spans: Sequence[slice]) -> list[_Part]:
+        """Return some tiles."""
+        found = [self._tile(rows) for rows in spans]
+        del self.layer
+        return found
+
+    def _tile(self, rows: slice) -> _Part:
+        config, params, columns = self.config, self.params, self.shape[1]
+        layer = replace(self.layer, weight=self.layer.weight[:, rows].contiguous())
+        width = _width(config, layer.weight.shape, params)
+        rounder = _TrellisRounder(self.search, params, layer.weight, self.scale, width)
+        values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
+        if config.sweeps:
+            values = sweeps.improve(layer, values, rounder, config.sweeps)
+        step = max(1, self.layer.weight.shape[1] // CORRECTION_ROWS)
+        some = slice(-rows.start % step, self.shape[0] - rows.start, step)  # without padding
+        scales = None if self.row_scales is None else self.row_scales[rows][some].float()
+        terms = _terms(layer, layer.weight[:, some], values[:, some], scales)
+        states = layer.natural(rounder.codes.transpose(1, 2).reshape(columns, -1))
+        return _Part(states, *terms)
+
+    def join(self, parts: Sequence[_Part]) -> Quantized:
+        """Return the weight, from all tiles in order."""
+        pulled, power = (sum(terms) for terms in ([p.pulled for p in parts], [p.power for p in parts]))
+        scale = self.scale * (pulled / power if power > 0 else 1.0)
+        states = torch.cat([part.states for part in parts], 1)
+        tensors = trellis_format.pack(states.T, scale, self.params, self.row_scales, self.table)
+        return Quantized(PackedWeight(Stored(FORMAT, self.params), tensors, self.shape), self.notes)
 
 
 class _TrellisRounder(feedback.Rounder):
@@ -155,14 +209,16 @@ def _scale(search: Search, target: Tensor, bits: int) -> float:
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
 
 
-def _correction(layer: Objective, values: Tensor, row_scales: Tensor | None) -> float:
-    """Return the factor on the values [in, out] that lowers the loss most: <Q, W> / <Q, Q> in the metric H."""
-    target = layer.weight
+def _terms(layer: Objective, target: Tensor, values: Tensor, row_scales: Tensor | None) -> tuple[float, float]:
+    """Return <Q, W> and <Q, Q> in the metric H, whose ratio is the factor on the values that lowers the loss most.
+
+    target W and values Q [in, rows]: of some thousand rows at equal distances, which make the factor as good as all do.
+    """
     if row_scales is not None:  # the loss is that of the weight itself
-        target, values = target * row_scales.float(), values * row_scales.float()
+        target, values = target * row_scales, values * row_scales
     pulled = torch.addmm(values, layer.hessian, values, beta=layer.damping)
     power = (pulled * values).sum(dtype=torch.float64).item()
-    return (pulled * target).sum(dtype=torch.float64).item() / power if power > 0 else 1.0
+    return (pulled * target).sum(dtype=torch.float64).item(), power
 
 
 def _row_scales(target: Tensor) -> Tensor:

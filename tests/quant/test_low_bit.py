@@ -1,12 +1,14 @@
 """Every recipe on every kind of model: what was computed is what is stored, what is counted, what a reload computes.
 
-All built-in recipes run on three architectures (dense with grouped queries, experts, fused linears with biases), and on
-the others one recipe of each method: twelve architectures times all recipes would take more than two minutes. Searches
-are cut short (`SMALL`) where that leaves what is stored as it is. A new recipe or method enters by itself.
+All built-in recipes run on three architectures: dense with grouped queries, experts, fused linears with biases. On each
+of the others runs one low-bit method, in turn, beside the plain ones of tests/run/test_pipeline.py; one recipe of every
+method is slow there. Searches are cut short (`SMALL`) where that leaves what is stored as it is. A new recipe or method
+enters by itself.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Callable, Mapping
@@ -51,7 +53,9 @@ PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name
 FIRST = {method: name for name, method in reversed(PLAIN.items())}  # one recipe of each method
 NEW = [name for method, name in FIRST.items() if method not in ("rtn", "gptq")]
 WHOLE = ("llama", "mixtral", "gpt_neox")
-PAIRS = [(model, name) for model in PICO for name in METHOD if model in WHOLE or name in FIRST.values()]
+TURN = list(zip([model for model in PICO if model not in WHOLE], itertools.cycle(NEW)))  # noqa: B905 (endless)
+PAIRS = [*((model, name) for model in WHOLE for name in METHOD), *TURN]
+REST = [(model, name) for model, _ in TURN for name in FIRST.values() if (model, name) not in PAIRS]
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -141,7 +145,7 @@ def without_tables(setup: Setup, model: PreTrainedModel) -> Setup:
     return setup.set(f"ignore={json.dumps(names)}")
 
 
-@pytest.mark.parametrize(("model", "name"), PAIRS)
+@pytest.mark.parametrize(("model", "name"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)])
 def test_every_recipe(model: str, name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     setup = small(name) if recipe.load(name).head is None else without_tables(small(name), PICO[model]())
     api.quantize(job(pico_dir(model), setup, tmp_path / "out"))
