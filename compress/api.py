@@ -25,29 +25,36 @@ def quantize(
     """Allocate bits if the recipe leaves them open, run the job to its end, return the report.
 
     `on_plan` sees what was decided before the work starts. Raises CompressError; what is finished stays on disk for the
-    next run.
+    next run. In processes that torchrun has started, all of them take part, and all return the report.
     """
-    from compress import process_memory
+    from compress import process_memory, ranks
     from compress.allocate import decide
+    from compress.numerics.linalg import full_float32
     from compress.run import pipeline, write_checkpoint
     from compress.storage.workdir import Output
 
     started = time.monotonic()
     process_memory.reset_peak()
-    if decide.is_open(job):
-        with Output(job.out, job.overwrite):
-            pass  # what would be refused after hours of measuring is refused before
-        job = decide.decided(job, progress)
 
     def seen(prepared: Prepared) -> None:
         _check_export(job, prepared)
         if on_plan is not None:
             on_plan(prepared)
 
-    with pipeline.opened(job, progress, seen) as (loop, blocks):
-        loop.run(blocks)
-        blocks.write_rest(loop.head)
-        return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
+    with full_float32(), ranks.joined(job.device) as processes:
+        if decide.is_open(job):
+            if processes.is_main:
+                with Output(job.out, job.overwrite, work=job.work):
+                    pass  # what would be refused after hours of measuring is refused before
+            job = decide.decided(job, progress)
+        with pipeline.opened(job, progress, seen) as (loop, blocks):
+            loop.run(blocks)
+
+            def finished() -> dict[str, Any]:
+                blocks.write_rest(loop.head)
+                return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
+
+            return ranks.by_main(finished)
 
 
 def merge(
@@ -66,7 +73,7 @@ def merge(
 
     assert job.adapter is not None
     with decoded.Decoded(directory, job.out) as beside:
-        with Output(job.out, job.overwrite):
+        with Output(job.out, job.overwrite, work=job.work):
             pass  # refused before anything is decoded
         decoded.check(directory, job.adapter)
         model = str(beside.write(progress))

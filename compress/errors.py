@@ -4,12 +4,14 @@ CompressError
 ├── RecipeError            unknown key, wrong type, impossible combination
 ├── CheckpointError        missing, truncated or unsafe model files
 ├── OutputError            existing, locked, read-only or full output directory
+├── MissingPackageError    a package that only a part of this one needs is not installed
 ├── UnsupportedModelError  no decoder blocks, no linears matched, unknown layout
 ├── CalibrationError       too little, empty or undecodable text
 ├── BudgetError            the memory budget cannot be met
 ├── UnreadCacheError       attention that cannot read the codes of the cache it was given
 ├── ExportError            what is stored cannot be written in another tool's format without loss
 ├── NotMeasuredError       something is not measured yet, and the job forbids measuring
+├── ProcessLostError       another process of a distributed run has ended
 └── NumericalError         non-finite weights, activations or Hessians
 
 A message says what is wrong, where, and what to do next, in one line. Values of the user's files are in it only as
@@ -20,6 +22,8 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SHOWN = 80  # characters of a value in a message
@@ -76,6 +80,10 @@ class CompressError(Exception):
         return cut(one_line(super().__str__()), MESSAGE)
 
 
+class ProcessLostError(CompressError):
+    """Another process that shares this run's work has ended."""
+
+
 class RecipeError(CompressError):
     """The recipe or a `--set` override cannot be used as written."""
 
@@ -120,5 +128,22 @@ class NotMeasuredError(CompressError):
     """A measurement is missing that the job must not make."""
 
 
+class MissingPackageError(CompressError, ImportError):
+    """A package is not installed that only a part of this one needs."""
+
+
 class NumericalError(CompressError):
     """Weights or statistics are not finite, or a factorization failed for good."""
+
+
+@contextmanager
+def needs(package: str, what: str) -> Iterator[None]:
+    """Import a package inside of this; raise MissingPackageError where it is not installed. `what` needs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise MissingPackageError(
+            f"{what} needs the package {package}, which is not installed here; pip install {package}"
+        ) from error

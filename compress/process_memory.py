@@ -6,12 +6,16 @@ import ctypes
 import math
 import re
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from compress.errors import BudgetError
 
 GIB = 1 << 30
-MMAP_THRESHOLD = 1 << 20  # bytes; larger blocks go back to the system when freed, smaller ones by `trim`
+RETURNED = 1 << 20  # bytes; larger blocks go back to the system when freed, smaller ones by `trim`
+REUSED = 32 << 20  # the same while freed memory is reused; the most that the C library takes
+HELD = 64 << 20  # bytes that are free at the end of the heap and stay for later
 _former = {"peak": 0}  # bytes that the system's counter had reached when it could not be reset
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
 UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": GIB}  # as other programs read them
@@ -81,8 +85,30 @@ def available() -> int:
 
 def return_freed_memory() -> None:
     """Make the C library hand freed tensors back to the system instead of keeping them for later."""
+    _return_from(RETURNED)
+
+
+@contextmanager
+def reusing() -> Iterator[None]:
+    """Keep freed tensors for those that follow, and hand them back at the end.
+
+    A page that the system gives anew is cleared first. For passes that make and free the same tensors again and again,
+    and would take a quarter longer with fresh ones.
+    """
+    _return_from(REUSED)
     try:
-        ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD)  # M_MMAP_THRESHOLD
+        yield
+    finally:
+        _return_from(RETURNED)
+        trim()
+
+
+def _return_from(nbytes: int) -> None:
+    """Make the C library hand blocks of at least so many bytes back to the system when they are freed."""
+    try:
+        library = ctypes.CDLL(None)
+        library.mallopt(-3, nbytes)  # M_MMAP_THRESHOLD
+        library.mallopt(-1, HELD)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         return
 

@@ -7,12 +7,16 @@ so that the rest of the program, and whoever runs the written recipe again, need
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from compress import ranks
 from compress.allocate import kv_share, prepare_options
 from compress.allocate.decision import decision
-from compress.allocate.session import session
+from compress.allocate.sensitivity import Measurements
+from compress.allocate.session import led
 from compress.errors import RecipeError, shown
 from compress.progress import Progress
+from compress.recipe import Recipe
 from compress.run.job import Job
 
 
@@ -35,11 +39,15 @@ def decided(asked: Job, progress: Progress) -> Job:
             f"recipe {shown(asked.recipe.name)} has no target; give --target 3.25bpw, 2.1GiB or --max-kl 0.05"
         )
     if not asked.recipe.packs:
-        return kv_share.alone(asked, allocation, progress)
-    with session(asked, progress) as store:
-        facts = decision(store, store.opened.allocation, allocation.target)
+        return ranks.by_main(lambda: kv_share.alone(asked, allocation, progress))
+    target = allocation.target
+
+    def made(store: Measurements) -> tuple[Recipe, dict[str, Any]]:
+        facts = decision(store, store.opened.allocation, target)
         facts["predicted_peak"] = store.evaluators.predicted_peak
-        recipe = prepare_options.chosen(asked.recipe, facts.pop("choices"), store.opened.tables)
+        return prepare_options.chosen(asked.recipe, facts.pop("choices"), store.opened.tables), facts
+
+    recipe, facts = led(asked, progress, made)
     if "cache" in facts:
         recipe = kv_share.applied(recipe, allocation, facts["cache"])
     return dataclasses.replace(asked, recipe=recipe, allocation=facts)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
-from compress import process_memory
-from compress.allocate import kl_shares, memory_split, prepare_options, table
+from compress import process_memory, ranks
+from compress.allocate import joint_kl, kl_shares, memory_split, prepare_options, table
 from compress.allocate.joint_kl import JointKL, Resources
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
@@ -19,6 +20,8 @@ from compress.errors import BudgetError, CalibrationError
 from compress.model import load
 from compress.progress import Progress
 from compress.run import source
+
+T = TypeVar("T")
 
 GROWTH = 32 << 20  # bytes that a process comes to hold beside weights and states: pages of libraries, small objects
 FLOAT32 = 4  # bytes of a number, as variants are compared
@@ -76,6 +79,13 @@ class Evaluators:
         self._open: dict[str, JointKL] = {}  # by the text that they are on
         self.predicted_peak = 0  # bytes, of those that were made
 
+    def led(self, work: Callable[[], T]) -> T:
+        """Return what the main process makes by `work`; meanwhile the others take part in its comparisons."""
+        if ranks.current().is_main:
+            return joint_kl.end_of_tasks(work())
+        result: T = joint_kl.serve(self.source)
+        return result
+
     def close(self) -> None:
         """Free the memory and remove the working files of all evaluators."""
         while self._open:
@@ -115,7 +125,7 @@ class Evaluators:
         job = self.opened.asked
         process_memory.trim()
         limit = job.max_memory
-        allowed = int(0.8 * process_memory.available())
+        allowed = int(0.8 * process_memory.available() / ranks.current().local)
         if limit is not None:  # the least was found to fit before anything was measured
             allowed = max(_left(self.opened, limit), job.processes * _sizes(self.opened).least)
         self.predicted_peak = max(self.predicted_peak, _predicted_peak(self.opened, len(tokens), allowed))

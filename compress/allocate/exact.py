@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from compress.allocate.hull import EntryTable, Floats, Ints
+from compress.errors import needs
 
 LARGEST = 1e4  # of the row of bytes; HiGHS allows it 1e-6
 OBJECTIVE = 1000.0  # what the damage of the known choice is scaled to; HiGHS's absolute gap is 1e-6
@@ -125,8 +126,9 @@ def _variables(table: EntryTable, budget: int, known: float, pruned: bool) -> Va
 
 def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
     """Return HiGHS's result."""
-    from scipy.optimize import LinearConstraint, milp
-    from scipy.sparse import csr_array
+    with needs("scipy", "an exact allocation"):
+        from scipy.optimize import LinearConstraint, milp
+        from scipy.sparse import csr_array
 
     units, count = len(table.rows), len(variables.unit)
     one = csr_array((np.ones(count), (variables.unit, np.arange(count))), shape=(units, count))

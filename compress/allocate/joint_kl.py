@@ -31,20 +31,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from compress import process_memory
+from compress import process_memory, ranks
 from compress.allocate import prefix_tree, reference_logprobs, workers
 from compress.allocate.prefix_tree import ModelSource, PathEvaluator, Resources, Variant, VariantPath
 from compress.errors import BudgetError
 
 Assignment = Mapping[str, Variant]
+T = TypeVar("T")
 
 
 class JointKL:
@@ -119,6 +120,9 @@ class JointKL:
                     self.resources.device,
                     self.say,
                 )
+        if ranks.current().size > 1:
+            yield from self._shared_out(paths, samples)
+            return
         if self.resources.processes == 1:
             with one_thread():
                 yield slice(None), slice(None), self.evaluator.per_sample(paths, samples, self.reference)
@@ -144,6 +148,70 @@ class JointKL:
             self.pool = None
             raise
         yield from done
+
+    def _shared_out(
+        self, paths: list[VariantPath], samples: list[int]
+    ) -> Iterator[tuple[slice, slice, list[list[float]]]]:
+        """Do the same in all processes of the run, which `serve`."""
+        task = _SharedTask(self.tokens, self.folder, self.resources, paths, samples)
+        ranks.current().share(task)
+        with one_thread():
+            assert self.reference is not None, "_tasks has made it"
+            done = ranks.current().gather(task.own(self.evaluator, self.reference))
+        yield from (part for parts in done for part in parts)
+
+
+@dataclass(frozen=True)
+class _SharedTask:
+    """A comparison in which all processes of a run take part."""
+
+    tokens: Tensor
+    folder: Path
+    resources: Resources
+    paths: list[VariantPath]
+    samples: list[int]
+
+    def own(
+        self, evaluator: PathEvaluator, reference: reference_logprobs.ReferenceLogprobs
+    ) -> list[tuple[slice, slice, list[list[float]]]]:
+        """Return (paths, samples, their divergences) of the parts that are this process's."""
+        processes = ranks.current()
+        parts = shares(len(self.paths), len(self.samples), processes.size)[processes.rank :: processes.size]
+        return [(r, c, evaluator.per_sample(self.paths[r], self.samples[c], reference)) for r, c in parts]
+
+    def is_on(self, other: _SharedTask | None) -> bool:
+        """Return whether another comparison is on the same text."""
+        return other is not None and self.folder == other.folder and torch.equal(self.tokens, other.tokens)
+
+
+@dataclass(frozen=True)
+class _End:
+    result: Any
+
+
+def end_of_tasks(result: T) -> T:
+    """End the `serve` of the other processes, which returns the result there."""
+    return ranks.current().share(_End(result)).result
+
+
+def serve(source: ModelSource) -> Any:
+    """Take part in the comparisons of the main process until it ends this; return what it gives then."""
+    former: _SharedTask | None = None
+    with ExitStack() as opened:
+        while not isinstance(task := ranks.current().share(cast(Any, None)), _End):
+            with one_thread():
+                if not task.is_on(former):
+                    opened.close()
+                    folder = Path(
+                        opened.enter_context(tempfile.TemporaryDirectory(prefix="candidates-", dir=task.folder))
+                    )
+                    evaluator = PathEvaluator(source, task.tokens, folder, task.resources)
+                    opened.callback(evaluator.close)
+                    place = (task.folder, task.resources.top_k, task.resources.device)
+                    reference = reference_logprobs.load(evaluator.skeleton, task.tokens, *place)
+                    former = task
+                ranks.current().gather(task.own(evaluator, reference))
+    return task.result
 
 
 @contextmanager

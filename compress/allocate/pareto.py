@@ -22,7 +22,8 @@ from compress.allocate import choices as evaluators
 from compress.allocate import metrics
 from compress.allocate.decision import decision
 from compress.allocate.problem import JOINT, Choice, Problem
-from compress.allocate.session import session
+from compress.allocate.sensitivity import Measurements
+from compress.allocate.session import led
 from compress.allocate.table import SensitivityTable
 from compress.errors import BudgetError, RecipeError
 from compress.progress import Progress
@@ -38,20 +39,29 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
     wanted = asked.recipe.allocate
     if wanted is not None and wanted.target is None and wanted.context is not None:
         raise RecipeError("allocate: a context needs a target; give --target, a size for the weights and the cache")
-    with session(asked, progress) as store:
-        settings = store.opened.allocation
-        target = settings.target
-        chosen = decision(store, settings, target) if target is not None else None
-        searches = JOINT in plugins.load("allocate", settings.method).needs(settings.config)
-        plain = _knapsack(settings) if searches else settings
-        table = metrics.table(store, plugins.load("allocate", plain.method).needs(plain.config))
-        evaluator = evaluators.evaluator(store, table, text, SCORED)
-        choices = _choices(table, plain, points)
-        uniform = {name: choice for name in table.options if (choice := table.uniform(name)) is not None}
-        for_target = [_choice(table, chosen["choices"])] if chosen is not None else []
-        everything = [*uniform.values(), *choices, *for_target]
-        scores = evaluator.divergence(everything, range(evaluator.samples))
-        rows = [_row(table, choice, kl) for choice, kl in zip(everything, scores, strict=True)]
+
+    def scored(store: Measurements) -> dict[str, Any]:
+        return _scored(store, text, points)
+
+    return led(asked, progress, scored)
+
+
+def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any]:
+    """Compare the choices at several budgets, those of a target, and uniform ones."""
+    asked = store.opened.asked
+    settings = store.opened.allocation
+    target = settings.target
+    chosen = decision(store, settings, target) if target is not None else None
+    searches = JOINT in plugins.load("allocate", settings.method).needs(settings.config)
+    plain = _knapsack(settings) if searches else settings
+    table = metrics.table(store, plugins.load("allocate", plain.method).needs(plain.config))
+    evaluator = evaluators.evaluator(store, table, text, SCORED)
+    choices = _choices(table, plain, points)
+    uniform = {name: choice for name in table.options if (choice := table.uniform(name)) is not None}
+    for_target = [_choice(table, chosen["choices"])] if chosen is not None else []
+    everything = [*uniform.values(), *choices, *for_target]
+    scores = evaluator.divergence(everything, range(evaluator.samples))
+    rows = [_row(table, choice, kl) for choice, kl in zip(everything, scores, strict=True)]
     uniform_rows = [{"option": name, **row} for name, row in zip(uniform, rows, strict=False)]
     allocated = _monotone(rows[len(uniform) : len(uniform) + len(choices)])
     for row in [*allocated, *rows[len(rows) - len(for_target) :]]:

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from compress import process_memory
 from compress.allocate import memory_split, reference_logprobs
 from compress.allocate.memory_split import MemorySplit
 from compress.errors import BudgetError
@@ -202,6 +203,7 @@ class PathEvaluator:
         self.embedded: dict[BlockVariants, blockwise.HiddenStates] = {}  # what variants of the embeddings give
         self.calls: blockwise.ModelArgs  # set with the first of them, the original's
 
+    @process_memory.reusing()
     @torch.no_grad()
     def per_sample(
         self, paths: Sequence[VariantPath], samples: Sequence[int], reference: reference_logprobs.ReferenceLogprobs

@@ -10,12 +10,13 @@ is in compress/allocate/sensitivity.py. A killed run goes on after the last fini
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from compress import ranks
 from compress.allocate.expert_options import ExpertDamage
 from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
@@ -35,7 +36,8 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
     Hessian of what the original's output head reads.
     """
     layers = opened.table_layers
-    if database.finished() >= len(opened.prepared.skeleton.blocks) + bool(layers):
+    finished = ranks.by_main(database.finished)
+    if finished >= len(opened.prepared.skeleton.blocks) + bool(layers):
         return False
     if not opened.asked.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
@@ -45,8 +47,8 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
         opened = dataclasses.replace(opened, prepared=prepared)
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
         loop.reads_head = tables.read_head(layers.values())
-        loop.run(_MeasuredBlocks(opened, database, loop.stream))
-        if layers:
+        loop.run(_MeasuredBlocks(opened, database, loop.stream, finished))
+        if layers and loop.stream.ranks.is_main:
             _quantize_tables(opened, database, loop)
     return True
 
@@ -66,9 +68,9 @@ def _quantize_tables(opened: Options, database: Database, loop: BlockLoop) -> No
 class _MeasuredBlocks:
     """The blocks of a model at all options (`BlockConsumer`); the original goes on."""
 
-    def __init__(self, opened: Options, database: Database, stream: CalibrationStream) -> None:
+    def __init__(self, opened: Options, database: Database, stream: CalibrationStream, finished: int) -> None:
         self.opened, self.database, self.stream = opened, database, stream
-        self.finished = min(database.finished(), len(opened.prepared.skeleton.blocks))
+        self.finished = min(finished, len(opened.prepared.skeleton.blocks))
         self.tokens = stream.states.samples * opened.prepared.seq_len
         self.experts = ExpertDamage(opened, database)
         self.packed: dict[str, PackedWeight] = {}  # "<linear>@<option>" -> weight, of the present block
@@ -80,9 +82,13 @@ class _MeasuredBlocks:
     def begin(self, index: int, block: nn.Module) -> None:
         """Store the block as the transforms have left it."""
         self.packed, self.measured = {}, {}
-        if self.stream.transforms:
+        if self.stream.transforms and self.stream.ranks.is_main:
             state = {name: p.detach().to("cpu") for name, p in block.named_parameters()}
             self.database.add_state(index, state)
+
+    def weights(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights as they are."""
+        return own
 
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
         """Measure a linear at an option, and keep it until its block is done."""
@@ -100,11 +106,18 @@ class _MeasuredBlocks:
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Measure the block's experts, and store all."""
+        for packed, measured in self.stream.ranks.gather((self.packed, self.measured)):
+            self.packed.update(packed)
+            self.measured.update(measured)
+        if self.stream.ranks.is_main:
+            self._store(index, block)
+        self.packed = {}
+
+    def _store(self, index: int, block: nn.Module) -> None:
         self.stream.meter.say("measuring experts")
         self.measured |= self.experts.measure(index, block, partial(self.stream.batches, index), self.packed)
         self.experts.keep(index, self.measured, self.tokens)
         self.database.add(index, self.packed, self.measured)
-        self.packed = {}
 
     def restore(self, index: int, block: nn.Module) -> nn.Module:
         """Transform the block as in the former run."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
@@ -89,6 +90,10 @@ class _TimedBlocks:
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Leave the block as it is."""
+
+    def weights(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights as they are."""
+        return own
 
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
         """Measure a linear at an option."""

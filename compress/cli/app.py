@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from compress import ranks
 from compress.cli import (  # noqa: F401  (they add their commands)
     allocate,
     evaluate,
@@ -35,6 +36,8 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     streams.open_all()
+    if ranks.given()[0] > 0:
+        streams.mute()
     interruption.install()
     NOTES.addHandler(NotePrinter())
     try:
@@ -53,13 +56,20 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+SHARED = {"quantize", "transform", "measure", "allocate", "eval"}  # commands that several processes share
+
+
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Compress language models: quantize a Hugging Face checkpoint by a recipe, check it, score it, use it."""
+    if ranks.given()[1] > 1 and context.invoked_subcommand not in SHARED:
+        note(f"{context.invoked_subcommand} runs in one process; start it without torchrun")
+        raise typer.Exit(2)
 
 
 @app.command(epilog="Example: compress inspect models_out/my-model-int4")

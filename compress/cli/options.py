@@ -51,7 +51,7 @@ FormerOut = Annotated[
 ]
 
 GOAL = ("target", "context", "max_kl")
-OUTPUT = ("out", "overwrite", "restart", "base_model")
+OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
 REQUIRED = inspect.Parameter.empty
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # wherever it is
 LEAST_MEMORY = 1 << 20  # bytes; what is less was meant in another unit
@@ -119,6 +119,10 @@ class RunOptions:
     allow_partial: Annotated[
         bool, Option("--allow-partial", help="Go on where less than half of the linear weights can be packed.")
     ] = False
+    work: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="For unfinished work; then --out may be an object store. Default: beside --out."),
+    ] = None
 
     @property
     def recipe_overrides(self) -> list[str]:
@@ -173,6 +177,8 @@ class RunOptions:
         elif writes == "measurements" and out is not None:
             paths.check_writable(out.parent, "--measurements")
         if writes == "checkpoint" and out is not None:
+            if self.work is not None:
+                paths.check_writable(self.work, "--work")
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
 
@@ -215,6 +221,7 @@ class RunOptions:
             seed=self.seed,
             overwrite=self.overwrite,
             restart=self.restart,
+            work=self.work,
             allow_partial=self.allow_partial,
             pack=pack and recipe.packs,
             measurements=self.measurements,

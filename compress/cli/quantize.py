@@ -38,7 +38,7 @@ def quantize(
 
 @command(
     epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB",
-    without=("overwrite", "restart", "base_model"),
+    without=("overwrite", "restart", "base_model", "work"),
 )
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
     """Show what a run would do: exact bytes of every layer, predicted memory, and time, from timing one block.

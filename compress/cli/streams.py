@@ -20,6 +20,11 @@ def open_all() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def mute() -> None:
+    """Write nothing to the standard output and error streams, from a process of several that do the same."""
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for the whole process)
+
+
 def flush() -> int:
     """Write what is left of the output; return the exit code for output that cannot be written, else 0.
 

@@ -4,7 +4,8 @@ Windows of seq_len tokens that do not overlap are cut from the start of the text
 predicted from those before it in the window. Perplexity = exp(mean negative log-likelihood). KL = mean over the same
 positions of KL(base || model) on the full distributions. Log-probabilities are float32, sums float64.
 
-Both models are in memory, and a batch of windows goes through one after the other.
+Both models are in memory, and a batch of windows goes through one after the other. The processes of torchrun share out
+the batches; the figures are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compress import ranks
 from compress.calib.data import token_windows
 from compress.calib.documents import source_name
 from compress.errors import CalibrationError, CheckpointError, NumericalError
@@ -86,17 +88,30 @@ def evaluate(
     """
     directories = [Path(model_directory)] if base is None else [Path(model_directory), Path(base)]
     windows = text_windows(directories, text, seq_len, max_tokens)
+    with ranks.joined(execution.device) as processes:
+        columns = [
+            part for own in processes.gather(_columns(directories, windows, execution, progress)) for part in own
+        ]
+    positions = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
+    return summary(positions, source_name(text), seq_len)
+
+
+def _columns(
+    directories: list[Path], windows: Tensor, execution: Execution, progress: Callable[[int, int], None] | None
+) -> list[Tensor]:
+    """Return what `score` gives for each batch of windows that is this process's."""
     models = [load.load_model(directory, execution.dtype, execution.device) for directory in directories]
-    batch = execution.batch or _batch(models, seq_len)
+    batch = execution.batch or _batch(models, windows.shape[1])
+    begins = list(range(0, len(windows), batch))
+    part = ranks.current().part(len(begins))
     columns: list[Tensor] = []
-    for begin in range(0, len(windows), batch):
+    for begin in begins[part]:
         tokens = windows[begin : begin + batch].to(execution.device)
         logits = [_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)]
         columns.append(score(logits, tokens[:, 1:].flatten()))
         if progress is not None:
-            progress(min(begin + batch, len(windows)), len(windows))
-    positions = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
-    return summary(positions, source_name(text), seq_len)
+            progress(min(begin + batch, len(windows)), min(begins[part.stop - 1] + batch, len(windows)))
+    return columns
 
 
 def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:

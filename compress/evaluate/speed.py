@@ -115,11 +115,14 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def copy_rate(device: str) -> float:
-    """Return the bytes a second, read and written ones together, of a copy inside the device's memory."""
+def copy_rate(device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the bytes a second, read and written ones together, of a copy inside the device's memory.
+
+    clock: what counts the seconds of a CPU.
+    """
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    (seconds,) = in_turns([[lambda: target.copy_(source)]], device)
+    (seconds,) = in_turns([[lambda: target.copy_(source)]], device, clock)
     return 2 * source.nbytes / seconds
 
 
@@ -155,9 +158,14 @@ def bfloat16_weights(shape: tuple[int, int], device: str) -> list[Tensor]:
     return [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
 
 
-def in_turns(kinds: Sequence[Sequence[Call]], device: str) -> list[float]:
-    """Return the median seconds of a call of each kind; the calls of a kind are taken in turn, and so are the kinds."""
-    rounds = [_graph(calls) if device == "cuda" else _timed(calls) for calls in kinds]
+def in_turns(
+    kinds: Sequence[Sequence[Call]], device: str, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the median seconds of a call of each kind; the calls of a kind are taken in turn, and so are the kinds.
+
+    clock: what counts the seconds of a CPU.
+    """
+    rounds = [_graph(calls) if device == "cuda" else _timed(calls, clock) for calls in kinds]
     for round in rounds:
         round()  # compiles, decodes, fills caches
     found: list[list[float]] = [[] for _ in kinds]
@@ -169,13 +177,13 @@ def in_turns(kinds: Sequence[Sequence[Call]], device: str) -> list[float]:
     return [statistics.median(times) for times in found]
 
 
-def _timed(calls: Sequence[Call]) -> Callable[[], list[float]]:
+def _timed(calls: Sequence[Call], clock: Callable[[], float]) -> Callable[[], list[float]]:
     def round() -> list[float]:
         times = []
         for call in calls:
-            start = time.perf_counter()
+            start = clock()
             call()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         return times
 
     return round

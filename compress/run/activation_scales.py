@@ -11,7 +11,7 @@ from compress.formats import transforms
 from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.quant import incoherence
 from compress.run.calibration_stream import CalibrationStream
-from compress.run.memory_plan import needs_in_scale
+from compress.run.layer_needs import needs_in_scale
 from compress.runtime.activation_quant import LargestInput
 from compress.types import LayerPlan
 
@@ -31,6 +31,10 @@ def calibrate(
 
     hooks = [(stream.skeleton.linear(block, name), partial(add, name)) for name in static]
     stream.forward(index, block, "calibrating", BlockPass(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))
+    for tops in stream.ranks.gather({name: found.top for name, found in largest.items()}):
+        for name, top in tops.items():
+            if top is not None:
+                largest[name].add(top)
     for name, layer in static.items():
         if largest[name].top is None and layer.spec.is_expert:  # seldom chosen: as the largest of its siblings
             siblings = [other for other in static if other.rpartition(".")[2] == name.rpartition(".")[2]]

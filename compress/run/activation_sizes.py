@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from compress.model.skeleton import Skeleton
+from compress.quant import columns_compiled
 from compress.storage.checkpoint import CHUNK, StoredTensor
-from compress.types import LinearSpec
+from compress.types import LayerPlan, LinearSpec
 
 PIECES = 5  # times the float32 numbers of a piece of a weight that are there while it is decoded: codes, scales, both
+
+COPIES = 3  # of what experts read: as kept, as sent, as received
+EXPERTS = 8  # of a token, where the configuration does not say
 
 
 def token_nbytes(specs: list[LinearSpec], item: int) -> int:
@@ -33,6 +39,18 @@ def alive_nbytes(specs: list[LinearSpec], item: int) -> int:
             numbers[f"{spec.name} out"] = spec.shape[0]
     expert = max((sum(spec.shape) for spec in specs if spec.is_expert), default=0)
     return (max((sum(numbers.values()) for numbers in modules.values()), default=0) + 3 * expert) * item
+
+
+def routed_nbytes(specs: list[LinearSpec], config: Any, item: int) -> int:
+    """Return the bytes of what a token's experts read, while it goes to the processes that sum it up."""
+    columns = {spec.shape[1] for spec in specs if spec.is_expert}
+    return COPIES * getattr(config, "num_experts_per_tok", EXPERTS) * sum(columns) * item
+
+
+def compiler_nbytes(layers: Iterable[LayerPlan]) -> int:
+    """Return the bytes that come to stay when a weight is large enough to compile functions; loads what does that."""
+    largest = max((layer.spec.numel for layer in layers), default=0)
+    return columns_compiled.COMPILER if columns_compiled.is_worthwhile(largest) else 0
 
 
 def head_nbytes(model: PreTrainedModel) -> int:

@@ -16,14 +16,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compress import process_memory
+from compress import process_memory, ranks
 from compress.calib import fisher
 from compress.errors import NumericalError
 from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.model.edits import EditContext
 from compress.progress import Meter, Progress
-from compress.run import activation_scales, memory_plan, quantize_linear, tables
+from compress.ranks import Ranks
+from compress.run import activation_scales, layer_needs, quantize_linear, tables
 from compress.run.calibration_stream import CalibrationStream
+from compress.run.divided_block import DividedBlock
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, LinearTask
 from compress.types import Fisher, LayerPlan, Quantized
@@ -42,11 +44,20 @@ class BlockConsumer(Protocol):
     def begin(self, index: int, block: nn.Module) -> None:
         """Look at a transformed block whose linears are about to be quantized."""
 
+    def weights(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what is quantized next: the block's own weights [out, in] of linears that read one input, or others.
+
+        All before them have been added.
+        """
+
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
         """Take one linear at one option."""
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
-        """Store the block, all linears of which were added, and make its weights those that go on."""
+        """Store the block, and make its weights those that go on.
+
+        Each of its linears was added, in one of the processes of the run.
+        """
 
     def restore(self, index: int, block: nn.Module) -> nn.Module:
         """Return a finished block with the weights that go on; `block` is the original."""
@@ -123,19 +134,22 @@ class BlockLoop:
             return []
         plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.job.max_memory
         bench = EditContext(self.device, self.stream.tokens, plan, batch, self.folder, limit, self.meter.say)
-        return [*plan.says, *edits.choose(bench)]
+        with self.stream.ranks.main_first():  # which keeps what it has searched for in a file
+            return [*plan.says, *edits.choose(bench)]
 
     def _gradients(self) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""
-        names = {x.spec.name for layers in self.layers for x in layers if memory_plan.needs_gradients(x)}
+        names = {x.spec.name for layers in self.layers for x in layers if layer_needs.needs_gradients(x)}
         if names and self.stream.tokens is not None:
             self.meter.say("taking the loss's gradients")
             file = self._spilled("gradients")
-            self.fisher = fisher.weights(self.skeleton, self.stream.tokens, names, file, self.device)
+            tokens = self.stream.tokens
+            self.fisher = ranks.by_main(lambda: fisher.weights(self.skeleton, tokens, names, file, self.device))
 
     def _spilled(self, name: str) -> Path | None:
         """Return the file that holds what does not fit into memory."""
-        return self.folder / name if self.prepared.arrangement.spill else None
+        rank = ranks.current().rank
+        return self.folder / (f"{name}.{rank}" if rank else name) if self.prepared.arrangement.spill else None
 
     def _block(self, index: int, consumer: BlockConsumer, is_last: bool) -> None:
         started, is_new = time.monotonic(), index >= consumer.finished
@@ -154,15 +168,23 @@ class BlockLoop:
             notes = stream.transform(index, block)
             consumer.begin(index, block)
             self._check_finite(layers, block)
-            weights, note = stream.importance(index, block) if layers else (None, None)
-            for task in self._tasks(index, block, weights):
+            is_tuned = self.job.recipe.tune is not None  # then linears hear of those before: no process has its own
+            divided = DividedBlock(Ranks() if is_tuned else stream.ranks, layers, self.job.seed)
+            weights, note = stream.importance(index, block, layers, divided.routed) if layers else (None, None)
+            for task in self._tasks(index, block, weights, divided, consumer):
                 begun = time.monotonic()
                 self.meter.say(f"quantizing {task.layer.spec.name}" + (task.option and f", option {task.option}"))
-                result = quantize_linear.quantize(task, self.job.seed)
-                consumer.add(task, result, time.monotonic() - begun)
+                if divided.is_whole(task.layer.spec.name):
+                    result = quantize_linear.quantize(task, self.job.seed)
+                    consumer.add(task, result, time.monotonic() - begun)
+                    del result
+                else:
+                    divided.quantize_tiles(task)
                 process_memory.check(self.job.max_memory)
                 self.meter.step()
-                del task, result  # and with them statistics, before the next ones are made
+                del task  # and with it statistics, before the next ones are made
+            for task, result, seconds in divided.join(self.options):
+                consumer.add(task, result, seconds)
             consumer.finish(index, block, [*notes, *([note] if note else [])])
         stream.parted = stream.parted or (stream.paired and not is_last)
         if not is_last or self.reads_head is not None:
@@ -174,23 +196,25 @@ class BlockLoop:
         if is_new:
             self.seconds.append(time.monotonic() - started)
 
-    def _tasks(self, index: int, block: nn.Module, weights: Tensor | None) -> Iterator[LinearTask]:
-        """Yield every linear of a block at each of its options; weights: of the calibration tokens."""
+    def _tasks(
+        self, index: int, block: nn.Module, weights: Tensor | None, divided: DividedBlock, consumer: BlockConsumer
+    ) -> Iterator[LinearTask]:
+        """Yield this process's linears of a block at each of their options; weights: of the calibration tokens."""
         layers, stream = self.layers[index], self.stream
         scales = activation_scales.calibrate(stream, index, block, layers, self.job.seed)
-        for statistics, names in stream.statistics(index, block, layers, weights):
-            for name in names:
-                weight = self.skeleton.linear(block, name).weight.detach()
+        for statistics, names in stream.statistics(index, block, layers, weights, divided):
+            own = {name: self.skeleton.linear(block, name).weight.detach() for name in names}
+            for name, weight in consumer.weights(own).items():
                 for option, layer in self.options[name].items():
-                    weighed = self.fisher.get(name) if memory_plan.needs_gradients(layer) else None
-                    in_scale = scales.get(name) if memory_plan.needs_in_scale(layer) else None
+                    weighed = self.fisher.get(name) if layer_needs.needs_gradients(layer) else None
+                    in_scale = scales.get(name) if layer_needs.needs_in_scale(layer) else None
                     yield LinearTask(layer, option, weight, statistics, weighed, in_scale)
             del statistics
 
     def _steps(self, layers: list[LayerPlan], is_new: bool) -> int:
         """Return the steps of the meter for a block: its batches in every pass, and its linears."""
         passes = len(self.stream.passes(layers)) if is_new else 0
-        scaling = is_new and any(map(memory_plan.needs_in_scale, layers))
+        scaling = is_new and any(map(layer_needs.needs_in_scale, layers))
         runs = 1 + max(passes, int(self.stream.paired)) + int(scaling)
         return len(self.stream.slices) * runs + (len(layers) if is_new else 0)
 

@@ -82,7 +82,8 @@ def noted(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration
         notes.append(
             f"Samples have {prepared.seq_len} tokens instead of {seq_len}: the model knows no longer positions."
         )
-    if job.is_paired and any(layer.spec.is_expert for layer in prepared.plan.layers):
+    is_corrected = job.pack and job.recipe.calibration.target_correction > 0
+    if is_corrected and any(layer.spec.is_expert for layer in prepared.plan.layers):
         notes.append(
             "Experts are calibrated on their own inputs alone: full-precision routing sends them other tokens."
         )

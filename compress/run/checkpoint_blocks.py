@@ -7,15 +7,15 @@ stored weights and goes on, with the same bytes as a run that was never interrup
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from compress import formats
-from compress.errors import CheckpointError
+from compress import formats, plugins, ranks
+from compress.errors import CheckpointError, NumericalError
 from compress.run import expert_pruning, report, shards, tables, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
@@ -33,10 +33,12 @@ class CheckpointBlocks:
     ) -> None:
         self.run, self.output, self.stream, self.records = run, output, stream, records
         self.skeleton, self.device = run.prepared.skeleton, torch.device(run.job.device)
+        self.ranks = stream.ranks
         self.finished = run.replayed = len(records)
         self.packed: dict[str, PackedWeight] = {}  # of the present block
         self.rows: dict[str, LayerReport] = {}
         self.routing: dict[str, dict[str, Any]] = {}
+        self.tuning: Any = None  # of the present block, where the recipe asks for it
 
     def start(self, notes: list[str]) -> None:
         """Begin the probe; the notes are those of a transform of the whole model."""
@@ -47,29 +49,57 @@ class CheckpointBlocks:
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Measure what pruning the experts of a block would do, its weights being the original ones."""
-        config = self.run.job.recipe.pruning
-        self.packed, self.rows, self.routing = {}, {}, {}
+        config, tune = self.run.job.recipe.pruning, self.run.job.recipe.tune
+        self.packed, self.rows, self.routing, self.tuning = {}, {}, {}, None
+        layers = [layer for layer in self.run.prepared.plan.layers if layer.spec.block == index]
+        if tune is not None and layers:
+            prefix, matched = self.skeleton.block_prefix(index), partial(self.stream.matched, index, block)
+            names = [layer.spec.name.removeprefix(prefix) for layer in layers]
+            method = plugins.load("tune", tune.method)
+            self.prefix = prefix
+            self.tuning = method.BlockTuning(block, names, matched, len(self.stream.slices), tune.config)
         if config is not None and self.run.job.pack:
             self.stream.meter.say("measuring the routing")
             name, batches = self.skeleton.block_prefix(index).rstrip("."), partial(self.stream.batches, index)
             self.routing = expert_pruning.measure(block, name, batches, config)
 
+    def weights(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return weights that are tuned to make up for those before, if the recipe asks for it."""
+        if self.tuning is None or not own:
+            return own
+        self.stream.meter.say("tuning what is left of the block")
+        self.tuning.between()
+        return {name: self.tuning.weight(name.removeprefix(self.prefix)) for name in own}
+
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
         """Keep one linear until its block is done, and measure its errors."""
+        if self.tuning is not None:
+            self.tuning.add(task.layer.spec.name.removeprefix(self.prefix), result.weight)
         row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes)
         self.packed[row.name] = result.weight
         self.rows[row.name] = dataclasses.replace(row, seconds=round(seconds, 4))
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Write the block's shard, probe it, and record it."""
-        notes = [*notes, *self.train(index, block)]
-        edited = bool(self.run.job.recipe.transform)
-        written = shards.write_block(self.output, self.run.prepared, index, block, self.packed, edited)
+        for packed, others in self.ranks.gather((self.packed, self.rows)):
+            self.packed.update(packed)
+            self.rows.update(others)
+        notes = [*notes, *self.tune(block), *self.train(index, block)]
+        edited = bool(self.run.job.recipe.transform) or self.run.job.recipe.tune is not None
+        written = ranks.by_main(
+            lambda: shards.write_block(self.output, self.run.prepared, index, block, self.packed, edited)
+        )
         rows = [self.rows[x.spec.name] for x in self.run.prepared.plan.layers if x.spec.block == index]
         packed, self.packed = self.packed, {}
         record = {**written, "layers": list(map(report.to_dict, rows)), "notes": notes, "experts": self.routing}
         record["probe"] = self._pass_on(index, block, packed)
-        self.output.finish_block(index, record)
+        if len(set(self.ranks.gather(record["probe"]))) > 1:
+            raise NumericalError(
+                f"the processes do not compute the same in block {index}; run them on machines of one kind, with the "
+                "same software"
+            )
+        if self.ranks.is_main:
+            self.output.finish_block(index, record)
         self._keep(index, record, rows)
 
     def restore(self, index: int, block: nn.Module) -> nn.Module:
@@ -109,6 +139,18 @@ class CheckpointBlocks:
         self.run.hashes.update(record["files"])
         self.run.layers += [report.from_dict(row) for row in record["layers"]]
 
+    def tune(self, block: nn.Module) -> list[str]:
+        """Train what lies beside the codes of a block, if the recipe asks for it; return what the report should say."""
+        if self.tuning is None:
+            return []
+        self.stream.meter.say("tuning the block")
+        packed, vectors, note = self.tuning.finish()
+        self.tuning = None
+        self.packed = {self.prefix + name: weight for name, weight in packed.items()}
+        for name, tensor in vectors.items():
+            block.get_parameter(name).copy_(tensor)
+        return [note]
+
     def train(self, index: int, block: nn.Module) -> list[str]:
         """Train the low-rank parts of the block if the recipe asks for it; return what the report should say."""
         prefix = self.skeleton.block_prefix(index)
@@ -126,5 +168,6 @@ class TimedBlocks(CheckpointBlocks):
     """Do the same work on a block, to time it, and write nothing."""
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
-        """Train the block's low-rank parts."""
+        """Tune the block, and train its low-rank parts."""
+        self.tune(block)
         self.train(index, block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Job:
     model: str  # directory or hub id
     recipe: Recipe
     out: Path
+    _: KW_ONLY
     adapter: Path | None = None  # directory of a LoRA that is merged into the model
     base_model: str | None = None  # hub id of the original, for the model card; None: the one that `model` is, if it is
     calib: str | None = None  # None: text that the model generates itself
@@ -33,6 +34,7 @@ class Job:
     seed: int = 0
     overwrite: bool = False
     restart: bool = False
+    work: Path | None = None  # folder for unfinished work, from which files are copied to `out`; None: beside `out`
     allow_partial: bool = False  # whether less than half of the model's linear weights may be packed
     pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
     measurements: Path | None = None  # folder of what an allocation is made from; None: beside the output
@@ -49,7 +51,7 @@ class Job:
     @property
     def is_paired(self) -> bool:
         """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
-        return self.pack and self.recipe.calibration.target_correction > 0
+        return self.pack and (self.recipe.calibration.target_correction > 0 or self.recipe.tune is not None)
 
 
 @dataclass(frozen=True)

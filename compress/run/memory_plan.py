@@ -19,16 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compress import plugins, process_memory
+from compress import plugins, process_memory, ranks
+from compress.calib import stats
 from compress.errors import BudgetError
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
+from compress.numerics import products
 from compress.quant import incoherence, target_correction
-from compress.run import activation_sizes, table_sizes
+from compress.run import activation_sizes, layer_needs, table_sizes
 from compress.tune import low_rank
 from compress.types import LayerPlan, LinearSpec, Plan
 
-BATCH_TOKENS = 4096  # tokens of a batch when memory allows: products are efficient, activations small
+BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
 MEASURING = 20  # bytes a weight that the errors in the report take: original, error, its square, that in float64
 TOKENIZING = 208 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
@@ -37,7 +39,7 @@ TOKENIZER_KEPT = 6  # times its file that stay
 TOKEN = 12  # bytes of each token that is read while it is cut into samples
 SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
 EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
-SCORING = 64 << 20  # bytes that a chunk of attention scores and its softmax take
+SCORING = 8 << 20  # bytes that a chunk of attention scores takes, with the mask of those that are not seen
 KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
 TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
 COMPILING = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
@@ -86,6 +88,7 @@ class Extras(NamedTuple):
     read: int = 0  # tokens of the calibration text that are read, at most
     reader: int = 0  # bytes of a library that reads it, which stays in memory
     document: int = 0  # bytes of its largest document while that is read
+    tuning: Callable[[int, int], int] | None = None  # bytes of tuning a block of so many weights, and of its states
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
 
 
@@ -100,7 +103,8 @@ def arrange(
     samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
     """
     model = _MemoryModel(plan, skeleton, samples, seq_len, extras)
-    allowed = limit if limit is not None else process_memory.resident() + int(0.8 * process_memory.available())
+    free = int(0.8 * process_memory.available() / ranks.current().local)
+    allowed = limit if limit is not None else process_memory.resident() + free
     best: Arrangement | None = None
     for candidate in _arrangements(model):
         if candidate.peak_nbytes <= allowed:
@@ -153,44 +157,18 @@ def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
     return passes
 
 
-def readers(layers: Sequence[LayerPlan], every: bool = False) -> dict[str, list[LayerPlan]]:
-    """Return input key -> the layers whose method needs statistics of it, or all."""
-    by_input: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        if every or needs_statistics(layer):
-            by_input.setdefault(layer.spec.input_key, []).append(layer)
-    return by_input
-
-
-def needs_statistics(layer: LayerPlan) -> bool:
-    """Return whether statistics of its input are part of how a linear is quantized."""
-    if layer.scheme.config is None:
-        return False
-    method = plugins.load("quant", layer.scheme.method)
-    return bool(method.NEEDS) or correct.needs_statistics(layer.scheme.lowrank)
-
-
-def needs_gradients(layer: LayerPlan) -> bool:
-    """Return whether the errors of a linear are weighed by the gradients of the model's loss."""
-    return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
-
-
-def needs_in_scale(layer: LayerPlan) -> bool:
-    """Return whether a layer's inputs are quantized with one calibrated scale."""
-    return layer.stored.activations is not None and layer.stored.activations.scale == "tensor"
-
-
-def needs_text(layer: LayerPlan) -> bool:
-    """Return whether calibration text is needed to quantize a linear, or to train its low-rank part."""
-    lowrank = layer.scheme.lowrank
-    trains = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
-    return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
-
-
 def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
-    """Return input key -> bytes of its Hessian, and of its drift if `paired`, where needed (or all: `every`)."""
-    inputs = {key: users[0].spec for key, users in readers(layers, every).items()}
-    return {key: 4 * spec.shape[1] ** 2 * (2 if paired and not spec.is_expert else 1) for key, spec in inputs.items()}
+    """Return input key -> bytes of its Hessian, and of its drift if `paired`, where needed (or all: `every`).
+
+    Processes share out those of experts.
+    """
+    inputs = {key: users[0].spec for key, users in layer_needs.readers(layers, every).items()}
+    return {
+        key: -(-stats.nbytes(spec.shape[1]) // ranks.current().size)
+        if spec.is_expert
+        else stats.nbytes(spec.shape[1], paired)
+        for key, spec in inputs.items()
+    }
 
 
 class _MemoryModel:
@@ -198,7 +176,8 @@ class _MemoryModel:
 
     def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
         paired = extras.paired
-        self.base = process_memory.resident()
+        compiler = activation_sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.beside))
+        self.base = process_memory.resident() + compiler
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
         for layer in plan.layers:
@@ -206,6 +185,7 @@ class _MemoryModel:
         self.extras = extras
         self.editing = EDITING if skeleton.edits is not None else 0
         self.item = item = skeleton.dtype.itemsize
+        self.widening = products.WORKSPACE if samples and products.is_slow(skeleton.dtype) else 0
         self.weights = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
         self.expert_weights = [
             sum(layer.spec.numel for layer in layers if layer.spec.is_expert) * item for layers in self.by_block
@@ -237,6 +217,12 @@ class _MemoryModel:
             for layer in other.layers:
                 self.packed[layer.spec.block] += layer.nbytes
                 self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
+        is_shared, config = ranks.current().size > 1, skeleton.config.get_text_config()
+        self.divided = [_divided(layers) if is_shared else 0 for layers in self.by_block]
+        self.routed = [
+            activation_sizes.routed_nbytes([x.spec for x in layers], config, item) if is_shared else 0
+            for layers in self.by_block
+        ]
         self.tables = self._tables(plan)
         self.beside = self._beside(plan)
         self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
@@ -285,12 +271,16 @@ class _MemoryModel:
         """Return the peak of one block beside the program and the stream."""
         sizes = self.sizes[index]
         held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
-        forward = batch * self.seq_len * self.alive[index] + 4 * self.seq_len * self.widest[index]
+        inputs = 4 * min(batch * self.seq_len, stats.chunk_tokens(self.seq_len)) * self.widest[index]
+        adding = stats.adding_nbytes(self.widest[index])
+        token = self.alive[index] + self.routed[index]
+        forward = batch * self.seq_len * token + 2 * inputs + adding  # inputs as they are, and scaled
+        forward += self.widening + min(process_memory.HELD, forward)  # what was freed is kept for what follows
         weighing = 0
         searching = self._searching(index) if self.extras.searched else 0
-        if self.extras.weighted:  # before statistics are collected; then inputs are weighted
-            weighing = forward + SCORING + 16 * self.seq_len * self.hidden // self.item
-            forward += 4 * self.seq_len * self.widest[index]
+        if self.extras.weighted:  # while statistics are collected; what attention reads waits for the weights
+            waiting = 2 * batch * self.seq_len * self.hidden
+            weighing = inputs + waiting + SCORING + 16 * self.seq_len * self.hidden // self.item
         loading = self.expert_weights[index] + self.converted + self.editing + self.widened[index]
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
@@ -299,8 +289,14 @@ class _MemoryModel:
             training = TRAINING + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
-        collecting = max(weighing, held + forward)
-        return self.weights[index] + max(loading, searching, collecting, quantizing, training, differentiating)
+        if self.extras.tuning is not None:  # and all along, a copy of the block
+            numel, states = self.weights[index] // self.item, batch * self.seq_len * self.token[index] // self.item
+            tuning = TRAINING + held + self.packed[index] + self.extras.tuning(numel, 4 * states)
+            training = max(training, tuning)
+            held, quantizing = held + 4 * numel, quantizing + 4 * numel
+        collecting = held + forward + weighing
+        most = max(loading, searching, collecting, quantizing, training, differentiating)
+        return self.weights[index] + self.divided[index] + most
 
     def _searching(self, index: int) -> int:
         """Return the bytes of a search for a transform of a block.
@@ -344,7 +340,7 @@ def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
     """Yield the fastest first: all in memory, then the stream on disk, then smaller batches, then more passes."""
     largest = max(1, min(model.samples, BATCH_TOKENS // max(1, model.seq_len)))
     batches = [max(1, largest >> k) for k in range(largest.bit_length())]
-    for passes in (1, 2, 4, 8, 16, 64, 256):
+    for passes in (1, 2, 4, 8, 16, 64, 256) if model.extras.tuning is None else (1,):  # it needs what a pass leaves
         for spill in (False, True) if model.samples else (False,):
             for batch in batches:
                 yield model.arrangement(batch, spill, passes)
@@ -360,13 +356,14 @@ def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
 
 def _gradients(layers: Sequence[LayerPlan], item: int) -> int:
     """Return the bytes of the gradients of a block's linears, their sums and squares; 0 if none needs them."""
-    return sum((8 + item) * layer.spec.numel for layer in layers) if any(map(needs_gradients, layers)) else 0
+    return (
+        sum((8 + item) * layer.spec.numel for layer in layers) if any(map(layer_needs.needs_gradients, layers)) else 0
+    )
 
 
 def _paired_columns(layers: Sequence[LayerPlan]) -> int:
     """Return the columns of all shared inputs of a block whose drift is summed."""
-    shared = [users[0].spec for users in readers(layers).values()]
-    return sum(spec.shape[1] for spec in shared if not spec.is_expert)
+    return sum(users[0].spec.shape[1] for users in layer_needs.readers(layers).values() if not users[0].spec.is_expert)
 
 
 def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
@@ -381,14 +378,23 @@ def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
     return max(needs, default=0)
 
 
+def _divided(layers: Sequence[LayerPlan]) -> int:
+    """Return the bytes of sharing: a linear that waits until others have made the rest, one expert more than others.
+
+    Of the linear that is a Hessian, and tiles.
+    """
+    large = [layer.spec for layer in layers if len(layer_needs.spans(layer)) > 1]
+    waiting = max((4 * spec.shape[1] ** 2 + 5 * spec.numel for spec in large), default=0)
+    return waiting + max((stats.nbytes(x.spec.shape[1]) for x in layers if x.spec.is_expert), default=0)
+
+
 def _layer_workspace(layer: LayerPlan) -> int:
     """Return the bytes that quantizing or measuring one linear needs."""
-    need = MEASURING * layer.spec.numel
-    if layer.scheme.config is None:
+    if (need := MEASURING * layer.spec.numel) and layer.scheme.config is None:
         return need
     method = plugins.load("quant", layer.scheme.method)
     need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
     if layer.scheme.lowrank is not None:
         need = correct.workspace(layer.spec.shape, need)
-    rotated = layer, needs_statistics(layer)
+    rotated = layer, layer_needs.needs_statistics(layer)
     return max(need, incoherence.turning(*rotated)) + incoherence.workspace(*rotated)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
-from compress import process_memory
+from compress import process_memory, ranks
+from compress.errors import OutputError
 from compress.progress import Progress, silent
 from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_factors
 from compress.run.block_loop import BlockLoop, LinearOptions
@@ -26,27 +27,51 @@ def opened(
 
     Raises CompressError; what is finished stays on disk for the next run.
     """
+    processes = ranks.current()
     process_memory.return_freed_memory()
     process_memory.trim()
     prepared = prepare.prepare(job)
     if on_plan is not None:
         on_plan(prepared)
-    with Output(job.out, job.overwrite, job.restart) as output, writing(output.work):
-        check_space(output.work, _disk_need(prepared, job.is_paired) - output.written())
-        calibration = calibration_text.calibration(job, prepared, progress, output.calibration)
+    with _held(job) as output, writing(output.work):
+        if processes.is_main:
+            check_space(output.work, _disk_need(prepared, job.is_paired) - output.written())
+            if output.is_copied:
+                check_space(output.out, prepared.plan.nbytes - output.copied())
+        calibration = ranks.by_main(lambda: calibration_text.calibration(job, prepared, progress, output.calibration))
         if calibration is not None:
             prepared = dataclasses.replace(prepared, samples=calibration.tokens.shape[0])
             calibration = calibration_text.noted(calibration, job, prepared)
             process_memory.trim()
-        begin = partial(output.begin, identity.identity(job, prepared.skeleton.checkpoint, calibration))
+        what = identity.identity(job, prepared.skeleton.checkpoint, calibration)
+
+        def begin(planned: dict[str, Any]) -> dict[str, Any]:
+            return ranks.by_main(lambda: output.begin(what, planned))
+
         with memory_plan.resumed(prepared.arrangement, begin, job.max_memory) as arrangement:
             prepared = dataclasses.replace(prepared, arrangement=arrangement)
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, _options(prepared), tokens, output.work, progress)
-            records = trained_factors.intact_blocks(output, len(prepared.skeleton.blocks))
-            loop.reads_head = None if shards.intact_rest(output) is not None else tables.read_head(prepared.plan.tables)
+            records = ranks.by_main(lambda: trained_factors.intact_blocks(output, len(prepared.skeleton.blocks)))
+            has_rest = ranks.by_main(lambda: shards.intact_rest(output) is not None)
+            loop.reads_head = None if has_rest else tables.read_head(prepared.plan.tables)
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
+
+
+@contextmanager
+def _held(job: Job) -> Iterator[Output]:
+    """Give the output directory of a job, which the main process holds for all."""
+    if not ranks.current().is_main:
+        ranks.current().share(None)
+        output = Output(job.out, work=job.work)
+        if not output.model.is_dir():
+            raise OutputError(f"{output.model} cannot be seen by all processes; give an --out that they share")
+        yield output
+        return
+    with Output(job.out, job.overwrite, job.restart, job.work) as output:
+        ranks.current().share(None)
+        yield output
 
 
 def predict_seconds(job: Job, prepared: Prepared) -> float:

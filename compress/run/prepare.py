@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,17 @@ from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.recipe import Recipe
-from compress.run import coverage, expert_pruning, kv_cache, memory_plan, plan, remote_code, source, table_plan
+from compress.run import (
+    coverage,
+    expert_pruning,
+    kv_cache,
+    layer_needs,
+    memory_plan,
+    plan,
+    remote_code,
+    source,
+    table_plan,
+)
 from compress.run.job import Job, Prepared
 from compress.types import Plan, Scheme
 
@@ -68,7 +79,8 @@ def prepare_all(
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
     prunes = job.pack and job.recipe.pruning is not None
     needs_text = every or prunes or calibrates_cache or "block" in scopes.values()
-    needs_text = needs_text or any(map(memory_plan.needs_text, layers))
+    tune = job.recipe.tune if job.pack else None
+    needs_text = needs_text or tune is not None or any(map(layer_needs.needs_text, layers))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried:
         longest = positions.most_tokens(skeleton.model)
@@ -83,6 +95,7 @@ def prepare_all(
         _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
         calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
         *(_reading(Path(job.calib)) if job.calib is not None else (0, 0)),
+        tuning=partial(plugins.load("tune", tune.method).workspace, tune.config) if tune is not None else None,
         tables=tuple(layer for table in options for layer in table.layers.values()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +16,8 @@ from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
 from compress.formats import dense
 from compress.lowrank import correct
-from compress.quant import incoherence, target_correction
-from compress.run import memory_plan
+from compress.quant import incoherence, row_tiles, target_correction
+from compress.run import layer_needs
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
 
 
@@ -75,35 +78,80 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
 
     A low-rank part is found in the same basis, and lies inside of the operations that turn it back.
     """
-    layer, name = task.layer, task.layer.spec.name
-    given = task.statistics if memory_plan.needs_statistics(layer) else NO_STATISTICS
-    target, stats = given.target(task.weight), given.for_layer(layer)
+    layer = task.layer
     if layer.scheme.config is None:
-        packed = PackedWeight(layer.stored, dense.pack(task.weight, layer.stored.params), layer.spec.shape)
-        notes = given.notes
-    else:
-        target = incoherence.rotated_weight(target, layer, seed) if layer.stored.ops else target
-        method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
-        method_seed = incoherence.derived_seed(seed, "method", name)
-        try:
-            if layer.scheme.lowrank is None:
-                result = method.quantize(target, stats, config, method_seed)
-            else:
-                result = correct.corrected(
-                    target,
-                    task.fisher or stats,
-                    layer.scheme.lowrank,
-                    lambda rest: method.quantize(rest, stats, config, method_seed),
-                    method_seed,
-                )
-        except NumericalError as error:
-            raise NumericalError(f"{name}: {error}; more calibration text or a larger damp may help") from error
-        packed = incoherence.wrapped(result.weight, layer, seed) if layer.stored.ops else result.weight
-        around = incoherence.notes(layer) if layer.stored.ops else ()
-        notes = (*given.notes, *around, *result.notes)
+        stored = dense.pack(task.weight, layer.stored.params)
+        return _finished(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), seed)
+    target, stats, method_seed = _given(task, seed)
+    method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
+    with _named(layer):
+        if layer.scheme.lowrank is None:
+            result = method.quantize(target, stats, config, method_seed)
+        else:
+            result = correct.corrected(
+                target,
+                task.fisher or stats,
+                layer.scheme.lowrank,
+                lambda rest: method.quantize(rest, stats, config, method_seed),
+                method_seed,
+            )
+    return _finished(task, result, seed)
+
+
+class Tiles(NamedTuple):
+    """Some tiles of a linear, and what joins all of them."""
+
+    parts: list[Any]
+    seconds: float
+    whole: row_tiles.RowTiles
+
+
+def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
+    """Quantize these of the tiles of a linear."""
+    begun, layer = time.monotonic(), task.layer
+    target, stats, method_seed = _given(task, seed)
+    with _named(layer):
+        whole = plugins.load("quant", layer.scheme.method).tiles(target, stats, layer.scheme.config, method_seed)
+        parts = whole.make(layer_needs.spans(layer)[numbers])
+    return Tiles(parts, time.monotonic() - begun, whole)
+
+
+def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) -> Quantized:
+    """Return a linear, whose `parts` are its tiles in order; tiles: some of them."""
+    return _finished(task, tiles.whole.join(parts), seed)
+
+
+def _statistics(task: LinearTask) -> InputStatistics:
+    """Return the statistics that a linear is quantized with."""
+    return task.statistics if layer_needs.needs_statistics(task.layer) else NO_STATISTICS
+
+
+def _given(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:
+    """Return what the method of a linear is given: the target [out, in], statistics, and a seed."""
+    layer, given = task.layer, _statistics(task)
+    target, stats = given.target(task.weight), given.for_layer(layer)
+    target = incoherence.rotated_weight(target, layer, seed) if layer.stored.ops else target
+    return target, stats, incoherence.derived_seed(seed, "method", layer.spec.name)
+
+
+@contextmanager
+def _named(layer: LayerPlan) -> Iterator[None]:
+    """Name the linear in errors of numbers."""
+    try:
+        yield
+    except NumericalError as error:
+        message = f"{layer.spec.name}: {error}; more calibration text or a larger damp may help"
+        raise NumericalError(message) from error
+
+
+def _finished(task: LinearTask, result: Quantized, seed: int) -> Quantized:
+    """Return what is stored of a quantized linear, with what lies around it, and all notes."""
+    layer, packed, notes = task.layer, result.weight, result.notes
+    if layer.stored.ops and layer.scheme.config is not None:
+        packed, notes = incoherence.wrapped(packed, layer, seed), (*incoherence.notes(layer), *notes)
     if layer.stored.activations is not None:
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
         packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
-    assert packed.nbytes == layer.nbytes, f"{name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
-    return Quantized(packed, notes)
+    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    return Quantized(packed, (*_statistics(task).notes, *notes))

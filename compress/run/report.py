@@ -26,7 +26,8 @@ from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
 from compress.storage.manifest import Manifest
 from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
 
-MEASURED_ROWS = 512
+MEASURED_ROWS = 512  # of which errors of outputs are taken
+MEASURED = 1 << 17  # weights whose errors are taken at a time
 PACKED = ("quantized linears", "packed embeddings and head")  # among the bytes of a report
 WORST = 5  # layers listed as the worst ones
 ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
@@ -80,14 +81,17 @@ def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightE
     cost as much as the rounding itself. Where target correction has moved the target, the intended shift is part of
     the errors.
     """
-    original = weight.float()
-    residual = original - formats.decode(packed, original.dtype)
-    norm, error = (matrix.square().sum(dtype=torch.float64).item() for matrix in (original, residual))
+    residual = formats.decode(packed, torch.float32)
+    norm = error = 0.0
+    for some, rest in zip(weight.split(_chunk(weight)), residual.split(_chunk(weight)), strict=True):
+        original = some.float()
+        torch.sub(original, rest, out=rest)
+        norm, error = norm + _squares(original), error + _squares(rest)
     hessian = output = None
     if stats is not None and stats.count:
-        rows = slice(None, None, -(-original.shape[0] // MEASURED_ROWS))
-        whole, part = (_quadratic(matrix[rows], stats.hessian) for matrix in (original, residual))
-        hessian = part * (original.shape[0] / original[rows].shape[0])
+        rows = slice(None, None, -(-weight.shape[0] // MEASURED_ROWS))
+        whole, part = (_quadratic(matrix[rows].float(), stats.hessian) for matrix in (weight, residual))
+        hessian = part * (weight.shape[0] / weight[rows].shape[0])
         output = part / whole if whole > 0 else 0.0
     return WeightErrors(error, error / norm if norm > 0 else 0.0, hessian, output)
 
@@ -209,7 +213,17 @@ def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
     """Return tr(M H M^T) of a matrix [rows, in] and a Hessian [in, in]."""
-    return (matrix @ hessian).mul_(matrix).sum(dtype=torch.float64).item()
+    return (matrix @ hessian).mul_(matrix).sum(1).sum(dtype=torch.float64).item()
+
+
+def _chunk(weight: Tensor) -> int:
+    """Return the rows that are measured at a time."""
+    return max(1, MEASURED // max(1, weight.shape[1]))
+
+
+def _squares(matrix: Tensor) -> float:
+    """Return the sum of the squares of a matrix [rows, in] float32."""
+    return matrix.square().sum(1).sum(dtype=torch.float64).item()
 
 
 def load(directory: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from compress.errors import NumericalError
 from compress.formats import transforms
 from compress.model import lm_head
 from compress.model.skeleton import Skeleton
-from compress.run import memory_plan, quantize_linear, report, table_sizes
+from compress.run import layer_needs, quantize_linear, report, table_sizes
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
@@ -40,7 +40,7 @@ class PackedTables(NamedTuple):
 
 def read_head(layers: Iterable[LayerPlan]) -> LayerPlan | None:
     """Return the head that is quantized by the hidden states that reach it, None without one."""
-    return next(filter(memory_plan.needs_statistics, layers), None)
+    return next(filter(layer_needs.needs_statistics, layers), None)
 
 
 @torch.no_grad()
@@ -55,13 +55,18 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
     try:
-        for samples in stream.slices:
+        if not stream.ranks.is_main:
+            calib_stats.agree({"": total}, stream.ranks)
+        for samples in stream.own:
             hidden = stream.states.read(samples.start, samples.stop - samples.start).to(stream.device)
             read = lm_head.inputs(skeleton, head, hidden)
-            total.add(transforms.apply_input(read, ops, around), stream.prepared.seq_len)
+            total.add(transforms.apply_input(read, ops, around), calib_stats.chunk_tokens(stream.prepared.seq_len))
+            if samples.start == 0:
+                calib_stats.agree({"": total}, stream.ranks)
             process_memory.check(stream.job.max_memory)
     finally:
         skeleton.free()
+    calib_stats.join({"": total}, stream.ranks)
     tokens = stream.states.samples * stream.prepared.seq_len
     return finish_statistics(total, layer.spec.name, None, tokens, stream.job.seed)
 
@@ -91,7 +96,7 @@ def quantize_each(
             weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
                 raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
-            given = head if memory_plan.needs_statistics(layer) else NO_STATISTICS
+            given = head if layer_needs.needs_statistics(layer) else NO_STATISTICS
             packed, row = _quantize(layer, weight, given, _around(skeleton, layer, device), job.seed)
             process_memory.check(job.max_memory)
             yield packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))

@@ -12,6 +12,7 @@ CONFIG = "config.json"
 GGUF = ".gguf"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
+UNFINISHED = "compress_unfinished"  # in a directory that a checkpoint is being copied to
 EXPORTED = "compress_export.json"  # in every exported directory: what it was made from
 METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
@@ -92,6 +93,8 @@ def check_out(out: Path, overwrite: bool) -> None:
     """Raise OutputError if a checkpoint must not be written to `out`, because of its name or of what is there."""
     check_name(out)
     if not os.path.lexists(out):
+        return
+    if os.path.isfile(out / UNFINISHED):
         return
     if not overwrite:
         raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")

@@ -15,6 +15,9 @@
     OUT.partial/stream      hidden states that do not fit into memory; OUT.partial/gradients and cache-states likewise
     OUT.partial/old         the former OUT, while the new one takes its place
 
+With a folder for unfinished work OUT.partial lies in that, and the checkpoint is copied to OUT, not renamed
+(compress/storage/copied.py): OUT may be a mounted object store.
+
 Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
 refused. Nothing but these names is ever removed, and OUT itself only if --overwrite was given and it is a checkpoint
 of ours, or empty.
@@ -36,7 +39,7 @@ from typing import Any, ClassVar
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.storage import json_text, paths
+from compress.storage import copied, json_text, paths
 from compress.storage.checkpoint import read_json, sync_directory, write_text
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
@@ -141,9 +144,10 @@ class Output(WorkDirectory):
     start_over = "give --restart to start over"
     keep = "the former settings to resume"
 
-    def __init__(self, out: Path, overwrite: bool = False, restart: bool = False) -> None:
-        super().__init__(out.with_name(out.name + ".partial"), "blocks")
-        self.out, self.overwrite, self.restart = out, overwrite, restart
+    def __init__(self, out: Path, overwrite: bool = False, restart: bool = False, work: Path | None = None) -> None:
+        """Name the directories; work: the folder for OUT.partial, whose files are then copied; None: that of OUT."""
+        super().__init__((work or out.parent) / f"{out.name}.partial", "blocks")
+        self.out, self.overwrite, self.restart, self.is_copied = out, overwrite, restart, work is not None
         self.work, self.blocks = self.folder, self.records
         self.model, self.old, self.calibration = (self.work / name for name in ("model", "old", "calibration"))
         self._lock: ExitStack | None = None  # closes it
@@ -204,6 +208,10 @@ class Output(WorkDirectory):
         """Return the bytes that an interrupted run has left."""
         return sum(path.stat().st_size for path in self.model.iterdir())
 
+    def copied(self) -> int:
+        """Return the bytes that are in OUT, which copies replace."""
+        return sum(path.stat().st_size for path in self.out.iterdir()) if self.out.is_dir() else 0
+
     def publish(self) -> None:
         """Put the finished model in place; the only moment at which OUT changes.
 
@@ -211,6 +219,11 @@ class Output(WorkDirectory):
         """
         with writing(self.out):
             paths.check_out(self.out, self.overwrite)
+            if self.is_copied:
+                copied.put(self.model, self.out)
+                self._remove(self.model)
+                self._remove(self.calibration)
+                return
             try:
                 if os.path.lexists(self.out):
                     os.rename(self.out, self.old)
@@ -278,11 +291,14 @@ def _is_like(stored: dict[str, Any], arrangement: dict[str, Any]) -> bool:
 
 
 def check_space(directory: Path, nbytes: int) -> None:
-    """Raise OutputError if the disk of `directory` (or its nearest existing parent) has less than nbytes free."""
+    """Raise OutputError if the disk of `directory` (or its nearest existing parent) has less than nbytes free.
+
+    A mounted store may not know its size, which is then 0.
+    """
     while not directory.exists():
         directory = directory.parent
-    free = shutil.disk_usage(directory).free
-    if free < nbytes + SPARE:
+    total, _, free = shutil.disk_usage(directory)
+    if total and free < nbytes + SPARE:
         raise OutputError(
             f"the disk of {directory} has {process_memory.show(free)} free, the run needs "
             f"{process_memory.show(nbytes + SPARE)}; free some space or give another --out"

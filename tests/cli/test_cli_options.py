@@ -26,7 +26,7 @@ class Wider(RunOptions):
 FIELDS = [field.name for field in dataclasses.fields(RunOptions)]
 WITHOUT = {
     "quantize": (),
-    "plan": ("overwrite", "restart", "base_model"),
+    "plan": ("overwrite", "restart", "base_model", "work"),
     "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial"),
     "measure": (*GOAL, *OUTPUT),
     "allocate": OUTPUT,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -81,13 +79,14 @@ def known_model(directory: Path) -> None:
 SOURCES = [only_pickles, unknown_model, known_model]
 DATA_FREE = ["--recipe", "int8"]
 ALLOCATION = ["--recipe", "mixed3bit", "--calib", str(TEXT), "--set", "calibration.num_samples=2"]
-ALLOCATION += ["--set", "calibration.seq_len=16"]
+ALLOCATION += ["--set", "calibration.seq_len=16", "--set", "allocate.samples=2"]
+ALLOCATION += ["--set", "allocate.options=[{method: rtn, bits: 2}, {method: rtn, bits: 4}]"]
 NEEDED: dict[str, list[str]] = {  # what a command must be given beside the checkpoint; a new one may need nothing
     "quantize": [*DATA_FREE, "--out", "out"],
     "plan": DATA_FREE,
     "transform": ["--recipe", "w4a8", "--out", "out", "--calib", str(TEXT), "--set", "calibration.num_samples=2"],
     "measure": [*ALLOCATION, "--measurements", "measured"],
-    "allocate": [*ALLOCATION, "--measurements", "measured", "--text", str(TEXT)],
+    "allocate": [*ALLOCATION, "--measurements", "measured", "--text", str(TEXT), "--points", "2"],
     "eval": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64"],
     "generate": ["--prompt", "a", "--max-new-tokens", "2"],
     "bench": ["--prompt-tokens", "2", "--new-tokens", "1"],
@@ -128,11 +127,11 @@ def test_the_baits_work(tmp_path: Path) -> None:
     known_model(directory)
     marker = tmp_path / MARKER
     for source in (
-        "import sys, torch; torch.load(sys.argv[1] + '/pytorch_model.bin', weights_only=False)",
-        "import sys, transformers\ntransformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)",
+        f"import torch; torch.load({str(directory / 'pytorch_model.bin')!r}, weights_only=False)",
+        f"import transformers; transformers.AutoConfig.from_pretrained({str(directory)!r}, trust_remote_code=True)",
     ):
         assert not marker.exists()
-        subprocess.run([sys.executable, "-c", source, str(directory)], check=False, capture_output=True)
+        cli("--version", prepare=source)
         assert marker.exists()
         marker.unlink()
 

@@ -334,11 +334,13 @@ def test_a_disk_that_fills_up(setup: Setup, blocks: int, model: Path, tmp_path: 
 
 
 def test_check_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    monkeypatch.setattr(workdir.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    total, used, free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(workdir.shutil, "disk_usage", lambda path: (total, used, free))
     workdir.check_space(tmp_path / "not" / "yet", free - workdir.SPARE)
     with pytest.raises(OutputError, match="free some space"):
         workdir.check_space(tmp_path / "not" / "yet", free - workdir.SPARE + 1)
+    monkeypatch.setattr(workdir.shutil, "disk_usage", lambda path: (0, 0, 0))
+    workdir.check_space(tmp_path, 1 << 60)
 
 
 # ---------------------------------------------------------------- odd, but right

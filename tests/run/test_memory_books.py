@@ -45,7 +45,7 @@ def test_the_least_that_a_refusal_names_is_kept(tmp_path: Path) -> None:
     assert used["measured_peak"] <= used["predicted_peak"] <= used["limit"] == limit
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [pytest.param(".jsonl", marks=pytest.mark.slow), ".parquet"])
 def test_one_long_document_is_within_the_prediction(suffix: str, tmp_path: Path) -> None:
     """Its pieces are tokenized one by one; what reads parquet files is counted."""
     document, source = 3 * TEXT.read_text(), tmp_path / f"long{suffix}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,19 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return contents(out)
 
 
+@pytest.fixture(scope="module")
+def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[str]]:
+    """killed(folder) -> the command line of a run into folder/out that was killed at the manifest, as it was left."""
+    place = tmp_path_factory.mktemp("killed")
+    assert cli(*command(model, TRAINED, place / "out"), prepare=AT_THE_MANIFEST).code == -signal.SIGKILL
+
+    def copy(folder: Path) -> list[str]:
+        shutil.copytree(place, folder, dirs_exist_ok=True)
+        return command(model, TRAINED, folder / "out")
+
+    return copy
+
+
 def finished(out: Path, blocks: int) -> dict[str, bytes]:
     """Files of a run that was resumed after so many blocks, and left nothing behind."""
     assert report_of(out)["resumed_blocks"] == blocks and len(report_of(out)["notes"]["low-rank parts"]) == 1
@@ -50,10 +64,11 @@ def finished(out: Path, blocks: int) -> dict[str, bytes]:
     return contents(out)
 
 
-def test_killed_at_the_manifest(model: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+def test_killed_at_the_manifest(
+    killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
+) -> None:
     """Twice; what was trained and calibrated is not done again."""
-    words = command(model, TRAINED, tmp_path / "out")
-    assert cli(*words, prepare=AT_THE_MANIFEST).code == -signal.SIGKILL
+    words = killed(tmp_path)
     assert cli(*words, prepare=NOTHING_AGAIN + AT_THE_MANIFEST).code == -signal.SIGKILL
     result = cli(*words, prepare=NOTHING_AGAIN)
     assert result.code == 0, result.err
@@ -82,9 +97,10 @@ def test_killed(
     assert finished(tmp_path / "out", 2) == expected
 
 
-def test_killed_while_former_factors_are_put_back(model: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
-    words = command(model, TRAINED, tmp_path / "out")
-    assert cli(*words, prepare=AT_THE_MANIFEST).code == -signal.SIGKILL
+def test_killed_while_former_factors_are_put_back(
+    killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    words = killed(tmp_path)
     one_of_two = interrupt("compress.tune.low_rank", "write_shard", 2)
     assert cli(*words, prepare=one_of_two).code == -signal.SIGKILL
     assert cli(*words, prepare=NOTHING_AGAIN).code == 0
@@ -101,10 +117,14 @@ def test_killed_while_former_factors_are_put_back(model: Path, expected: dict[st
     ],
 )
 def test_damaged_files_are_made_again(
-    damaged: str, at: int, blocks: int, model: Path, expected: dict[str, bytes], tmp_path: Path
+    damaged: str,
+    at: int,
+    blocks: int,
+    killed: Callable[[Path], list[str]],
+    expected: dict[str, bytes],
+    tmp_path: Path,
 ) -> None:
-    words = command(model, TRAINED, tmp_path / "out")
-    assert cli(*words, prepare=AT_THE_MANIFEST).code == -signal.SIGKILL
+    words = killed(tmp_path)
     path = tmp_path / "out.partial" / damaged
     raw = bytearray(path.read_bytes())
     raw[at] ^= 255

@@ -1,0 +1,55 @@
+"""Say what a linear needs to be quantized (statistics of its input, gradients, a scale, text), and in which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compress import plugins
+from compress.lowrank import correct
+from compress.types import LayerPlan
+
+
+def readers(layers: Sequence[LayerPlan], every: bool = False) -> dict[str, list[LayerPlan]]:
+    """Return input key -> the layers whose method needs statistics of it, or all."""
+    by_input: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        if every or needs_statistics(layer):
+            by_input.setdefault(layer.spec.input_key, []).append(layer)
+    return by_input
+
+
+def needs_statistics(layer: LayerPlan) -> bool:
+    """Return whether statistics of its input are part of how a linear is quantized."""
+    if layer.scheme.config is None:
+        return False
+    method = plugins.load("quant", layer.scheme.method)
+    return bool(method.NEEDS) or correct.needs_statistics(layer.scheme.lowrank)
+
+
+def needs_gradients(layer: LayerPlan) -> bool:
+    """Return whether the errors of a linear are weighed by the gradients of the model's loss."""
+    return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
+
+
+def needs_in_scale(layer: LayerPlan) -> bool:
+    """Return whether a layer's inputs are quantized with one calibrated scale."""
+    return layer.stored.activations is not None and layer.stored.activations.scale == "tensor"
+
+
+def needs_text(layer: LayerPlan) -> bool:
+    """Return whether calibration text is needed to quantize a linear, or to train its low-rank part."""
+    lowrank = layer.scheme.lowrank
+    trains = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
+    return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
+
+
+def spans(layer: LayerPlan) -> list[slice]:
+    """Return the rows of each tile by which a linear can be quantized (compress/quant/row_tiles.py), all in one if not.
+
+    Experts are many, and a low-rank part is of the whole weight.
+    """
+    whole = [slice(0, layer.spec.shape[0])]
+    if layer.scheme.config is None or layer.scheme.lowrank is not None or layer.spec.is_expert:
+        return whole
+    method = plugins.load("quant", layer.scheme.method)
+    return method.spans(layer.scheme.config, layer.spec.shape) if hasattr(method, "spans") else whole
