@@ -10,6 +10,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     formats    Params, specs, pack, decode, and check where stored integers select: compress/formats/__init__.py
     importers  describe(source), tensors(source): compress/importers/__init__.py
     export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
+    tune       Config, BlockTuning, workspace(config, numel, states): compress/tune/blockwise.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
 
@@ -45,6 +46,7 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
+    "tune": ("Config", "BlockTuning", "workspace"),
     "importers": ("describe", "tensors"),
     "export": ("refuses", "write", "SUFFIX"),
 }

@@ -100,7 +100,10 @@ def nbytes(stored: Stored, shape: Shape) -> int:
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized weight [out, in], with its low-rank part and the transforms around both multiplied in."""
+    """Return the dequantized weight [out, in], with its low-rank part and the transforms around both multiplied in.
+
+    It shares no memory with the stored tensors.
+    """
     stored = weight.stored
     if not stored.ops and stored.lowrank is None:
         return decode_stored(weight, dtype)

@@ -33,7 +33,7 @@ def pack(weight: Tensor, params: Params) -> dict[str, Tensor]:
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`."""
-    return tensors["values"].to(dtype)
+    return tensors["values"].to(dtype, copy=True)
 
 
 def cut(

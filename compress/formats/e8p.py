@@ -22,7 +22,7 @@ Not supported: the released code's permutation of codes for its own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
@@ -166,13 +166,20 @@ def cut(
 
 def lookup(codes: Tensor, bits: int) -> Tensor:
     """Points [..., 8] float32 of codes [..., 1 or 2] int32, before the scales."""
-    table = points().to(codes.device)
+    table = _on_device(points, codes.device)
     values = table[codes[..., 0]].float().mul_(0.25)
     if bits == 3:
-        values += ball().to(codes.device)[codes[..., 1]] / RHO[3]
+        values += _on_device(ball, codes.device)[codes[..., 1]] / RHO[3]
     elif bits == 4:
         values += table[codes[..., 1]].float().mul_(0.25) / RHO[4]
     return values
+
+
+@cache
+def _on_device(table: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return a table on a device, where it stays: copied at every look-up, a GPU would be waited for."""
+    with torch.inference_mode(False):
+        return table().to(device)
 
 
 def row_scale(scale: Tensor, row_scales: Tensor) -> Tensor:

@@ -183,17 +183,15 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     else:
         zeros = unpack_stream(tensors["zeros"], params.bits).T.float()
     weight = torch.empty(out_features, in_features, dtype=dtype, device=scales.device)
-    step = max(1, DECODE_CHUNK // columns)
+    step, whole = max(1, DECODE_CHUNK // columns), in_features - in_features % group
     for start in range(0, out_features, step):
         part = slice(start, min(start + step, out_features))
         codes = _codes(tensors, params, part)[:, :in_features].float()
-        if in_features % group == 0:
-            grouped = codes.view(codes.shape[0], -1, group)  # row, group, column
-            count = grouped.shape[1]
-            grouped.sub_(zeros[part, :count, None]).mul_(scales[part, :count, None])
-        else:
-            index = torch.arange(in_features, device=codes.device) // group
-            codes.sub_(zeros[part][:, index]).mul_(scales[part][:, index])
+        for first, last in ((0, whole), (whole, in_features)):  # whole groups, then a shorter last one
+            if first < last:
+                grouped = codes[:, first:last].unflatten(1, (-1, min(group, last - first)))  # row, group, column
+                groups = slice(first // group, first // group + grouped.shape[1])
+                grouped.sub_(zeros[part, groups, None]).mul_(scales[part, groups, None])
         weight[part] = codes
     return weight
 

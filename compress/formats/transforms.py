@@ -191,11 +191,16 @@ def apply_rows(rows: Tensor, transforms: WeightTransforms, tensors: Mapping[str,
 
 def effective(matrix: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the weight Out M In of a stored matrix M [out, in], float32 (float64 stays), a new tensor."""
-    return _around(
-        matrix,
-        lambda row: _transpose(row, "in", transforms.input, tensors),  # a row r of M becomes r In
-        lambda column: _forward(column, "out", transforms.output, tensors),
-    )
+
+    def change_rows(rows: Tensor) -> Tensor:  # a row r of M becomes r In
+        return _transpose(rows, "in", transforms.input, tensors)
+
+    def change_columns(columns: Tensor) -> Tensor:
+        return _forward(columns, "out", transforms.output, tensors)
+
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (matrix, *tensors.values())):
+        return change_columns(change_rows(_wide(matrix)).T).T  # at once: gradients know nothing of parts in place
+    return _around(matrix, change_rows, change_columns)
 
 
 def rotate(weight: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:

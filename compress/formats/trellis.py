@@ -142,10 +142,14 @@ def pack(
 
 def _words(states: Tensor, params: Params) -> Tensor:
     """int16 [words, columns] of whole tiles: the new bits of every step, first bit highest."""
-    shifts = torch.arange(params.symbol_bits - 1, -1, -1, device=states.device)
-    bits = (states[:, None].long() >> shifts[:, None]) & 1  # step, bit, column; tiles follow each other
-    weights = 1 << torch.arange(15, -1, -1, device=states.device)
-    words = (bits.reshape(-1, 16, states.shape[1]) * weights[:, None]).sum(1)
+    kept, bits = states & ((1 << params.symbol_bits) - 1), params.symbol_bits
+    if 16 % bits:  # symbols lie across words
+        shifts = torch.arange(bits - 1, -1, -1, device=states.device)
+        kept, bits = ((kept[:, None] >> shifts[:, None]) & 1).reshape(-1, states.shape[1]), 1  # tiles follow each other
+    parts = kept.reshape(-1, 16 // bits, states.shape[1])
+    words = torch.zeros_like(parts[:, 0], dtype=torch.int32)
+    for part in parts.unbind(1):
+        words = (words << bits) | part
     return (words - ((words & 0x8000) << 1)).to(torch.int16)
 
 

@@ -92,7 +92,8 @@ class Entry(NamedTuple):
     def cost(self) -> Cost:
         """The most expensive thing that the recipe asks for; all but "data-free" read calibration text."""
         schemes, transforms = _schemes(self.data), self.data.get("transform", [])
-        if any(map(_trains, [*(scheme.get("lowrank") or {} for scheme in schemes), *transforms])):
+        trained = any(map(_trains, [*(scheme.get("lowrank") or {} for scheme in schemes), *transforms]))
+        if trained or "tune" in self.data:
             return "training"
         if "allocate" in self.data and _damages(self.data["allocate"]) - BLOCK_SCORES:
             return "search"

@@ -32,6 +32,9 @@
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
       cache_estimator: kl_one_at_a_time  # how the cache's share is spent; or output_error, rule (KV-AdaQuant)
+    tune:                      # train what is left to choose in a block: a method of compress/tune and its `Config`
+      method: blockwise
+      steps: 100
     kv_cache:                  # how generation stores keys and values (compress/kv/settings.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
@@ -80,11 +83,11 @@ from compress.recipe.schema import (
     CalibrationConfig,
     Recipe,
     Rule,
-    Step,
     Target,
     Units,
     settings,
 )
+from compress.recipe.steps import plain_step, transforms, tuning
 from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, rename, sequence, value
 
 if TYPE_CHECKING:
@@ -157,12 +160,13 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "name": recipe.name,
         "description": recipe.description,
         "calibration": dataclasses.asdict(recipe.calibration),
-        "transform": [{"method": step.method, **dataclasses.asdict(step.config)} for step in recipe.transform],
+        "transform": [plain_step(step) for step in recipe.transform],
         **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
         "rules": [_plain_rule(rule) for rule in recipe.rules],
         "ignore": list(recipe.ignore),
         **{key: settings(found) for key in TABLES if (found := getattr(recipe, key)) is not None},
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
+        **({"tune": plain_step(recipe.tune)} if recipe.tune is not None else {}),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
         **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),
@@ -227,8 +231,9 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         quantize=quantize,
         rules=tuple(_rule(node, quantize) for node in sequence(entries, "rules")),
         ignore=value(entries, "ignore", tuple[str, ...], ()),
-        transform=_steps(entries),
+        transform=transforms(entries),
         allocate=_allocation(entries, quantize),
+        tune=tuning(entries),
         experts=_experts(entries),
         kv_cache=cache(*entries["kv_cache"]) if "kv_cache" in entries else None,
         towers=_towers(entries),
@@ -351,26 +356,6 @@ def _all_bits(quantize: Scheme, at: Node) -> tuple[Scheme, ...]:
     if len(options) < 2:
         raise error_at(at, f"allocate: {quantize.method} has no bits to choose; list the options")
     return tuple(options)
-
-
-def _steps(entries: Entries) -> tuple[Step, ...]:
-    """Return the transforms; one of the whole model comes first and once: it would undo those of blocks."""
-    steps: list[Step] = []
-    scopes: list[str] = []
-    for node in sequence(entries, "transform"):
-        block = mapping(node, "a transform")
-        if "method" not in block:
-            raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
-        module = method(block, "transform")
-        name = value(block, "method", str)
-        if module.SCOPE == "model" and scopes:
-            raise error_at(
-                node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"
-            )
-        rest = {key: entry for key, entry in block.items() if key != "method"}
-        steps.append(Step(name, built(rest, node, f"transform ({name})", module.Config(), ("method",))))
-        scopes.append(module.SCOPE)
-    return tuple(steps)
 
 
 def _rule(node: Node, above: Scheme) -> Rule:

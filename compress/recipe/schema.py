@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
-OTHER_KEYS = ("allocate", "experts", "kv_cache", "towers", "export")
+OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
 ALLOCATE_KEYS = (
@@ -67,7 +67,7 @@ class CalibrationConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """A transform before quantization."""
+    """A transform before quantization, or tuning along with it."""
 
     method: str
     config: Any
@@ -195,6 +195,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     transform: tuple[Step, ...] = ()
     allocate: Allocation | None = None
+    tune: Step | None = None  # what is trained of a block while it is quantized; None: nothing
     experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
     kv_cache: CacheSettings | None = None  # None: generation stores keys and values as they are
     towers: tuple[Rule, ...] = ()  # for linears beside the text model, which no rule matches stay as they are

@@ -21,8 +21,17 @@ MOST_NORM = 1.0  # of the gradient
 Output = Callable[[Tensor, BlockArgs], Tensor]  # hidden states and the block's other arguments -> what the block gives
 
 
-def descend(parameters: Sequence[nn.Parameter], steps: int, rate: float, loss: Callable[[int], float]) -> None:
-    """Take `steps` steps; loss(step) leaves gradients behind. Raise NumericalError where the loss is not finite."""
+def descend(
+    parameters: Sequence[nn.Parameter],
+    steps: int,
+    rate: float,
+    loss: Callable[[int], float],
+    behind: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Take `steps` steps; loss(step) leaves gradients behind. Raise NumericalError where the loss is not finite.
+
+    behind: called behind each step.
+    """
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     for step in range(steps):
         warmth = min(1.0, (step + 1) / WARM_UP)
@@ -35,6 +44,7 @@ def descend(parameters: Sequence[nn.Parameter], steps: int, rate: float, loss: C
             raise NumericalError(f"the loss in training is {value} at step {step + 1}; lower train_rate")
         torch.nn.utils.clip_grad_norm_(parameters, MOST_NORM)
         optimizer.step()
+        behind(step)
 
 
 def match(

@@ -52,6 +52,7 @@ def test_decode_rounds_once_to_the_wanted_type(name: str, dtype: torch.dtype) ->
         weight = formats.decode(packed, dtype)
         assert weight.shape == (9, 50) and weight.dtype == dtype
         assert torch.equal(weight, formats.decode(packed, torch.float32).to(dtype))
+        weight.fill_(1)  # the caller's own
         assert all(torch.equal(kept[key], tensor) for key, tensor in packed.tensors.items()), "decode wrote its input"
 
 

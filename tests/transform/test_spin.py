@@ -214,7 +214,7 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
         source.get_input_embeddings().weight[:, [5, 40]] *= 12
     source.save_pretrained(tmp_path / "model")
     setup = RTN.set("bits=8", "activations={bits: 4}")
-    rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, rotate.Config(learn=20))
+    rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, rotate.Config(learn=10))
     rotation.begin(CPU)
     rotation.use(Orthogonal(), {0: Orthogonal(), 1: Orthogonal()})
     matrices, note = spin.learn(rotation, given)
