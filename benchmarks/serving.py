@@ -4,10 +4,10 @@
     .venv-vllm/bin/python benchmarks/serving.py   # on one thread
     .venv-vllm/bin/python benchmarks/serving.py show
 
-A random Llama (random_llama.py) is rounded to nearest by the recipe's format. Each engine is a process of its own that
-waits for the other one to finish: they take turns request by request. A figure is the median of `--repeats` turns; a
-ratio that of the ratios of neighbouring turns. Seconds are processor time: the machine may have other work, which the
-load average shows.
+A random Llama (random_llama.py) is stored in the recipe's format: rounded to nearest, or `trellis*` searched. Each
+engine is a process of its own that waits for the other one to finish: they take turns request by request. A figure is
+the median of `--repeats` turns; a ratio that of the ratios of neighbouring turns. Seconds are processor time: the
+machine may have other work, which the load average shows.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ TOKENS = 32  # that a request generates
 PROMPT = 400  # tokens of a request whose prefill is timed
 CASES = ("1 request", "8 requests", "prefill")
 SETTINGS = ("--set", "quantize.method=rtn", "--set", "calibration.importance=none")
+# Of a trellis: the least search that there is. Any window is read in the same time.
+SEARCHED = (
+    "quantize.state_bits=8",
+    "calibration.importance=none",
+    "calibration.num_samples=2",
+    "calibration.seq_len=128",
+)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -114,10 +121,12 @@ def compare(packed: Path, plain: Path, repeats: int) -> dict[str, Any]:
 
 
 def quantize(plain: Path, recipe: str) -> Path:
-    """Return the checkpoint rounded to nearest, written once."""
+    """Return the checkpoint rounded to nearest, or coded by a short search of a trellis, written once."""
     out = plain.with_name(f"{plain.name}-{recipe}")
     if not out.exists():
-        words = ["quantize", str(plain), "--recipe", recipe, *SETTINGS, "--out", str(out)]
+        searched = [word for setting in SEARCHED for word in ("--set", setting)]
+        settings = [*searched, "--calib", "tests/data/books_calib.txt"] if recipe.startswith("trellis") else SETTINGS
+        words = ["quantize", str(plain), "--recipe", recipe, *settings, "--out", str(out)]
         subprocess.run([sys.executable, "-m", "compress", *words], check=True, cwd=ROOT)
     return out
 

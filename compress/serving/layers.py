@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,16 +18,45 @@ PARTS = "packed"  # what a layer's parts are called among its children
 QKV = {"q": 0, "k": 1, "v": 2}
 
 
-class PackedLinears:
+class PackedLinears(ABC):
     """Build and run a layer as a list of linears of the checkpoint; the base of an engine's own class."""
 
-    engine = "the engine"  # its name in messages
+    engine: str  # its name in messages
+    qkv: type  # the engine's class of layers of queries, keys and values
 
     def __init__(self, linears: Mapping[str, Stored | None], totals: Totals) -> None:
         """linears: name -> how it is stored, None where it is not packed, in the order of the layer's outputs."""
         self.linears, self.totals = linears, totals
 
-    def build(self, layer: Any, regions: list[Region], dtype: torch.dtype) -> None:
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Give the layer its parts and the placeholders that the engine loads into."""
+        rank, kv_rank = self.ranks(layer)
+        first = rank * input_size_per_partition if input_size_per_partition != input_size else 0
+        if isinstance(layer, self.qkv):
+            full, ranks = _heads(layer, rank, kv_rank)
+        else:
+            full, ranks = _outputs(output_partition_sizes, output_size, rank)
+        columns = range(first, first + input_size_per_partition)
+        own = [
+            Region((whole, input_size), (range(place * size, (place + 1) * size),), columns)
+            for whole, place, size in zip(full, ranks, output_partition_sizes, strict=True)
+        ]
+        self._build(layer, own, params_dtype)
+
+    @abstractmethod
+    def ranks(self, layer: Any) -> tuple[int, int]:
+        """Return the place of this process among those that share a layer, and among those that share its keys."""
+
+    def _build(self, layer: Any, regions: list[Region], dtype: torch.dtype) -> None:
         """Give the layer a part for each linear, and the placeholders that the engine loads into.
 
         regions: of the linears that the engine fuses; dtype: of the linears that are not packed. Raises
@@ -79,25 +109,13 @@ def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals, 
         say(line)
 
 
-def regions(layer: Any, sizes: list[int], full: list[int], ranks: list[int], columns: range) -> list[Region]:
-    """Return the region of each of the linears that an engine fuses.
-
-    sizes: their outputs on this rank; full: on all; ranks: that of this process among those that share the outputs;
-    columns: of the inputs, of which the layer has `input_size`.
-    """
-    return [
-        Region((whole, layer.input_size), (range(rank * size, (rank + 1) * size),), columns)
-        for whole, rank, size in zip(full, ranks, sizes, strict=True)
-    ]
-
-
-def outputs(sizes: list[int], output_size: int, rank: int) -> tuple[list[int], list[int]]:
+def _outputs(sizes: list[int], output_size: int, rank: int) -> tuple[list[int], list[int]]:
     """Return all outputs and this rank's place, of linears that share `output_size` outputs evenly among ranks."""
     count = output_size // sum(sizes)  # of ranks
     return [size * count for size in sizes], [rank if count > 1 else 0] * len(sizes)
 
 
-def heads(layer: Any, rank: int, kv_rank: int) -> tuple[list[int], list[int]]:
+def _heads(layer: Any, rank: int, kv_rank: int) -> tuple[list[int], list[int]]:
     """Return all outputs and this rank's place, of queries, keys and values that are fused; few heads are repeated."""
     counts = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
     widths = [layer.head_size, layer.head_size, layer.v_head_size]

@@ -1,9 +1,9 @@
-"""What a checkpoint lists as packed, by the names that an engine's modules have."""
+"""List what a checkpoint packs, by the names that an engine's modules have."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compress.formats import stored
@@ -56,12 +56,3 @@ class Listed:
     def patterns(self) -> dict[re.Pattern[str], str]:
         """Return how stored names are changed before the engine's loader sees them."""
         return {re.compile(old): new for old, new in self.renamed.items()}
-
-
-def warn_of_cache(config: hf.CompressConfig, engine: str, nearest: str, warn: Callable[[str], object]) -> None:
-    """Warn where a checkpoint says how keys and values are stored: engines store them in types of their own."""
-    if config.kv_cache is not None:
-        warn(
-            f"the checkpoint's kv_cache section is not applied: {engine} has cache types of its own, of which "
-            f"--kv-cache-dtype {nearest} is the nearest"
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES, add_quantization_method_choices
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
@@ -19,7 +18,7 @@ from torch import nn
 from compress.runtime import hf
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.serving import sglang_model
-from compress.serving.listed import Listed, warn_of_cache
+from compress.serving.config import PackedConfig
 from compress.serving.sglang_experts import PackedExperts
 from compress.serving.sglang_layers import PackedMethod
 from compress.serving.sglang_tables import TableMethod
@@ -31,34 +30,17 @@ OTHER_PROJECTIONS = ("w1", "w3", "w2")  # where SGLang's experts are not at tran
 BUILD = "sglang.srt.model_loader.loader._initialize_model"
 
 
-class CompressConfig(QuantizationConfig):
+class CompressConfig(PackedConfig, QuantizationConfig):
     """`quantization_config` of config.json, with the names that SGLang's modules have."""
 
-    def __init__(self, config: hf.CompressConfig) -> None:
-        super().__init__()
-        self.listed = Listed(config)
-        warn_of_cache(config, "SGLang", "fp8_e4m3", logger.warning)
+    engine, nearest_cache = "SGLang", "fp8_e4m3"
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressConfig:
-        own = cls(hf.CompressConfig.read({key: value for key, value in config.items() if key not in ADDED}))
+        read = hf.CompressConfig.read({key: value for key, value in config.items() if key not in ADDED})
+        own = cls(read, logger.warning)
         own.packed_modules_mapping = {**FUSED, **(config.get("packed_modules_mapping") or {})}
         return own
-
-    def get_name(self) -> str:
-        return hf.METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return what the kernels need of a GPU of NVIDIA: compute capability 8.0."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     def get_scaled_act_names(self) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""What is done with a model that SGLang has built, before its weights are loaded.
+"""Complete a model that SGLang has built, before its weights are loaded.
 
 Many of SGLang's models do not tell embeddings and heads of the quantization method, and its loaders pass over tensors
 for which no layer asks. So layers are looked up by their names in the model, and what no layer holds is an error.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 
@@ -18,19 +17,6 @@ class TableMethod(PackedTable, QuantizeMethodBase):
     """Build and run an embedding, a head, or one layer that is both."""
 
     is_head = False  # whether logits are computed with the layer, known once the model is built
-
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        """Give the layer a table and the placeholders that SGLang loads into."""
-        self.build(layer, input_size, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Build the table from what has come; go on as SGLang does with one that is not packed."""

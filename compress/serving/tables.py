@@ -125,11 +125,20 @@ class PackedTable:
         self.candidates, self.name, self.totals = candidates, name, totals
         self.is_tied = False
 
-    def build(self, layer: Any, hidden: int, dtype: torch.dtype) -> None:
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
         """Give the layer a table [tokens, hidden], of which this rank has some rows, and placeholders."""
         indices = layer.shard_indices
         rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
-        table = Table(self.name, self.candidates, (layer.org_vocab_size, hidden), rows, dtype)
+        table = Table(self.name, self.candidates, (layer.org_vocab_size, input_size), rows, params_dtype)
         setattr(layer, TABLE, table)
         self.totals.waiting += 1
 

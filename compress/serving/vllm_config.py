@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -16,7 +15,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from compress.runtime import hf
 from compress.serving import names
-from compress.serving.listed import Listed, warn_of_cache
+from compress.serving.config import PackedConfig
 from compress.serving.vllm_experts import PackedExperts
 from compress.serving.vllm_layers import PackedMethod
 from compress.serving.vllm_tables import TableMethod
@@ -25,32 +24,14 @@ DRAFT = "draft_model."  # what vLLM puts before the names of the layers of a dra
 logger = init_logger("vllm.compress")  # vLLM shows what is logged below its own name
 
 
-class CompressConfig(QuantizationConfig):
+class CompressConfig(PackedConfig, QuantizationConfig):
     """`quantization_config` of config.json, with the names that vLLM's modules have."""
 
-    def __init__(self, config: hf.CompressConfig) -> None:
-        super().__init__()
-        self.listed = Listed(config)
-        warn_of_cache(config, "vLLM", "fp8", logger.warning)
+    engine, nearest_cache = "vLLM", "fp8"
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressConfig:
-        return cls(hf.CompressConfig.read(config))
-
-    def get_name(self) -> str:
-        return hf.METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return what the kernels need of a GPU of NVIDIA: compute capability 8.0."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
+        return cls(hf.CompressConfig.read(config), logger.warning)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename what is listed as vLLM renames the checkpoint's modules."""

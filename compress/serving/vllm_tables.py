@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
@@ -24,19 +23,6 @@ logger = init_logger("vllm.compress")
 
 class TableMethod(PackedTable, QuantizeMethodBase):
     """Build and run an embedding, a head, or a head that is tied to an embedding."""
-
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        """Give the layer a table and the placeholders that vLLM loads into."""
-        self.build(layer, input_size, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Build the table from what has come; go on as vLLM does with one that is not packed."""

@@ -21,7 +21,10 @@ from compress.model.load import load_model
 from pico import save_pico
 from runs import KEEP_TABLES, Setup, job
 
-pytestmark = pytest.mark.filterwarnings("default")  # GPTQModel leaves its temporary directories to the interpreter
+pytestmark = [  # GPTQModel leaves its temporary directories to the interpreter
+    pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <finalize:pytest.PytestUnraisableExceptionWarning"),
+]
 TOKENS = torch.arange(40).view(2, 20) * 5
 FOUR_BITS = ("quantize.bits=4", "group_size=32")
 ASYMMETRIC = ("symmetric=false",)

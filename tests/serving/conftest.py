@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_vllm import HEADS
+from compared import HEADS
 
 import pico
 import runs

@@ -78,12 +78,13 @@ def main() -> None:
     )
     told = [
         {
+            "prompt": prompt,
             "ids": answer["output_ids"],
             "logprobs": [
                 {token: value for value, token, _ in top} for top in answer["meta_info"]["output_top_logprobs"]
             ],
         }
-        for answer in answers
+        for prompt, answer in zip(asked["prompts"], answers, strict=True)
     ]
     Path(asked["out"]).write_text(json.dumps(told))
     engine.shutdown()

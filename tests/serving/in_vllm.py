@@ -13,23 +13,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-import runs
+from compared import PROMPTS, TOKENS, Answers
 
 needed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's attention knows these
-SMALL = (*runs.SMALL, "group_size=32")
-PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
-TOKENS = 12
-Answers = list[dict[str, Any]]
 
 
 @functools.cache
@@ -69,36 +61,6 @@ def refused(directory: Path, folder: Path, environment: dict[str, str] | None = 
     asked = {"prompts": PROMPTS, "tokens": 1, "options": {}, "environment": environment or {}}
     assert ask(model=str(directory), out=str(folder / "out.json"), log=str(log), **asked) == 1
     return log.read_text()
-
-
-@torch.no_grad()
-def errors_of(
-    directory: Path,
-    answers: Answers,
-    change: Callable[[Any], None] = lambda model: None,
-    inputs: Sequence[dict[str, torch.Tensor]] = (),
-) -> list[float]:
-    """Errors of log probabilities, in float32; greedy tokens must be those of transformers.
-
-    inputs: what the model is given beside the tokens of each prompt.
-    """
-    from compress.model.load import load_model
-
-    model = load_model(directory, dtype=torch.float32).eval()
-    change(model)
-    errors = []
-    for ids, answer, more in zip([a["prompt"] for a in answers], answers, inputs or [{}] * len(answers), strict=True):
-        whole = torch.tensor([ids + answer["ids"]])
-        known = model(whole, **more).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
-        assert known.argmax(-1).tolist() == answer["ids"]
-        for row, told in zip(known, answer["logprobs"], strict=True):
-            errors += [abs(float(row[int(token)]) - value) for token, value in told.items()]
-    return errors
-
-
-def check(directory: Path, answers: Answers, *changes_and_inputs: Any) -> None:
-    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32."""
-    assert max(errors_of(directory, answers, *changes_and_inputs)) < 1e-5
 
 
 class Server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -14,23 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from compared import MIXED, PROMPTS, SMALL, TOKENS, check
 from safetensors.torch import load_file, save_file
 
-import pico
 import runs
-from compress import api
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 
-SMALL = (*runs.SMALL, "group_size=32")
-PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
-TOKENS = 12
 CHANGES = {"qwen3_moe": {"moe_intermediate_size": 64}}  # SGLang pads others on a CPU to multiples of 32
-MIXED = (  # of the linears of one fused layer: two formats, one not packed, one with a low-rank part
-    *SMALL,
-    "rules=[{match: '*.k_proj', bits: 2}, {match: '*.v_proj', keep: true}, {match: '*.up_proj', bits: 3}]",
-)
 CASES = {
     "int4": ("llama", "int4", *SMALL),
     "int4-tied": ("llama_tied", "int4", *SMALL),
@@ -57,34 +47,9 @@ def run(directory: Path, folder: Path, **asked: Any) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    @functools.cache
-    def directory(name: str, recipe: str, *overrides: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        model = pico.save_pico(name, folder / "model", changes=CHANGES.get(name))
-        api.quantize(runs.job(model, runs.Setup(recipe, overrides), folder / "packed"))
-        return folder / "packed"
-
-    return directory
-
-
-@torch.no_grad()
-def check(directory: Path, answers: list[dict[str, Any]]) -> None:
-    """Greedy tokens equal to those of transformers, log probabilities within 1e-5, all in float32."""
-    from compress.model.load import load_model
-
-    model = load_model(directory, dtype=torch.float32).eval()
-    for ids, answer in zip(PROMPTS, answers, strict=True):
-        known = model(torch.tensor([ids + answer["ids"]])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
-        assert known.argmax(-1).tolist() == answer["ids"]
-        for row, told in zip(known, answer["logprobs"], strict=True):
-            assert max(abs(float(row[int(token)]) - value) for token, value in told.items()) < 1e-5
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_transformers(case: str, packed: Callable[..., Path], tmp_path: Path) -> None:
-    directory = packed(*CASES[case])
+    directory = packed(*CASES[case], **CHANGES.get(CASES[case][0], {}))
     code, said = run(directory, tmp_path)
     assert code == 0, said[-6000:]
     check(directory, json.loads((tmp_path / "out").read_text()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared import SMALL
 from torch import Tensor, nn
 
 import pico
@@ -23,7 +24,6 @@ from compress.serving import parts
 from compress.storage.checkpoint import read_json
 from runs import stored_tensors
 
-SMALL = (*runs.SMALL, "group_size=32")
 STACKED = [("qkv_proj", "q_proj", "q"), ("qkv_proj", "k_proj", "k"), ("qkv_proj", "v_proj", "v")]
 STACKED += [("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1)]
 SHARDS = {"gate_proj": ("w13_", "w1"), "up_proj": ("w13_", "w3"), "down_proj": ("w2_", "w2")}

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from in_vllm import SMALL, check, errors_of, needed, refused, served
+from compared import MIXED, SMALL, check, errors_of
+from in_vllm import needed, refused, served
 from safetensors.torch import load_file, save_file
 
 import runs
@@ -19,11 +20,6 @@ import runs
 pytestmark = needed
 
 FLIPPED = 0.02  # nats that an input makes which is rounded to the next code
-MIXED = (  # of the linears of one fused layer: two formats, one not packed, one with a low-rank part
-    *SMALL,
-    "rules=[{match: '*.k_proj', bits: 2}, {match: '*.v_proj', keep: true}, {match: '*.up_proj', bits: 3}]",
-)
-
 CASES = {
     "int4": ("llama", "int4", *SMALL),
     "int4-tied": ("llama_tied", "int4", *SMALL),

@@ -12,22 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compared import HEADS, PROMPTS, TOKENS, errors_of
 
 import pico
 from compress import api
 from compress.export import convert
-from compress.model.load import load_model
 from runs import KEEP_TABLES, Setup, job
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's attention knows these
-PROMPTS = [[5, 9, 200, 31], list(range(60, 90)), [7]]
-TOKENS = 12
 FOUR = ("quantize.bits=4", "group_size=32", *KEEP_TABLES)
 EIGHT = ("quantize.bits=8", "group_size=32", *KEEP_TABLES)
 ASYMMETRIC = ("symmetric=false",)
@@ -82,17 +78,6 @@ def exported(folder: Path, target: str, model: str, settings: tuple[str, ...]) -
     return folder / "exported"
 
 
-@torch.no_grad()
-def worst(directory: Path, answers: list[dict[str, Any]]) -> float:
-    """The largest error of a log probability, given the tokens that vLLM wrote, in nats."""
-    model, errors = load_model(directory, dtype=torch.float32).eval(), []
-    for ids, answer in zip(PROMPTS, answers, strict=True):
-        logits = model(torch.tensor([ids + answer["ids"]])).logits[0, len(ids) - 1 : -1]
-        for row, told in zip(logits.float().log_softmax(-1), answer["logprobs"], strict=True):
-            errors += [abs(float(row[int(token)]) - value) for token, value in told.items()]
-    return max(errors)
-
-
 @pytest.mark.parametrize(("target", "model", "settings"), READ)
 def test_vllm_reads_the_export(
     target: str, model: str, settings: tuple[str, ...], served: Served, tmp_path: Path
@@ -100,7 +85,8 @@ def test_vllm_reads_the_export(
     directory = exported(tmp_path, target, model, settings)
     code, log = served(directory, tmp_path)
     assert code == 0, log[-4000:]
-    error = worst(tmp_path / "packed", json.loads((tmp_path / "out.json").read_text()))
+    answers = json.loads((tmp_path / "out.json").read_text())
+    error = max(errors_of(tmp_path / "packed", answers, is_greedy=False))
     print(f"{target} {settings}: {error:.4f} nats")
     assert error < TOLERANCE
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_vllm import HEADS, SMALL, check, needed, served
+from compared import HEADS, SMALL, check
+from in_vllm import needed, served
 
 import pico
 import runs

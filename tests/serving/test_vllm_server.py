@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_vllm import SMALL, Server, needed, server
+from compared import SMALL
+from in_vllm import Server, needed, server
 
 pytestmark = needed
 
