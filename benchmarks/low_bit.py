@@ -237,16 +237,6 @@ def one(entry: str, options: Row, args: argparse.Namespace, work: Path) -> Row:
 # tables
 
 
-def duration(seconds: float) -> str:
-    return (
-        f"{seconds / 3600:.1f} h"
-        if seconds >= 3600
-        else f"{seconds / 60:.0f} min"
-        if seconds >= 60
-        else f"{seconds:.1f} s"
-    )
-
-
 COLUMNS: dict[str, dict[str, Cell]] = {
     "models": {
         "recipe": lambda row: row["entry"],
@@ -271,7 +261,10 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "decode s": lambda row: f"{row['decode_s']:.1f}",
         "RSS MB": lambda row: f"{row['peak_rss_bytes'] / 1e6:.0f}",
         "added MB": lambda row: f"{row['added_bytes'] / 1e6:.0f}",
-        **{f"{name} at this rate": lambda row, name=name: duration(row[f"seconds_{name}"]) for name in MODEL_WEIGHTS},
+        **{
+            f"{name} at this rate": lambda row, name=name: result_file.duration(row[f"seconds_{name}"])
+            for name in MODEL_WEIGHTS
+        },
     },
 }
 

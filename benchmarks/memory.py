@@ -106,7 +106,7 @@ def run(model: Path, calib: Path, entry: str, counts: tuple[int, int], limit: in
     if chosen.calibration.num_samples > 1:
         overrides += [f"calibration.num_samples={counts[0]}", f"calibration.seq_len={counts[1]}"]
     loaded, again = recipe.load(name, overrides), {"overwrite": True, "restart": True}
-    job = Job(str(model), loaded, out, str(calib), limit, pack=chosen.packs, **again)
+    job = Job(str(model), loaded, out, calib=str(calib), max_memory=limit, pack=chosen.packs, **again)
     phases, started = Phases(), time.monotonic()
     try:
         report = api.quantize(job, phases)

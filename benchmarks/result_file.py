@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from measure import ROOT, device_name, machine
-from rich.console import Console
-from rich.table import Table
+
+if TYPE_CHECKING:  # machines that only time kernels need not have it
+    from rich.table import Table
 
 Row = dict[str, Any]
 
@@ -51,11 +52,15 @@ def _write(file: Path, rows: list[Row]) -> None:
 
 def show(table: Table) -> None:
     """Print a table, 200 columns wide where no terminal says its width."""
+    from rich.console import Console
+
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def present(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> None:
     """Print cells as a table, the columns `left` aligned left, and again as markdown."""
+    from rich.table import Table
+
     table = Table(title=title)
     for name in names:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
@@ -63,6 +68,14 @@ def present(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], lef
         table.add_row(*cells)
     show(table)
     print("\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in hours, minutes or seconds, with one digit behind the point."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
 
 
 def write_for_device(script: str, device: str, file: Path | None, facts: Row, rows: list[Row]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: two workers have two cores
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by torch.compile for one
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers and commands inherit it: each function is compiled once a session
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="compress-tests-")
@@ -19,6 +21,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what was imported and collected from garbage collections, which would walk it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,13 @@
 """Whether inline assembly that takes two elements at a time is given neighbours, in kernels compiled without a GPU.
 
 Triton promises no order of the elements that a thread holds; kernels that treat columns 2 i and 2 i + 1 as a pair hold
-only as long as the compiler gives their operands layouts whose first step in a thread is one column. Like offline.py,
-this file is also the program that compiles, in a process that does not interpret kernels.
+only as long as the compiler gives their operands layouts whose first step in a thread is one column.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import offline
@@ -23,16 +18,8 @@ LAYOUT = re.compile(r"^(#\w+) = #ttg\.(\w+)<\{(.*)\}>", re.MULTILINE)
 
 
 def compile_cases(cases: list[offline.Case]) -> list[offline.Built]:
-    """As offline.compile_cases; AssertionError if assembly is given strangers."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in [str(offline.ROOT), *sys.path] if path)
-    text = json.dumps([dataclasses.asdict(case) for case in cases])
-    command = [sys.executable, __file__]
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, env=environment, check=False, timeout=900
-    )
-    assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-30:])
-    return [offline.Built(**values) for values in json.loads(done.stdout)]
+    """As offline.compile_cases; an error, too, if assembly is given strangers."""
+    return offline.compile_cases(cases, builder=__name__)
 
 
 def strangers(ttgir: str, block_m: int) -> list[str]:
@@ -67,7 +54,8 @@ def _pairs(layout: str, layouts: dict[str, tuple[str, str]], shape: list[int], a
     return bool(first) and first[0] == axis and (own[axis] > 1 or spread[axis] == 1)
 
 
-def _build(case: offline.Case) -> dict[str, Any]:
+def build(case: offline.Case) -> offline.Built:
+    """Compile in this process, which must not interpret kernels."""
     import triton
 
     compiled = []
@@ -82,8 +70,4 @@ def _build(case: offline.Case) -> dict[str, Any]:
     triton.compile = compile_one
     wrong = strangers(compiled[-1].asm["ttgir"], case.constants["BLOCK_M"])
     assert not wrong, f"{case}: {wrong}"
-    return dataclasses.asdict(built)
-
-
-if __name__ == "__main__":
-    print(json.dumps([_build(offline.Case(**values)) for values in json.load(sys.stdin)]))
+    return built

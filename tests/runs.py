@@ -149,16 +149,18 @@ def cli(*words: str, prepare: str = "", cwd: Path | None = None) -> Result:
 
 
 PARENT = """
-import json, os, signal, sys, tempfile, traceback
+import contextlib, gc, io, json, os, signal, sys, tempfile, traceback
 from pathlib import Path
-import compress.cli.app, compress.cli.tables, compress.evaluate, compress.api
-import pico, runs, torch
+import compress.cli.app, compress.cli.tables, compress.evaluate
+import llvmlite.binding, llvmlite.ir, pico, runs, torch
 from transformers.utils import logging
 
 logging.disable_progress_bar()
 with tempfile.TemporaryDirectory() as folder:  # the first run imports and caches much, for all that follow
     model = pico.save_pico("llama", Path(folder, "model"))
-    compress.api.quantize(runs.job(model, runs.GPTQ, Path(folder, "out")))
+    with contextlib.redirect_stdout(io.StringIO()):
+        compress.cli.app.app(runs.command(model, runs.GPTQ, Path(folder, "out")), standalone_mode=False)
+gc.freeze()  # collections in a copy neither walk what is imported nor write to its pages
 
 def run(asked):
     for number, path in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):

@@ -43,7 +43,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def found(pattern: re.Pattern[str], texts: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+def found(pattern: re.Pattern[str], texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """(line, what the pattern finds) in texts."""
     for line, text in texts:
         for match in pattern.finditer(text):
@@ -69,9 +69,9 @@ def names() -> frozenset[str]:
 
 def lost(path: Path, source: str) -> list[str]:
     """file:line: what it points to, for each path that is not there and each class in backticks that there is not."""
-    texts = comments if path.suffix == ".yaml" else prose
-    bad = [hit for hit in found(PATH, texts(source)) if not exists(hit[1], path.parent)]
-    bad += [hit for hit in found(CLASS, texts(source)) if hit[1] not in names()]
+    texts = list((comments if path.suffix == ".yaml" else prose)(source))
+    bad = [hit for hit in found(PATH, texts) if not exists(hit[1], path.parent)]
+    bad += [hit for hit in found(CLASS, texts) if hit[1] not in names()]
     return [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in sorted(bad)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,7 @@ def offenders(find: Callable[[Path], object], paths: list[Path]) -> dict[str, ob
     return {relative(path): wrong for path in paths if (wrong := find(path))}
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

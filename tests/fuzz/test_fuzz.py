@@ -17,7 +17,7 @@ from fuzz import campaign, guards, sandbox, values, verdicts
 from fuzz.verdicts import Verdict
 
 HERE = Path(__file__).parent
-SHORT = 24  # cases
+SHORT = 60  # cases
 KEPT = json.loads((HERE / "regressions.json").read_text())
 
 
