@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 from functools import partial
@@ -23,6 +24,8 @@ from typing import Any
 import result_file
 from measure import SEED, Run, add_table_options, median, run_child
 
+from compress import recipe
+
 Row = dict[str, Any]
 ENTRIES = ["int4", "vq2bit"]
 OPTIONS = ("processes", "num_samples", "seq_len", "rounds")
@@ -30,10 +33,14 @@ OPTIONS = ("processes", "num_samples", "seq_len", "rounds")
 
 def run(args: argparse.Namespace, entry: str, processes: int, out: Path) -> tuple[Run, str]:
     """Return the cost of a run and the hash of the tensors that it wrote."""
-    recipe, _, settings = entry.partition(":")
+    name, _, settings = entry.partition(":")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "compress", "quantize", args.base]
-    command += ["--recipe", recipe, "--calib", args.calib, "--seed", str(SEED), "--out", out, "--overwrite"]
+    command += ["--recipe", name, "--calib", args.calib, "--seed", str(SEED), "--out", out, "--overwrite"]
+    if recipe.load(name).allocate is not None:  # nothing that the other run has measured
+        measurements = out.with_suffix(".measured")
+        shutil.rmtree(measurements, ignore_errors=True)
+        command += ["--measurements", measurements]
     given = [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}"]
     for setting in [*given, *filter(None, settings.split(","))]:
         command += ["--set", setting]
