@@ -11,6 +11,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     importers  describe(source), tensors(source): compress/importers/__init__.py
     export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
     tune       Config, BlockTuning, workspace(config, numel, states): compress/tune/blockwise.py
+    codes      serves(packed), Codes(packed, target, rates), BYTES: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
 
@@ -47,13 +48,14 @@ KINDS = {
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
     "tune": ("Config", "BlockTuning", "workspace"),
+    "codes": ("serves", "Codes", "BYTES"),
     "importers": ("describe", "tensors"),
     "export": ("refuses", "write", "SUFFIX"),
 }
-SETTABLE = tuple(kind for kind in KINDS if kind not in ("importers", "export"))  # with settings
+SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export"))  # with settings
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "export": "export.targets"}
+_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "codes": "tune.codes", "export": "export.targets"}
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
 
 LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly

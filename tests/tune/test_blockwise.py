@@ -26,7 +26,7 @@ from stored import samples
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
-TUNED = ("tune.method=blockwise", "tune.steps=12", "tune.between=6", "tune.rate=0.01")
+TUNED = ("tune.method=blockwise", "tune.steps=12", "tune.between=6", "tune.rate=0.01", "tune.weights_rate=0.01")
 AROUND = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "channel_scale"))
 
 
@@ -98,7 +98,7 @@ def quantized(block: nn.Module, config: Config, count: int = 4, bits: int = 2) -
 def test_the_error_falls_stage_by_stage() -> None:
     block = Toy().requires_grad_(False)
     state = {name: tensor.clone() for name, tensor in block.state_dict().items()}
-    tuning, (packed, vectors, note) = quantized(block, Config(steps=40, between=40, rate=0.01))
+    tuning, (packed, vectors, note) = quantized(block, Config(steps=40, between=40, rate=0.01, weights_rate=0.01))
     assert len(tuning.stages) == 2 and all(stage.after < stage.before for stage in tuning.stages)
     assert f"{tuning.stages[-1].after:.3g}" in note
     assert all(torch.equal(tensor, state[name]) for name, tensor in block.state_dict().items()), "the block moved"
@@ -117,7 +117,9 @@ def error(tuning: BlockTuning) -> float:
 
 def test_codes_stay_what_they_are() -> None:
     block = Toy().requires_grad_(False)
-    tuning = BlockTuning(block, ["up", "gate", "down"], inputs(block), 4, Config(steps=20, rate=0.01))
+    tuning = BlockTuning(
+        block, ["up", "gate", "down"], inputs(block), 4, Config(steps=20, rate=0.01, weights_rate=0.01)
+    )
     given = {name: round_to_nearest(tuning.weight(name), 3, 16, symmetric=False) for name in ("up", "gate", "down")}
     for name, weight in given.items():
         tuning.add(name, weight)
@@ -141,7 +143,9 @@ def test_steps_that_bring_nothing_leave_no_trace(count: int, monkeypatch: pytest
 
 
 def test_a_single_batch_is_trained_on() -> None:
-    tuning = quantized(Toy().requires_grad_(False), Config(steps=20, between=20, rate=0.01), count=1)[0]
+    tuning = quantized(
+        Toy().requires_grad_(False), Config(steps=20, between=20, rate=0.01, weights_rate=0.01), count=1
+    )[0]
     assert all(stage.after < stage.before for stage in tuning.stages)
 
 
@@ -207,7 +211,7 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
     made = plan.make(GPTQ.load(), skeleton)
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
     given = blockwise.workspace(Config(), 1000, 50)
-    assert given == 1000 * 32 + 2 * 4 * 50
+    assert given == 1000 * 32 + (2 * 4 + 2) * 50
     extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda numel, states: 1 << 30))
     plain, tuned = (memory_plan.arrange(made, skeleton, 8, 32, 1 << 40, each) for each in extras)
     assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING and tuned.peak_nbytes > plain.peak_nbytes + (1 << 30)
