@@ -1,6 +1,6 @@
 """Vector codes: each code names an entry of a learned codebook, and an entry holds `vector_dim` weights.
 
-A vector lies along the input (axis "in": d consecutive columns of one row, as in GPTVQ) or along the output (axis "out":
+A vector lies along the input (axis "in": d consecutive columns of one row, as in GPTVQ) or the output (axis "out":
 d consecutive rows of one column, VPTQ). The entries of all `stages` (residual or additive codebooks) are summed:
 
     w = norm_scale * (block_scale * sum_s codebook_s[group, code_s]) + norm_bias + outlier
