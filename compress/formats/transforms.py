@@ -178,7 +178,11 @@ def undo_input(x: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Te
     """Return the inputs [..., in] of which `apply_input` gives x, of the same floating type."""
     for name in reversed(transforms.input):
         transform, stored = _get(name), tensors.get(f"in_{name}")
-        x = transform.transpose(x, stored) if transform.is_orthogonal else (_wide(x) / stored).to(x.dtype)
+        if transform.is_orthogonal:
+            x = transform.transpose(x, stored)
+        else:
+            assert stored is not None
+            x = (_wide(x) / stored).to(x.dtype)
     return x
 
 
