@@ -52,7 +52,7 @@ class Config:
     rate: float = 0.002  # of AdamW, in units of the root mean square of each tensor
     weights_rate: float = 0.002  # the same, of weights that are not yet quantized
     codes: str = FIXED  # how packed weights are trained: a file of compress/tune/codes
-    codes_rate: float = 0.5  # [steps of the grid] that a number behind an integer code travels, at most
+    codes_rate: float = 2.0  # [steps of the grid] that a number behind an integer code travels, at most
     start: Literal["codes", "weights"] = "weights"  # where these numbers begin in the cell of their code
     tokens: int = 512  # [tokens] of a step, about: at least a sample, at most a batch
     held_out: int = 8  # [batches] of which one is not trained on
@@ -213,7 +213,8 @@ class BlockTuning:
                 for part in parts:
                     part.keep()
 
-        descend([each.moved for each in moved], steps, self.config.rate, loss, check)
+        by_descent = [each.moved for each in moved] or [nn.Parameter(torch.zeros(0))]  # where signs move all there is
+        descend(by_descent, steps, self.config.rate, loss, check)
         for part in parts:
             part.restore()
         self.stages.append(Stage(first, best))

@@ -187,8 +187,11 @@ def test_a_tuned_model(setup: Setup, model: Path, tmp_path: Path) -> None:
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: tensor.dtype for n, tensor in after.items()}
 
 
-def test_a_killed_run_goes_on_with_the_same_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = GPTQ.set(*SMALL, *TUNED)
+@pytest.mark.parametrize("codes", ["fixed", "straight_through"])
+def test_a_killed_run_goes_on_with_the_same_bytes(
+    codes: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = GPTQ.set(*SMALL, *TUNED, f"tune.codes={codes}")
     api.quantize(job(model, setup, tmp_path / "whole"))
     finish, done = BlockTuning.finish, list[int]()
 
@@ -212,6 +215,7 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
     given = blockwise.workspace(Config(), 1000, 50)
     assert given == 1000 * 32 + (2 * 4 + 2) * 50
+    assert blockwise.workspace(Config(codes="signs"), 1000, 50) > given + 1000 * 16
     extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda numel, states: 1 << 30))
     plain, tuned = (memory_plan.arrange(made, skeleton, 8, 32, 1 << 40, each) for each in extras)
     assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING and tuned.peak_nbytes > plain.peak_nbytes + (1 << 30)
@@ -225,7 +229,12 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
         ("tune={method: blockwise, stepps: 3}", "stepps"),
         ("tune={method: blockwise, steps: -1}", "must not be negative"),
         ("tune={method: blockwise, rate: 1.5}", "is not between 0 and 1"),
+        ("tune={method: blockwise, weights_rate: 0}", "weights_rate 0.0 is not between 0 and 1"),
         ("tune={method: blockwise, held_out: 1}", "nothing would be trained on"),
+        ("tune={method: blockwise, codes: sings}", "did you mean 'signs'"),
+        ("tune={method: blockwise, codes_rate: 0}", "codes_rate 0.0 is not between 0 and 16"),
+        ("tune={method: blockwise, tokens: 0}", "tokens 0 is not positive"),
+        ("tune={method: blockwise, start: middle}", "start"),
     ],
 )
 def test_settings_that_cannot_be(override: str, said: str) -> None:
