@@ -49,7 +49,7 @@ class CheckpointBlocks:
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Measure what pruning the experts of a block would do, its weights being the original ones."""
-        config, tune = self.run.job.recipe.pruning, self.run.job.recipe.tune
+        config, tune = self.run.job.recipe.pruning, self.run.job.recipe.tuning("block")
         self.packed, self.rows, self.routing, self.tuning = {}, {}, {}, None
         layers = [layer for layer in self.run.prepared.plan.layers if layer.spec.block == index]
         if tune is not None and layers:
@@ -85,7 +85,7 @@ class CheckpointBlocks:
             self.packed.update(packed)
             self.rows.update(others)
         notes = [*notes, *self.tune(block), *self.train(index, block)]
-        edited = bool(self.run.job.recipe.transform) or self.run.job.recipe.tune is not None
+        edited = bool(self.run.job.recipe.transform) or self.run.job.recipe.tuning("block") is not None
         written = ranks.by_main(
             lambda: shards.write_block(self.output, self.run.prepared, index, block, self.packed, edited)
         )

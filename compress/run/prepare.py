@@ -79,8 +79,8 @@ def prepare_all(
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
     prunes = job.pack and job.recipe.pruning is not None
     needs_text = every or prunes or calibrates_cache or "block" in scopes.values()
-    tune = job.recipe.tune if job.pack else None
-    needs_text = needs_text or tune is not None or any(map(layer_needs.needs_text, layers))
+    tune = job.recipe.tuning("block") if job.pack else None
+    needs_text = needs_text or (job.pack and bool(job.recipe.tune)) or any(map(layer_needs.needs_text, layers))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried:
         longest = positions.most_tokens(skeleton.model)

@@ -33,6 +33,7 @@ from compress.model.blockwise import call_block
 from compress.tune.descend import descend
 from compress.types import IN_SCALE, PackedWeight
 
+SCOPE = "block"
 CHECKS = 8  # times that the held-out error is measured in a stage
 MASTERS = 24  # bytes of a trained number: where it began, how far it is, its gradient, two moments, the best so far
 STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
