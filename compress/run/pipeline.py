@@ -10,7 +10,7 @@ from typing import Any
 from compress import process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress, silent
-from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_factors
+from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_tensors
 from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
@@ -52,7 +52,7 @@ def opened(
             prepared = dataclasses.replace(prepared, arrangement=arrangement)
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, _options(prepared), tokens, output.work, progress)
-            records = ranks.by_main(lambda: trained_factors.intact_blocks(output, len(prepared.skeleton.blocks)))
+            records = ranks.by_main(lambda: trained_tensors.intact_blocks(output, len(prepared.skeleton.blocks)))
             has_rest = ranks.by_main(lambda: shards.intact_rest(output) is not None)
             loop.reads_head = None if has_rest else tables.read_head(prepared.plan.tables)
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)

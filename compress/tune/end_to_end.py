@@ -13,9 +13,8 @@ not trained on. What is kept is the state with the lowest divergence on these, o
 between; so no model is left worse than it was found.
 
 Differences: EfficientQAT takes the loss of the next token, and trains scales alone. Not done: codes that move,
-embeddings and output head, norms in front of the blocks, inputs that are quantized at run time, experts that are
-pruned while it trains, blocks that hand each other more than hidden states (the model then stays as it is, and the
-report says so).
+embeddings and output head, norms in front of the blocks, inputs that are quantized at run time, blocks that hand each
+other more than hidden states (the model then stays as it is, and the report says so).
 """
 
 from __future__ import annotations

@@ -184,11 +184,13 @@ class StreamedModel:
             with torch.enable_grad():
                 _run(block.module, weights, call, hidden.requires_grad_()).backward(gradient)
             before.append(cast(Tensor, hidden.grad))
-        found = {name: gradient for path, name in block.vectors.items() if (gradient := weights[path].grad) is not None}
+        found = {}
+        for path, name in block.vectors.items():
+            if (by_vector := weights[path].grad) is not None:
+                found[name] = by_vector
         for path, names in block.inner.items():
-            gradient = weights.pop(f"{path}.weight").grad  # None: an expert that no token went to
-            if gradient is not None:
-                found.update(_through(block.packed[path], names, numbers, gradient))
+            if (by_weight := weights.pop(f"{path}.weight").grad) is not None:  # else an expert that no token went to
+                found.update(_through(block.packed[path], names, numbers, by_weight))
         return before, found
 
     def _block(self, index: int) -> _Block:
