@@ -227,7 +227,7 @@ class _MemoryModel:
         self.beside = self._beside(plan)
         self.trained = [linear_sizes.trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
-        self.tuned = self._tuned(plan, samples * seq_len)
+        self.tuned = self._tuned(plan, skeleton, samples * seq_len)
         self.gradients = [linear_sizes.gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
@@ -250,7 +250,7 @@ class _MemoryModel:
         )
         return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
 
-    def _tuned(self, plan: Plan, tokens: int) -> Sizes:
+    def _tuned(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
         """Return the sizes of the packed model that tuning depends on; tokens: of the text."""
         packed = [
             sum(layer.nbytes for layer in layers) + weights - self.item * sum(layer.spec.numel for layer in layers)
@@ -264,6 +264,7 @@ class _MemoryModel:
             packed=tuple(packed),
             trained=sum(linear_sizes.floats(layer) for layer in plan.layers),
             hidden=self.hidden // self.item,
+            vocabulary=skeleton.vocab_size,
             states=max(self.token) // self.item,
             tokens=tokens,
             seq_len=max(1, self.seq_len),

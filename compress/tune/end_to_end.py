@@ -72,8 +72,9 @@ def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int
     stream = 0 if is_spilled else 4 * sizes.tokens * sizes.hidden
     boundaries = 4 * max((blocks + 2) * step, 2 * -(-sizes.tokens // config.held_out)) * sizes.hidden
     in_block = 2 * 4 * sizes.block + 4 * DECODING * sizes.linear + 4 * STATES * batch * sizes.seq_len * sizes.states
+    logits = min(kl.LOGITS_NBYTES, 4 * sizes.seq_len * sizes.vocabulary)
     outside = 4 * sizes.rest + sizes.tables
-    return outside + held + stream + boundaries + max(in_block, LOGITS * kl.LOGITS_NBYTES) + MASTERS * sizes.trained
+    return outside + held + stream + boundaries + max(in_block, LOGITS * logits) + MASTERS * sizes.trained
 
 
 def train(config: Config, work: Work) -> Result:

@@ -35,13 +35,14 @@ class Result(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers of elements, and bytes, that the memory of tuning depends on."""
 
-    rest: int  # parameters outside of the blocks, an output head that is the embeddings too counted twice if packed
+    rest: int  # parameters outside of the blocks
     tables: int  # bytes of those that are packed
     block: int  # parameters of the largest block
     linear: int  # of the largest linear
     packed: tuple[int, ...]  # bytes of each block as it is stored
     trained: int  # numbers
     hidden: int  # of a token
+    vocabulary: int
     states: int  # of a token in a block: what linears read and write, and the residual stream
     tokens: int  # of the text
     seq_len: int
