@@ -7,6 +7,7 @@ stored weights and goes on, with the same bytes as a run that was never interrup
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins, ranks
 from compress.errors import CheckpointError, NumericalError
+from compress.model import blockwise
 from compress.run import expert_pruning, report, shards, tables, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
@@ -167,7 +169,15 @@ class CheckpointBlocks:
 class TimedBlocks(CheckpointBlocks):
     """Do the same work on a block, to time it, and write nothing."""
 
+    token_seconds = 0.0  # of a token on its way through the block, where a model is tuned as a whole
+
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Tune the block, and train its low-rank parts."""
         self.tune(block)
         self.train(index, block)
+        if self.run.job.recipe.tuning("model") is None:
+            return
+        hidden, call = next(iter(self.stream.batches(index)))
+        started = time.monotonic()
+        blockwise.run_block(block, call, hidden, self.skeleton.block_prefix(index).rstrip("."))
+        self.token_seconds = (time.monotonic() - started) / hidden.shape[:2].numel()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from compress import process_memory, ranks
+from compress import plugins, process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress, silent
 from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_tensors
@@ -89,7 +89,18 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)
     seconds = loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
     inner, outer = (sum(layer.spec.numel for layer in x) for x in (prepared.plan.layers, prepared.plan.tables))
-    return seconds * (1 + outer / inner) if inner else seconds
+    return (seconds * (1 + outer / inner) if inner else seconds) + _tuning_seconds(job, prepared, blocks.token_seconds)
+
+
+def _tuning_seconds(job: Job, prepared: Prepared, token: float) -> float:
+    """Return the time of tuning the whole model, 0 without it; token: seconds of one in a block."""
+    step, skeleton = job.recipe.tuning("model"), prepared.skeleton
+    if step is None or not job.pack or not prepared.plan.layers:
+        return 0.0
+    head = skeleton.vocab_size * skeleton.config.get_text_config().hidden_size
+    head_share = head / sum(layer.spec.numel for layer in prepared.plan.layers)
+    count = plugins.load("tune", step.method).positions(step.config, prepared.samples, prepared.seq_len)
+    return float(count * token * len(skeleton.blocks) * (1 + head_share))
 
 
 def _options(prepared: Prepared) -> LinearOptions:

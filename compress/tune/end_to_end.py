@@ -46,9 +46,9 @@ class Config:
     """Settings of end-to-end tuning."""
 
     steps: int = 100
-    rate: float = 0.002  # of AdamW for what packed weights store, in units of the root mean square of each tensor
-    norm_rate: float = 0.002  # the same for norms and biases
-    batch_tokens: int = 4096  # [tokens] of a step
+    rate: float = 0.006  # of AdamW for what packed weights store, in units of the root mean square of each tensor
+    norm_rate: float = 0.006  # the same for norms and biases
+    batch_tokens: int = 2048  # [tokens] of a step
     top_k: int = 512  # log-probabilities of the original that are kept of each position
     held_out: int = 10  # [samples] of which one is not trained on
 
@@ -75,6 +75,17 @@ def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int
     logits = min(kl.LOGITS_NBYTES, 4 * sizes.seq_len * sizes.vocabulary)
     outside = 4 * sizes.rest + sizes.tables
     return outside + held + stream + boundaries + max(in_block, LOGITS * logits) + MASTERS * sizes.trained
+
+
+def positions(config: Config, samples: int, seq_len: int) -> int:
+    """Return the tokens that `train` takes through the model: a step takes its own about four times.
+
+    That is forward, again, and backward by states and by weights.
+    """
+    held = max(1, samples // config.held_out)
+    of_step = max(config.batch_tokens, seq_len)
+    teaching = min(samples * seq_len, config.steps * of_step + held * seq_len)
+    return 4 * config.steps * of_step + teaching + (CHECKS + 1) * held * seq_len
 
 
 def train(config: Config, work: Work) -> Result:

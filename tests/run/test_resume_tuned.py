@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from compress import api
 from compress.run import verify
 from runs import GPTQ, cli, command, contents, interrupt, job, report_of
 
-LOWRANK = "lowrank={rank: 4, train: 4, train_rate: 1e-3}"
-TUNE = "tune={{method: end_to_end, steps: 6, batch_tokens: 64, rate: {0}, norm_rate: {0}, held_out: 4}}"
-SETUP = GPTQ.set("bits=2", "calibration.num_samples=16", LOWRANK)
+LOWRANK = "lowrank={rank: 4, train: 8, train_rate: 1e-3}"
+TUNE = "tune={{method: end_to_end, steps: 4, batch_tokens: 64, rate: {0}, norm_rate: {0}, held_out: 4}}"
+SETUP = GPTQ.set("bits=2", "calibration.num_samples=64", LOWRANK)
 TUNED = SETUP.set(TUNE.format(0.01))
 MODULE = "compress.run.trained_tensors"
 AT_THE_MANIFEST = interrupt("compress.run.identity", "write_manifest", 1)
@@ -30,7 +29,7 @@ tuning.train = parts.train_model = refuse
 
 @pytest.fixture(scope="module")
 def model(pico_dir: Callable[..., Path]) -> Path:
-    return pico_dir("llama", shards=True, dtype=torch.bfloat16)
+    return pico_dir("llama", shards=True)
 
 
 @pytest.fixture(scope="module")

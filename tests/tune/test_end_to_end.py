@@ -262,4 +262,4 @@ def test_what_tuning_takes_is_counted(made: Any, monkeypatch: pytest.MonkeyPatch
     assert len(sizes.packed) == 2 and sizes.hidden == 64
     held, spilled = (end_to_end.workspace(Config(), sizes, 8, each) for each in (False, True))
     assert held - spilled == sum(sizes.packed) - max(sizes.packed) + 4 * 256 * 64
-    assert end_to_end.workspace(Config(batch_tokens=8192), sizes, 8, False) == held + 4 * 4 * 4096 * 64
+    assert end_to_end.workspace(Config(batch_tokens=4096), sizes, 8, False) == held + 4 * 4 * 2048 * 64
