@@ -36,7 +36,7 @@ from compress.tune.whole_model import Result, Sizes, Work
 SCOPE = "model"
 CHECKS = 5  # times that the held-out divergence is measured behind the start
 MASTERS = 32  # bytes of a trained number: where it began, how far it is, its gradient, two moments, best, as stored
-STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
+STATES = 6  # bytes of a number that linears read or write, with the gradients of those of a module
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, logarithms, gradients
 DECODING = 4  # float32 numbers of the largest linear that decoding it with gradients takes
 
@@ -71,7 +71,7 @@ def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int
     held = max(sizes.packed) if is_spilled else sum(sizes.packed)
     stream = 0 if is_spilled else 4 * sizes.tokens * sizes.hidden
     boundaries = 4 * max((blocks + 2) * step, 2 * -(-sizes.tokens // config.held_out)) * sizes.hidden
-    in_block = 2 * 4 * sizes.block + 4 * DECODING * sizes.linear + 4 * STATES * batch * sizes.seq_len * sizes.states
+    in_block = 2 * 4 * sizes.block + 4 * DECODING * sizes.linear + STATES * batch * sizes.seq_len * sizes.states
     logits = min(kl.LOGITS_NBYTES, 4 * sizes.seq_len * sizes.vocabulary)
     outside = 4 * sizes.rest + sizes.tables
     return outside + held + stream + boundaries + max(in_block, LOGITS * logits) + MASTERS * sizes.trained
