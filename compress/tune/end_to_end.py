@@ -46,7 +46,7 @@ class Config:
     """Settings of end-to-end tuning."""
 
     steps: int = 100
-    rate: float = 0.006  # of AdamW for what packed weights store, in units of the root mean square of each tensor
+    rate: float = 0.02  # of AdamW for what packed weights store, in units of the root mean square of each tensor
     norm_rate: float = 0.006  # the same for norms and biases
     batch_tokens: int = 2048  # [tokens] of a step
     top_k: int = 512  # log-probabilities of the original that are kept of each position
