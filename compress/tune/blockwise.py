@@ -37,6 +37,7 @@ from compress.tune.portions import MOST_HELD, Batches, Portions
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
+SCOPE = "block"
 CHECKS = 4  # times that the held-out error is measured in the last stage
 FIXED = "fixed"  # serves every format
 MASTERS = 24  # bytes of a trained number: where it began, how far it is, its gradient, two moments, the best so far
