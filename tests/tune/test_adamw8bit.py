@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import io
 from collections.abc import Callable
 
 import pytest
@@ -198,11 +198,8 @@ def test_the_states_of_a_stopped_run_are_taken_up() -> None:
     parameters, loss = problem()
     optimizer = AdamW8bit(parameters, 0.01)
     run(parameters, loss, optimizer, range(5))
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "values": [p.detach() for p in parameters]}, file)
+    kept = copy.deepcopy({"optimizer": optimizer.state_dict(), "values": [p.detach() for p in parameters]})
     run(parameters, loss, optimizer, range(5, 9))
-    file.seek(0)
-    kept = torch.load(file, weights_only=True)
     again, loss = problem()
     resumed = AdamW8bit(again, 0.01)
     resumed.load_state_dict(kept["optimizer"])
