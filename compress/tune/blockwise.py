@@ -5,8 +5,8 @@ arXiv 2402.04396) tunes the weights that are still to be quantized, so that they
 taken in the groups that read one input (q, k, v; o; gate, up; down), and behind each the rest is trained, with norms
 and biases. At the end, with all linears quantized, what is stored is trained, with norms and biases. How a packed
 weight is trained is a file of compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every
-format), or its codes are learned, too (`straight_through` and `signs`, format `int`). A format that these do not serve
-keeps its codes.
+format), or its codes are learned, too: `straight_through` and `signs` those of the format `int`, `pv` and `proximal`
+those of codebooks. A format that these do not serve keeps its codes.
 
 The loss is the relative squared error of the block's output for what the quantized prefix gives, against what the
 full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. One batch in
@@ -14,8 +14,7 @@ full-precision model gives behind the block, so that the errors of earlier block
 rounded to what is stored. A trained number moves in units of the root mean square of its tensor.
 
 Differences: QuIP# learns its signs as real vectors, too. A step takes about `tokens` tokens, fewer than a batch of a
-forward pass. Not done: codes of codebooks and trellises that move (PV-Tuning); inputs that are quantized at run time;
-training over the whole model.
+forward pass. Inputs that are quantized at run time are quantized here, too, from when their linear is.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from torch.func import functional_call
 from compress import formats, plugins
 from compress.model.block_calls import BlockArgs, leaves
 from compress.model.blockwise import call_block
+from compress.tune import quantized_inputs
 from compress.tune.descend import descend
 from compress.tune.portions import MOST_HELD, Batches, Portions
 from compress.tune.trained import Rates, Trained, TrainedWeight
@@ -110,6 +110,7 @@ class BlockTuning:
         self.left.remove(name)
         self.packed[name] = packed
         self.model.get_submodule(name).get_parameter("weight").copy_(formats.decode(packed, torch.float32))
+        quantized_inputs.attach(self.model.get_submodule(name), packed)
 
     @torch.no_grad()
     def between(self) -> None:
