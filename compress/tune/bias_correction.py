@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.model.blockwise import attached
-from compress.tune.held_block import Batches, HeldBlock
+from compress.tune.held_block import HeldBlock
+from compress.tune.portions import Batches
 from compress.types import PackedWeight
 
 SCOPE = "block"
@@ -113,7 +114,7 @@ class BlockTuning(HeldBlock):
             return module.register_forward_pre_hook(note)
 
         with attached([hook(path, module) for path, module in self._biased()]):
-            hidden, call, _ = next(iter(self.chosen(is_held=False)))
+            hidden, call, _ = next(self.portions.others())
             self.run({}, hidden, call)
         groups: list[list[str]] = []
         for path, states in order.items():
@@ -147,7 +148,7 @@ class BlockTuning(HeldBlock):
             return self.model.get_submodule(path).register_forward_hook(note)
 
         with attached([hook(path, total) for path, total in sums.items()]):
-            for hidden, call, target in self.chosen(is_held=False):
+            for hidden, call, target in self.portions.others():
                 found.add(self.run(parameters, hidden, call))
                 expected.add(target)
         means = {path: mean.total / mean.count for path, mean in sums.items() if mean.total is not None and mean.count}

@@ -19,21 +19,17 @@ forward pass. Inputs that are quantized at run time are quantized here, too, fro
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from compress import formats, plugins
-from compress.model.block_calls import BlockArgs, leaves
-from compress.model.blockwise import call_block
-from compress.tune import quantized_inputs
 from compress.tune.descend import descend
-from compress.tune.portions import MOST_HELD, Batches, Portions
+from compress.tune.held_block import HeldBlock
+from compress.tune.portions import MOST_HELD, Batches
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
@@ -86,31 +82,21 @@ class Stage(NamedTuple):
     after: float
 
 
-class BlockTuning:
-    """One block, its linears partly quantized; `block` has its own weights, and stays as it is."""
+class BlockTuning(HeldBlock):
+    """One block that is tuned while its linears are quantized, and when they are."""
 
     def __init__(self, block: nn.Module, names: Sequence[str], batches: Batches, count: int, config: Config) -> None:
-        """names: paths in the block of the linears that are to be quantized. batches: `count` at every call."""
-        self.block, self.config, self.left = block, config, list(names)
-        self.packed: dict[str, PackedWeight] = {}
+        """Take what HeldBlock takes."""
+        super().__init__(block, names, batches, count, config.held_out, config.tokens)
+        self.config = config
         self.targets: dict[str, Tensor] = {}  # the weights that were quantized, where codes are to be learned
-        self.model = copy.deepcopy(block).float().requires_grad_(False)
-        self.portions = Portions(batches, count, config.held_out, config.tokens, lambda x, call: self._run({}, x, call))
         self.stages: list[Stage] = []
 
-    def weight(self, name: str) -> Tensor:
-        """Return the weight [out, in] of a linear that is quantized next, in the type of the block."""
-        return self.model.get_submodule(name).get_parameter("weight").detach().to(self._type(name))
-
-    @torch.no_grad()
     def add(self, name: str, packed: PackedWeight) -> None:
         """Take a quantized linear."""
         if self.config.codes != FIXED:
             self.targets[name] = self.weight(name).clone()
-        self.left.remove(name)
-        self.packed[name] = packed
-        self.model.get_submodule(name).get_parameter("weight").copy_(formats.decode(packed, torch.float32))
-        quantized_inputs.attach(self.model.get_submodule(name), packed)
+        super().add(name, packed)
 
     @torch.no_grad()
     def between(self) -> None:
@@ -128,7 +114,7 @@ class BlockTuning:
     def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
         """Train what is stored; return all packed weights, all vectors of the block, and a note."""
         said = self._stored() if self.config.steps else ""
-        vectors = {name: self.model.get_parameter(name).to(self._type(name)) for name in self._vectors()}
+        vectors = {name: self.model.get_parameter(name).to(self.own_type(name)) for name in self._vectors()}
         found = [f"{stage.before:.3g} -> {stage.after:.3g}" for stage in self.stages]
         return self.packed, vectors, f"tuned; held-out error of the block, stage by stage: {', '.join(found)}{said}"
 
@@ -145,11 +131,11 @@ class BlockTuning:
         before = {name: self.model.get_parameter(name).clone() for name in parameters()}
         packed = {name: each.rounded() for name, each in weights.items()}
         for name, each in vectors.items():
-            self.model.get_parameter(name).copy_(each.value().to(self._type(name)))
+            self.model.get_parameter(name).copy_(each.value().to(self.own_type(name)))
         for name, weight in packed.items():
             self.model.get_parameter(f"{name}.weight").copy_(formats.decode(weight, torch.float32))
         stage = self.stages.pop()
-        after = self._error(lambda: {})
+        after = self.error({})
         if is_better := after < stage.before:  # with all rounded to what is stored
             self.packed, stage = packed, stage._replace(after=after)
         else:
@@ -191,7 +177,7 @@ class BlockTuning:
         """Train for some steps and leave what was best on the held-out batches, the start included."""
         moved = [*vectors.values(), *(each for weight in weights.values() for each in weight.trained.values())]
         parts: list[Trained | TrainedWeight] = [*vectors.values(), *weights.values()]
-        best = first = self._error(parameters)
+        best = first = self.error(parameters())
         stream = self.portions.endless()
         checks = CHECKS if weights else 1
 
@@ -199,7 +185,7 @@ class BlockTuning:
             hidden, call, target = next(stream)
             expected = target.float()
             with torch.enable_grad():
-                found = self._run(parameters(), hidden, call)
+                found = self.run(parameters(), hidden, call)
                 error = (found - expected).square().mean() / expected.square().mean()
                 error.backward()
             return error.item()
@@ -210,7 +196,7 @@ class BlockTuning:
                 weight.behind(step)
             if (step + 1) % max(1, steps // checks) and step + 1 < steps:
                 return
-            if (error := self._error(parameters)) < best:
+            if (error := self.error(parameters())) < best:
                 best = error
                 for part in parts:
                     part.keep()
@@ -223,31 +209,3 @@ class BlockTuning:
 
     def _vectors(self) -> list[str]:
         return [name for name, parameter in self.model.named_parameters() if parameter.dim() == 1]
-
-    def _type(self, name: str) -> torch.dtype:
-        owner = self.block.get_submodule(name) if name in self.left else None
-        return (owner.get_parameter("weight") if owner is not None else self.block.get_parameter(name)).dtype
-
-    def _run(self, parameters: Mapping[str, Tensor], hidden: Tensor, call: BlockArgs) -> Tensor:
-        """Return what the block gives with these parameters, in float32."""
-
-        def run(*args: object, **kwargs: object) -> object:
-            return functional_call(self.model, dict(parameters), args, kwargs)
-
-        return call_block(run, _wide(call), hidden.float())[0]
-
-    @torch.no_grad()
-    def _error(self, parameters: Callable[[], dict[str, Tensor]]) -> float:
-        """Return the relative squared error on the held-out batches."""
-        tensors, error, size = parameters(), 0.0, 0.0
-        for hidden, call, target in self.portions.held():
-            expected = target.float()
-            error += (self._run(tensors, hidden, call) - expected).square().sum(dtype=torch.float64).item()
-            size += expected.square().sum(dtype=torch.float64).item()
-        return error / size
-
-
-def _wide(call: BlockArgs) -> BlockArgs:
-    """Return a call with 16-bit tensors in float32."""
-    half = (torch.float16, torch.bfloat16)
-    return call.changed({p: t.float() for p, t in leaves(call.tree) if isinstance(t, Tensor) and t.dtype in half})

@@ -1,14 +1,14 @@
-"""Hold a block while it is quantized, and measure how far it is from what it gave, on batches that are kept apart.
+"""Hold a block while it is quantized, and measure how far it is from what it gave, on batches that are held out.
 
-What methods of `tune` share that do not change the codes: a copy of the block in float32 that takes the quantized
-weights one by one, its runs with other parameters, and its relative squared error on the held-out batches, against
-what the full-precision model gives behind the block.
+What all methods of `tune` for blocks share: a copy of the block in float32 that takes the quantized weights one by one,
+its runs with other parameters, and its relative squared error on the held-out batches, against what the full-precision
+model gives behind the block. Inputs that are quantized at run time are quantized here, too, from when their linear is.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +17,37 @@ from torch.func import functional_call
 from compress import formats
 from compress.model.block_calls import BlockArgs, leaves
 from compress.model.blockwise import call_block
+from compress.tune import quantized_inputs
+from compress.tune.portions import Batches, Portions
 from compress.types import PackedWeight
-
-Batch = tuple[Tensor, BlockArgs, Tensor]  # hidden states, other arguments, and what the block should give for them
-Batches = Callable[[], Iterable[Batch]]
 
 
 class HeldBlock:
     """One block, its linears partly quantized; `block` has its own weights, and stays as it is."""
 
-    def __init__(self, block: nn.Module, names: Sequence[str], batches: Batches, count: int, held_out: int) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        names: Sequence[str],
+        batches: Batches,
+        count: int,
+        held_out: int,
+        tokens: int | None = None,
+    ) -> None:
         """Copy the block.
 
         names: paths in the block of the linears that are to be quantized. batches: `count` at every call, of which
-        one in `held_out` is kept apart.
+        one in `held_out` is held out. tokens: of what `portions.endless` yields, about; None: whole batches.
         """
-        self.block, self.batches, self.count, self.held_out = block, batches, count, held_out
-        self.left = list(names)
+        self.block, self.left = block, list(names)
         self.packed: dict[str, PackedWeight] = {}
         self.model = copy.deepcopy(block).float().requires_grad_(False)
+        self.portions = Portions(batches, count, held_out, tokens, lambda x, call: self.run({}, x, call))
 
     def weight(self, name: str) -> Tensor:
         """Return the weight [out, in] of a linear that is quantized next, in the type of the block."""
-        return self.block.get_submodule(name).get_parameter("weight").detach()
+        weight = f"{name}.weight"
+        return self.model.get_parameter(weight).detach().to(self.own_type(weight))
 
     @torch.no_grad()
     def add(self, name: str, packed: PackedWeight) -> None:
@@ -47,6 +55,7 @@ class HeldBlock:
         self.left.remove(name)
         self.packed[name] = packed
         self.model.get_submodule(name).get_parameter("weight").copy_(formats.decode(packed, torch.float32))
+        quantized_inputs.attach(self.model.get_submodule(name), packed)
 
     def between(self) -> None:
         """Change nothing before the next group of linears."""
@@ -54,17 +63,6 @@ class HeldBlock:
     def own_type(self, name: str) -> torch.dtype:
         """Return the type in which a parameter is stored."""
         return self.block.get_parameter(name).dtype
-
-    def chosen(self, is_held: bool) -> Iterator[Batch]:
-        """Yield the batches that are kept apart, or the others; a single one is both."""
-        for number, batch in enumerate(self.batches()):
-            if self.count == 1 or (number % self.held_out == 0) == is_held:
-                yield batch
-
-    def endless(self) -> Iterator[Batch]:
-        """Yield the batches that are not kept apart, again and again."""
-        while True:
-            yield from self.chosen(is_held=False)
 
     def run(self, parameters: Mapping[str, Tensor], hidden: Tensor, call: BlockArgs) -> Tensor:
         """Return what the block gives with these parameters in the place of its own, in float32."""
@@ -78,7 +76,7 @@ class HeldBlock:
     def error(self, parameters: Mapping[str, Tensor]) -> float:
         """Return the relative squared error on the held-out batches with these parameters."""
         error = size = 0.0
-        for hidden, call, target in self.chosen(is_held=True):
+        for hidden, call, target in self.portions.held():
             expected = target.float()
             error += (self.run(parameters, hidden, call) - expected).square().sum(dtype=torch.float64).item()
             size += expected.square().sum(dtype=torch.float64).item()

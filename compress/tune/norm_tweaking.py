@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.tune.descend import descend
-from compress.tune.held_block import Batches, HeldBlock
+from compress.tune.held_block import HeldBlock
+from compress.tune.portions import Batches
 from compress.types import PackedWeight
 
 SCOPE = "block"
@@ -88,7 +89,7 @@ class BlockTuning(HeldBlock):
         moved = {name: nn.Parameter(torch.zeros_like(start)) for name, start in starts.items()}
         first = best = self.error({})
         kept: dict[str, Tensor] = {}
-        stream = self.endless()
+        stream = self.portions.endless()
 
         def values() -> dict[str, Tensor]:
             return {name: start + units[name] * moved[name] for name, start in starts.items()}

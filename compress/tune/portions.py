@@ -20,8 +20,11 @@ Run = Callable[[Tensor, BlockArgs], Tensor]
 class Portions:
     """The batches of a block."""
 
-    def __init__(self, batches: Batches, count: int, held_out: int, tokens: int, run: Run) -> None:
-        """batches: `count` at every call. held_out: one in so many. tokens: of a step, about. run: the block."""
+    def __init__(self, batches: Batches, count: int, held_out: int, tokens: int | None, run: Run) -> None:
+        """batches: `count` at every call. held_out: one in so many. tokens: of a step, about; None: a batch.
+
+        run: gives what the block gives.
+        """
         self.batches, self.count, self.tokens, self.run = batches, count, tokens, run
         self.every = max(held_out, -(-count // MOST_HELD))
         self._held: list[Batch] | None = None
@@ -33,16 +36,21 @@ class Portions:
             self._held = [batch for number, batch in enumerate(self.batches()) if number % self.every == 0]
         return self._held
 
+    def others(self) -> Iterator[Batch]:
+        """Yield the batches that are not held out, in order; a single one is both."""
+        for number, batch in enumerate(self.batches()):
+            if self.count == 1 or number % self.every:
+                yield batch
+
     def endless(self) -> Iterator[Batch]:
-        """Yield what each step trains on: all batches in order but those held out, and again."""
+        """Yield what each step trains on: the batches that are not held out, cut, and again."""
         while True:
-            for number, batch in enumerate(self.batches()):
-                if self.count == 1 or number % self.every:
-                    yield from self._cut(batch)
+            for batch in self.others():
+                yield from self._cut(batch)
 
     def _cut(self, batch: Batch) -> Iterator[Batch]:
         samples, length = batch[0].shape[0], batch[0].shape[1]
-        size = max(1, self.tokens // length)
+        size = samples if self.tokens is None else max(1, self.tokens // length)
         if size >= samples or not self._cuttable(batch):
             yield batch
             return

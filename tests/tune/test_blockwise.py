@@ -115,7 +115,7 @@ def test_the_error_falls_stage_by_stage() -> None:
 
 
 def error(tuning: BlockTuning) -> float:
-    return tuning._error(lambda: {})
+    return tuning.error({})
 
 
 def test_inputs_are_quantized_as_at_run_time() -> None:
@@ -153,7 +153,7 @@ def test_codes_stay_what_they_are() -> None:
 def test_steps_that_bring_nothing_leave_no_trace(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block, errors = Toy().requires_grad_(False), itertools.count(1.0)
     plain = quantized(block, Config(steps=0, between=0), count)[1]
-    monkeypatch.setattr(BlockTuning, "_error", lambda self, parameters: next(errors))
+    monkeypatch.setattr(BlockTuning, "error", lambda self, parameters: next(errors))
     wild = quantized(block, Config(steps=9, between=9, rate=0.1), count)[1]
     for name, weight in plain[0].items():
         assert all(torch.equal(tensor, wild[0][name].tensors[key]) for key, tensor in weight.tensors.items())
@@ -172,14 +172,14 @@ def test_held_out_batches_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) ->
     block = Toy().requires_grad_(False)
     batches = list(inputs(block, 6)())
     tuning = BlockTuning(block, ["up"], lambda: iter(batches), 6, Config(steps=9, held_out=3))
-    run = BlockTuning._run
+    run = BlockTuning.run
 
     def note(self: BlockTuning, parameters: Any, hidden: Tensor, call: BlockArgs) -> Tensor:
         if torch.is_grad_enabled():
             seen.append(next(i for i, batch in enumerate(batches) if batch[0] is hidden))
         return run(self, parameters, hidden, call)
 
-    monkeypatch.setattr(BlockTuning, "_run", note)
+    monkeypatch.setattr(BlockTuning, "run", note)
     tuning.add("up", round_to_nearest(tuning.weight("up"), 3, 16))
     tuning.finish()
     assert seen == [1, 2, 4, 5, 1, 2, 4, 5, 1]

@@ -60,7 +60,10 @@ def made(name: str, weight: Tensor, packed: PackedWeight, rates: Rates = RATES) 
 @pytest.mark.parametrize("start", ["codes", "weights"])
 @pytest.mark.parametrize("name", plugins.names("codes"))
 def test_training_begins_with_what_is_stored(name: str, start: str) -> None:
-    for weight, packed in [*weights(), rotated()]:
+    vectors = [(formats.decode(packed, torch.float32), packed) for packed in samples("codebook", (16, 128))]
+    served = [pair for pair in [*weights(), rotated(), *vectors] if plugins.load("codes", name).serves(pair[1])]
+    assert len(served) > 3
+    for weight, packed in served:
         trained = made(name, weight, packed, dataclasses.replace(RATES, start=start))
         assert torch.allclose(trained.weight(), formats.decode(packed, torch.float32), rtol=1e-5, atol=1e-5)
         rounded = trained.rounded()
@@ -169,7 +172,7 @@ def test_learned_codes_lower_the_error_of_a_block(name: str, symmetric: bool) ->
     packed, _, note = tuning.finish()
     [stage] = tuning.stages
     assert stage.after < stage.before * (0.95 if name in LEARNED else 1)
-    assert stage.after == pytest.approx(tuning._error(lambda: {}), rel=1e-6)
+    assert stage.after == pytest.approx(tuning.error({}), rel=1e-6)
     for linear, weight in packed.items():  # what is stored is what was measured
         assert torch.equal(formats.decode(weight, torch.float32), tuning.model.get_parameter(f"{linear}.weight"))
         assert weight.nbytes == given[linear].nbytes

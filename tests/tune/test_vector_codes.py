@@ -18,7 +18,6 @@ from stored import samples
 
 SHAPE = (16, 128)
 RATES = Rates(steps=20, rate=0.01, codes_rate=0.5, start="codes")
-WAYS = ("pv", "proximal")
 
 
 def weights() -> list[PackedWeight]:
@@ -41,16 +40,6 @@ def test_there_are_weights_of_every_layout() -> None:
     assert any(p.permuted for p in found) and any(p.outliers for p in found) and any(p.scale_columns for p in found)
     factored = [packed for packed in samples("codebook", SHAPE) if packed.params.svd_rank]
     assert factored and not any(map(vectors.serves, factored))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_training_starts_at_what_is_stored(way: str) -> None:
-    for packed in weights():
-        codes = made(way, packed)
-        assert torch.equal(codes.weight(), formats.decode(packed, torch.float32))
-        same = codes.rounded()
-        assert same.stored == packed.stored and codes.changed() == 0
-        assert all(torch.equal(same.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 
 def with_code(weight: Vectors, stage: int, place: tuple[int, int], code: int) -> Tensor:
