@@ -174,19 +174,24 @@ def test_rates_of_zero_leave_numbers_alone(made: Any, tmp_path: Path) -> None:
     assert "model.norm.weight" in norms
 
 
-def test_samples_that_are_held_out_are_not_trained_on(
+def test_steps_have_the_same_samples_whatever_fits_into_memory(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[int, int]] = []
+    """And those that are held out are not among them."""
+    seen: list[list[int]] = []
     real = StreamedModel.gradients
 
     def note(self: StreamedModel, text: Text, batches: list[slice], numbers: Any) -> Any:
-        seen.extend((text.first + samples.start, text.first + samples.stop) for samples in batches)
+        seen.append([text.first + sample for samples in batches for sample in range(samples.start, samples.stop)])
         return real(self, text, batches, numbers)
 
     monkeypatch.setattr(StreamedModel, "gradients", note)
-    tuned(made("experts"), tmp_path, Config(3, batch_tokens=96, top_k=16, held_out=3))
-    assert seen == [(0, 2), (2, 4)] * 3
+    for batch in (1, 3, 8):
+        tuned(made("experts"), tmp_path, Config(2, batch_tokens=48, top_k=16, held_out=6), batch=batch)
+        assert seen == [[0, 1], [2, 3]]
+        seen.clear()
+    tuned(made("experts"), tmp_path, Config(2, batch_tokens=480, top_k=16, held_out=3))
+    assert seen == [[0, 1, 2, 3]] * 2
 
 
 def test_blocks_that_hand_each_other_more_are_said(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
