@@ -92,8 +92,10 @@ def train(config: Config, work: Work) -> Result:
     """Tune a packed checkpoint against the original; its files stay as they are."""
     started = time.monotonic()
     held = max(1, len(work.tokens) // config.held_out)
-    most = config.steps * _batches_of_a_step(config, work) * work.batch
-    used = work.tokens[: min(max(1, len(work.tokens) - held), most)]
+    most = max(1, len(work.tokens) - held)
+    of_step = min(max(1, config.batch_tokens // work.tokens.shape[1]), most)
+    batch = next(size for size in range(min(work.batch, of_step), 0, -1) if of_step % size == 0)
+    used = work.tokens[: min(most // of_step, config.steps) * of_step]  # so that every step has as many
     unseen = work.tokens[-held:]
     model = StreamedModel(work.directory, work.device, not work.is_spilled)
     files = [work.folder / f"tuned-{name}" if work.is_spilled else None for name in ("trained", "held")]
@@ -102,12 +104,12 @@ def train(config: Config, work: Work) -> Result:
     both = torch.cat((used, unseen))
     reference = reference_logprobs.load(original, both, work.folder, config.top_k, work.device, work.say)
     del original
-    text = model.text(used, work.batch, files[0], reference)
+    text = model.text(used, batch, files[0], reference)
     checked = model.text(unseen, work.batch, files[1], reference, len(used))
     try:
         if not text.is_separable:
             return Result("not tuned end to end: blocks of this model hand each other more than hidden states", {})
-        training = _Training(config, work, model, (text, checked))
+        training = _Training(config, work, model, (text, checked), of_step // batch)
         tensors = training.run()
         return Result(training.note(bool(tensors), time.monotonic() - started), tensors)
     finally:
@@ -118,9 +120,11 @@ def train(config: Config, work: Work) -> Result:
 class _Training:
     """The numbers of a model in training, and the best that they have been."""
 
-    def __init__(self, config: Config, work: Work, model: StreamedModel, texts: tuple[Text, Text]) -> None:
-        """texts: what is trained on, and what is not."""
-        self.config, self.work, self.model = config, work, model
+    def __init__(
+        self, config: Config, work: Work, model: StreamedModel, texts: tuple[Text, Text], batches: int
+    ) -> None:
+        """texts: what is trained on, and what is not; batches: of a step."""
+        self.config, self.work, self.model, self.batches = config, work, model, batches
         self.text, self.checked = texts
         self.rate = max(config.rate, config.norm_rate)
         rates = {name: config.norm_rate if name in model.vectors else config.rate for name in model.stored}
@@ -146,8 +150,8 @@ class _Training:
     def _loss(self, step: int) -> float:
         """Leave the gradients of the mean divergence over the batches of a step behind, and return it."""
         self.work.say(f"tuning end to end, step {step + 1} of {self.config.steps}")
-        batches, count = self.text.batches, _batches_of_a_step(self.config, self.work)
-        chosen = [batches[place % len(batches)] for place in range(step * count, (step + 1) * count)][: len(batches)]
+        first = step * self.batches % len(self.text.batches)
+        chosen = self.text.batches[first : first + self.batches]
         total, gradients = self.model.gradients(self.text, chosen, self._numbers())
         positions = sum(samples.stop - samples.start for samples in chosen) * self.text.seq_len
         for name, gradient in gradients.items():
@@ -179,10 +183,6 @@ class _Training:
             f"{count} stored numbers tuned end to end for {self.config.steps} steps in {seconds:.0f} s: KL on held-out "
             f"calibration text {self.first:.4f} -> {self.best:.4f}{kept}; errors of linears are from before it"
         )
-
-
-def _batches_of_a_step(config: Config, work: Work) -> int:
-    return max(1, config.batch_tokens // (work.tokens.shape[1] * work.batch))
 
 
 class _Master:

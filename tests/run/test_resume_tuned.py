@@ -14,7 +14,7 @@ from compress.run import verify
 from runs import GPTQ, cli, command, contents, interrupt, job, report_of
 
 LOWRANK = "lowrank={rank: 4, train: 8, train_rate: 1e-3}"
-TUNE = "tune={{method: end_to_end, steps: 4, batch_tokens: 64, rate: {0}, norm_rate: {0}, held_out: 4}}"
+TUNE = "tune={{method: end_to_end, steps: 4, batch_tokens: 2048, rate: {0}, norm_rate: {0}, held_out: 4}}"
 SETUP = GPTQ.set("bits=2", "calibration.num_samples=64", LOWRANK)
 TUNED = SETUP.set(TUNE.format(0.01))
 MODULE = "compress.run.trained_tensors"

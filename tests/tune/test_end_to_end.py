@@ -139,7 +139,7 @@ def tuned(paths: tuple[Path, Path], folder: Path, config: Config, tokens: Tensor
 
 
 def test_what_is_kept_is_what_was_measured(made: Any, tmp_path: Path) -> None:
-    paths, config = made("experts"), Config(24, 0.01, 0.01, 48, VOCAB_SIZE, 3)
+    paths, config = made("integers, a packed tied table"), Config(12, 0.02, 0.02, 48, VOCAB_SIZE, 3)
     result = tuned(paths, tmp_path, config)
     first, last = (float(word) for word in result.note.split("text ")[1].split(";")[0].split(" -> "))
     assert last < 0.97 * first
@@ -174,19 +174,24 @@ def test_rates_of_zero_leave_numbers_alone(made: Any, tmp_path: Path) -> None:
     assert "model.norm.weight" in norms
 
 
-def test_samples_that_are_held_out_are_not_trained_on(
+def test_steps_have_the_same_samples_whatever_fits_into_memory(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[int, int]] = []
+    """And those that are held out are not among them."""
+    seen: list[list[int]] = []
     real = StreamedModel.gradients
 
     def note(self: StreamedModel, text: Text, batches: list[slice], numbers: Any) -> Any:
-        seen.extend((text.first + samples.start, text.first + samples.stop) for samples in batches)
+        seen.append([text.first + sample for samples in batches for sample in range(samples.start, samples.stop)])
         return real(self, text, batches, numbers)
 
     monkeypatch.setattr(StreamedModel, "gradients", note)
-    tuned(made("experts"), tmp_path, Config(3, batch_tokens=96, top_k=16, held_out=3))
-    assert seen == [(0, 2), (2, 4)] * 3
+    for batch in (1, 3, 8):
+        tuned(made("experts"), tmp_path, Config(2, batch_tokens=48, top_k=16, held_out=6), batch=batch)
+        assert seen == [[0, 1], [2, 3]]
+        seen.clear()
+    tuned(made("experts"), tmp_path, Config(2, batch_tokens=480, top_k=16, held_out=3))
+    assert seen == [[0, 1, 2, 3]] * 2
 
 
 def test_blocks_that_hand_each_other_more_are_said(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +245,16 @@ def test_a_recipe_keeps_its_tuning(tmp_path: Path) -> None:
         (tmp_path / "r.yaml").write_text(recipe.dump(loaded))
         assert recipe.load(str(tmp_path / "r.yaml")) == loaded
     assert loaded == recipe.load("int4") and loaded.tuning("model") is None
+
+
+def test_the_plan_counts_its_time(made: Any, tmp_path: Path) -> None:
+    """Of forward passes of the whole text, and four for each token of a step."""
+    assert end_to_end.positions(Config(10, batch_tokens=64), 20, 32) == 4 * 10 * 64 + 20 * 32 + 6 * 2 * 32
+    model, setup = made("integers, a packed tied table")[0], MADE["integers, a packed tied table"][1]
+    tuned = setup.set("tune={method: end_to_end, steps: 9999}")
+    plans = [api.plan(job(model, each, tmp_path / "out")) for each in (setup, tuned)]
+    times = [planned[2] for planned in plans if isinstance(planned, tuple)]
+    assert len(times) == 2 and times[1] > times[0] + 1
 
 
 def test_what_tuning_takes_is_counted(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
