@@ -7,8 +7,12 @@ already; layers that read one tensor are measured together. The last linear is s
 that the block ends with, so that the block's output has the mean that the full-precision model's has.
 
 Differences: E[y] is what the layer gives with its own weights, but behind the quantized blocks before this one, whose
-shifts the last correction makes up for. A correction is kept if it makes the held-out error of the block smaller. Not
-done: biases for linears that have none; blocks without any bias are left as they are, and the report says so.
+shifts the last correction makes up for. A correction is kept only if it makes the error of the block's output on
+held-out batches smaller, each token divided by its root mean square, as the next norm does: rounding to few bits
+shrinks all outputs, which a norm undoes, and a mean of full size beside shrunken rest is then too large. Kept by the
+plain squared error, which fell in every block, corrections took a Llama of 8M parameters that was given biases of 0
+from KL 0.104 to 0.418 (2 bits by rounding, MEASURED. Not done: biases for linears that have none; blocks without any
+bias are left as they are, and the report says so.
 """
 
 from __future__ import annotations
@@ -86,6 +90,19 @@ class BlockTuning(HeldBlock):
             best = self._shift({last: of_model - of_block}, best)
         note = f"{len(self.changed)} biases corrected; held-out error of the block: {first:.3g} -> {best:.3g}"
         return self.packed, self.changed, note
+
+    @torch.no_grad()
+    def error(self, parameters: Mapping[str, Tensor]) -> float:
+        """Return the relative squared error on the held-out batches, each token divided by its root mean square."""
+        error, tokens = 0.0, 0
+        for hidden, call, target in self.chosen(is_held=True):
+            found, expected = (
+                x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+                for x in (self.run(parameters, hidden, call), target.float())
+            )
+            error += (found - expected).square().mean(-1).sum(dtype=torch.float64).item()
+            tokens += found[..., 0].numel()
+        return error / tokens
 
     def _bias(self, path: str) -> nn.Parameter:
         return self.model.get_submodule(path).get_parameter("bias")
