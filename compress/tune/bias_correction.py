@@ -7,12 +7,14 @@ already; layers that read one tensor are measured together. The last linear is s
 that the block ends with, so that the block's output has the mean that the full-precision model's has.
 
 Differences: E[y] is what the layer gives with its own weights, but behind the quantized blocks before this one, whose
-shifts the last correction makes up for. A correction is kept only if it makes the error of the block's output on
-held-out batches smaller, each token divided by its root mean square, as the next norm does: rounding to few bits
-shrinks all outputs, which a norm undoes, and a mean of full size beside shrunken rest is then too large. Kept by the
-plain squared error, which fell in every block, corrections took a Llama of 8M parameters that was given biases of 0
-from KL 0.104 to 0.418 (2 bits by rounding, MEASURED. Not done: biases for linears that have none; blocks without any
-bias are left as they are, and the report says so.
+shifts the last correction makes up for. A correction is kept only if it makes the error of the block's output smaller
+on held-out batches, each token divided by its root mean square, as the next norm does: rounding to few bits shrinks
+all outputs alike, which a norm undoes, and beside a shrunken rest a mean of full size is too large. Not done: biases
+for linears that have none. Blocks without any bias are left as they are, and the report says so.
+
+Measured on the 8M Llama of the tests with biases of 0 added to all linears, 32,193 tokens scored: rounding to nearest
+with 2 bits, groups of 64, rotated: KL 0.1041 -> 0.0874 with 16 samples of 512 tokens, for 22 CPU seconds more. Without
+a choice by that error, kept where the plain squared error falls, corrections made it 0.418.
 """
 
 from __future__ import annotations
