@@ -63,11 +63,14 @@ def plain_copy(block: nn.Module, packed: Any, changed: dict[str, Tensor]) -> nn.
     return made
 
 
-def held_error(made: nn.Module, given: Any, held_out: int) -> float:
-    """The relative squared error in float64 on the held-out batches."""
+def held_error(made: nn.Module, given: Any, held_out: int, is_normed: bool = False) -> float:
+    """The relative squared error in float64 on the held-out batches; is_normed: of tokens divided by their norms."""
     error = size = 0.0
     for number, (hidden, _, target) in enumerate(given()):
         if number % held_out == 0:
-            error += (made(hidden.double()) - target.double()).square().sum().item()
-            size += target.double().square().sum().item()
+            found, expected = made(hidden.double()), target.double()
+            if is_normed:
+                found, expected = (x / x.norm(dim=-1, keepdim=True) for x in (found, expected))
+            error += (found - expected).square().sum().item()
+            size += expected.square().sum().item()
     return error / size

@@ -7,8 +7,14 @@ already; layers that read one tensor are measured together. The last linear is s
 that the block ends with, so that the block's output has the mean that the full-precision model's has.
 
 Differences: E[y] is what the layer gives with its own weights, but behind the quantized blocks before this one, whose
-shifts the last correction makes up for. A correction is kept if it makes the held-out error of the block smaller. Not
-done: biases for linears that have none; blocks without any bias are left as they are, and the report says so.
+shifts the last correction makes up for. A correction is kept only if it makes the error of the block's output smaller
+on held-out batches, each token divided by its root mean square, as the next norm does: rounding to few bits shrinks
+all outputs alike, which a norm undoes, and beside a shrunken rest a mean of full size is too large. Not done: biases
+for linears that have none. Blocks without any bias are left as they are, and the report says so.
+
+Measured on the 8M Llama of the tests with biases of 0 added to all linears, 32,193 tokens scored: rounding to nearest
+with 2 bits, groups of 64, rotated: KL 0.1041 -> 0.0874 with 16 samples of 512 tokens, for 22 CPU seconds more. Without
+a choice by that error, kept where the plain squared error falls, corrections made it 0.418 (64 samples).
 """
 
 from __future__ import annotations
@@ -87,6 +93,19 @@ class BlockTuning(HeldBlock):
             best = self._shift({last: of_model - of_block}, best)
         note = f"{len(self.changed)} biases corrected; held-out error of the block: {first:.3g} -> {best:.3g}"
         return self.packed, self.changed, note
+
+    @torch.no_grad()
+    def error(self, parameters: Mapping[str, Tensor]) -> float:
+        """Return the relative squared error on the held-out batches, each token divided by its root mean square."""
+        error, tokens = 0.0, 0
+        for hidden, call, target in self.chosen(is_held=True):
+            found, expected = (
+                x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+                for x in (self.run(parameters, hidden, call), target.float())
+            )
+            error += (found - expected).square().mean(-1).sum(dtype=torch.float64).item()
+            tokens += found[..., 0].numel()
+        return error / tokens
 
     def _bias(self, path: str) -> nn.Parameter:
         return self.model.get_submodule(path).get_parameter("bias")

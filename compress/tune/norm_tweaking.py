@@ -3,8 +3,17 @@
 Norm tweaking (Li et al. 2023, arXiv 2309.02784): once all linears of a block are quantized, the weights and biases of
 its norms are trained for a few steps. The loss compares channels, not numbers: for each channel of the block's output
 the distance of its mean, and of its variance, over the tokens of a batch, to those of the full-precision model's, on
-average over channels. It is meant for models whose activations have shifted, and costs little: some tens of forward
-and backward passes without gradients of the linears.
+average over channels. It costs some tens of forward and backward passes without gradients of the linears.
+
+Differences: the rate is the same in all blocks, where the paper's grows with depth, since a block is not told where it
+lies; tokens are those of the calibration text, not text that the model has written; a norm moves in units of the root
+mean square of its tensor. What the norms were is kept unless the relative squared error of the block's output falls on
+held-out batches, with the norms as they are stored. Not done: biases of linears (bias_correction.py).
+
+What it brings is little. On the 8M model of the tests, 64 samples of 512 tokens, 32,193 tokens scored: KL of `int2`
+0.0498 -> 0.0485 (standard error 0.0008), of rounding to nearest at the same bits 0.1041 -> 0.1002 (0.0012), for 64
+and 76 CPU seconds more. Most of it comes from the first block, whose error falls by a tenth; that of the others falls
+by 1%. At these rates it does not repair 2 bits, against what the paper reports for OPT-66B and GLM-130B.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from compress import api, recipe
 from compress.errors import RecipeError
-from compress.tune import bias_correction, held_block
+from compress.tune import bias_correction
 from compress.tune.bias_correction import Config, workspace
 from pico import save_pico
 from runs import GPTQ, job, report_of, stored_tensors
-from small_block import SmallBlock, batches, held_error, plain_copy, quantized
+from small_block import Batch, SmallBlock, batches, held_error, plain_copy, quantized
 
 HELD_OUT = 4
 
@@ -50,7 +51,7 @@ def test_biases_are_those_of_a_reference(drift: float, monkeypatch: pytest.Monke
     state = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     given, errors = batches(block, 8, drift), itertools.count(0, -1)
     tuning = quantized(bias_correction, block, given, 8, held_out=HELD_OUT)
-    monkeypatch.setattr(held_block.HeldBlock, "error", lambda self, parameters: float(next(errors)))
+    monkeypatch.setattr(bias_correction.BlockTuning, "error", lambda self, parameters: float(next(errors)))
     packed, vectors, _ = tuning.finish()
     expected = reference(block, packed, given)
     assert vectors.keys() == expected.keys()
@@ -64,11 +65,26 @@ def test_the_error_falls_and_the_mean_of_the_output_is_right() -> None:
     block = SmallBlock().requires_grad_(False)
     given = batches(block, 8, 0.5)
     packed, vectors, note = quantized(bias_correction, block, given, 8, held_out=HELD_OUT).finish()
-    first, last = (held_error(plain_copy(block, packed, x), given, HELD_OUT) for x in ({}, vectors))
+    first, last = (held_error(plain_copy(block, packed, x), given, HELD_OUT, is_normed=True) for x in ({}, vectors))
     assert last < 0.9 * first and note.endswith(f"{first:.3g} -> {last:.3g}")
     made, measured = plain_copy(block, packed, vectors), [x for n, x in enumerate(given()) if n % HELD_OUT]
     distance = torch.cat([(made(hidden.double()) - target).flatten(0, -2) for hidden, _, target in measured]).mean(0)
     assert distance.abs().max() < 1e-5
+
+
+def test_a_shrunken_block_is_left_alone() -> None:
+    """Where all that a block gives is half as large, the next norm sees no error, and a mean of full size is one."""
+    block = SmallBlock().requires_grad_(False)
+    given = batches(block, 8)
+
+    def halved() -> Iterator[Batch]:
+        return ((hidden, call, 2 * target) for hidden, call, target in given())
+
+    tuning = bias_correction.BlockTuning(block, (), halved, 8, Config(HELD_OUT))
+    assert tuning.error({}) < 1e-12
+    shifted = tuning.model.down.bias + sum(target.flatten(0, -2).mean(0) for *_, target in given()) / 8
+    assert tuning.error({"down.bias": shifted}) > 1e-3
+    assert "down.bias" not in tuning.finish()[1]
 
 
 def test_weights_as_they_were_change_nothing() -> None:
@@ -83,7 +99,7 @@ def test_weights_as_they_were_change_nothing() -> None:
 def test_corrections_that_bring_nothing_leave_no_trace(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block, errors = SmallBlock().requires_grad_(False), itertools.count(1.0)
     tuning = quantized(bias_correction, block, batches(block, count), count)
-    monkeypatch.setattr(held_block.HeldBlock, "error", lambda self, parameters: next(errors))
+    monkeypatch.setattr(bias_correction.BlockTuning, "error", lambda self, parameters: next(errors))
     assert tuning.finish()[1:] == ({}, "0 biases corrected; held-out error of the block: 1 -> 1")
 
 
@@ -99,7 +115,8 @@ def test_biases_in_16_bits_are_measured_as_they_are_stored() -> None:
     given = batches(SmallBlock().bfloat16().float().requires_grad_(False), 8, 0.5)
     packed, vectors, note = quantized(bias_correction, block, given, 8, held_out=HELD_OUT).finish()
     assert {tensor.dtype for tensor in vectors.values()} == {torch.bfloat16}
-    assert note.endswith(f"-> {held_error(plain_copy(block.float(), packed, vectors), given, HELD_OUT):.3g}")
+    last = held_error(plain_copy(block.float(), packed, vectors), given, HELD_OUT, is_normed=True)
+    assert note.endswith(f"-> {last:.3g}")
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
