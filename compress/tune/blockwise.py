@@ -47,7 +47,7 @@ class Config:
     steps: int = 100  # [steps] with all linears quantized; 0: none
     between: int = 40  # [steps] behind each group of linears but the last; 0: none
     rate: float = 0.002  # of AdamW, in units of the root mean square of each tensor
-    weights_rate: float = 0.002  # the same, of weights that are not yet quantized
+    weights_rate: float = 0.02  # the same, of weights that are not yet quantized
     codes: str = FIXED  # how packed weights are trained: a file of compress/tune/codes
     codes_rate: float = 2.0  # [steps of the grid] that a number behind an integer code travels, at most
     start: Literal["codes", "weights"] = "weights"  # where these numbers begin in the cell of their code
