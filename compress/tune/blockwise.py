@@ -9,9 +9,11 @@ format), or its codes are learned, too: `straight_through` and `signs` those of 
 those of codebooks. A format that these do not serve keeps its codes.
 
 The loss is the relative squared error of the block's output for what the quantized prefix gives, against what the
-full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. One batch in
-`held_out` is not trained on, and no stage leaves a block with a larger error on these than it found, with all numbers
-rounded to what is stored. A trained number moves in units of the root mean square of its tensor.
+full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. Each token's
+error is divided by the size of that token: the next block normalizes it, and some models have tokens a thousand times
+as large as the others. (`int2` on the bundled model: KL 0.0343 so, 0.0349 with the sizes of all tokens summed.) One
+batch in `held_out` is not trained on, and no stage leaves a block with a larger error on these than it found, with all
+numbers rounded to what is stored. A trained number moves in units of the root mean square of its tensor.
 
 Differences: QuIP# learns its signs as real vectors, too. A step takes about `tokens` tokens, fewer than a batch of a
 forward pass. Inputs that are quantized at run time are quantized here, too, from when their linear is.
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins
 from compress.tune.descend import descend
-from compress.tune.held_block import HeldBlock
+from compress.tune.held_block import HeldBlock, relative
 from compress.tune.portions import MOST_HELD, Batches
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
@@ -186,7 +188,7 @@ class BlockTuning(HeldBlock):
             expected = target.float()
             with torch.enable_grad():
                 found = self.run(parameters(), hidden, call)
-                error = (found - expected).square().mean() / expected.square().mean()
+                error = relative(found, expected).mean()
                 error.backward()
             return error.item()
 

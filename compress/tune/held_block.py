@@ -1,8 +1,9 @@
 """Hold a block while it is quantized, and measure how far it is from what it gave, on batches that are held out.
 
 What all methods of `tune` for blocks share: a copy of the block in float32 that takes the quantized weights one by one,
-its runs with other parameters, and its relative squared error on the held-out batches, against what the full-precision
-model gives behind the block. Inputs that are quantized at run time are quantized here, too, from when their linear is.
+its runs with other parameters, and its relative squared error on the held-out batches, token by token, against what
+the full-precision model gives behind the block. Inputs that are quantized at run time are quantized here, too, from
+when their linear is.
 """
 
 from __future__ import annotations
@@ -78,9 +79,15 @@ class HeldBlock:
         error = size = 0.0
         for hidden, call, target in self.portions.held():
             expected = target.float()
-            error += (self.run(parameters, hidden, call) - expected).square().sum(dtype=torch.float64).item()
-            size += expected.square().sum(dtype=torch.float64).item()
+            error += relative(self.run(parameters, hidden, call), expected).sum(dtype=torch.float64).item()
+            size += expected.shape[:-1].numel()
         return error / size
+
+
+def relative(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the relative squared error of each token [...], of what a block gives [..., channels]."""
+    size = expected.square().mean(-1)
+    return (found - expected).square().mean(-1) / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _wide(call: BlockArgs) -> BlockArgs:
