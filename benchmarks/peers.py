@@ -8,7 +8,7 @@ version, stored bits per weight of the decoder's linears and bytes of the checkp
 Decode (needs torch and safetensors only, none of the tools):
     python benchmarks/peers.py --decode PACKED --model DIR --out DIR
 writes a plain float32 checkpoint, so that one evaluator scores all. The readers below follow the formats' documents
-(compressed-tensors pack-quantized, GPTQ v1 and v2) and share no code with the tools or with compress.
+(compressed-tensors pack-quantized, GPTQ v1 and v2, AutoRound) and share no code with the tools or with compress.
 """
 
 from __future__ import annotations
@@ -123,10 +123,39 @@ def gptqmodel(args: Namespace, windows: Tensor, out: Path) -> Clock:
     return clock
 
 
+def auto_round(args: Namespace, windows: Tensor, out: Path) -> Clock:
+    """AutoRound with its defaults, 200 iterations a block; or plain rounding.
+
+    The clock covers what it does in one go: calibration, tuning and the writing of the packed checkpoint.
+    """
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    tuner = AutoRound(
+        model,
+        AutoTokenizer.from_pretrained(args.model),
+        scheme={"bits": args.bits, "group_size": args.group_size, "sym": not args.asymmetric, "data_type": "int"},
+        iters=0 if args.method == "rtn" else args.iterations,
+        dataset=[row[None] for row in windows],
+        nsamples=len(windows),
+        seqlen=windows.shape[1],
+        batch_size=min(args.batch_size, len(windows)),
+        device_map="cpu",
+        enable_alg_ext=args.extended,
+    )
+    with Clock() as clock:
+        _, folder = tuner.quantize_and_save(str(out), format="auto_round")  # below `out`, under a name of its own
+    for file in Path(folder).iterdir():
+        file.rename(out / file.name)
+    return clock
+
+
 # --tool -> name of the distribution, function
 TOOLS: dict[str, tuple[str, Callable[[Namespace, Tensor, Path], Clock]]] = {
     "llm-compressor": ("llmcompressor", llm_compressor),
     "gptqmodel": ("gptqmodel", gptqmodel),
+    "auto-round": ("auto-round", auto_round),
 }
 
 
@@ -206,18 +235,24 @@ def decode_compressed_tensors(parts: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def decode_gptq(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """GPTQ: codes packed along the inputs, zero points along the outputs; version 1 stores the zero point less one."""
-    bits, group = config["bits"], parts["g_idx"].long()  # group of each input column
-    columns, rows = group.numel(), parts["scales"].shape[1]
+    """GPTQ: codes packed along the inputs, zero points along the outputs; version 1 stores the zero point less one.
+
+    AutoRound writes the same layout without the groups of the columns, and says the version in another place.
+    """
+    bits, rows = config["bits"], parts["scales"].shape[1]
+    columns = parts["qweight"].shape[0] * 32 // bits
+    size = columns if config["group_size"] == -1 else config["group_size"]
+    group = parts.get("g_idx", torch.arange(columns) // size).long()  # of each input column
     codes = unpack_words(parts["qweight"].T.contiguous(), bits, columns)  # [rows, columns]
     zeros = unpack_words(parts["qzeros"], bits, rows).T  # [rows, groups]
-    if config.get("checkpoint_format", "gptq") == "gptq":
+    version = config.get("packing_format") or config.get("checkpoint_format", "gptq")
+    if version in ("gptq", "auto_round:auto_gptq"):
         zeros = (zeros + 1) & (2**bits - 1)
     return (codes - zeros[:, group]).float() * parts["scales"].T.float()[:, group]
 
 
-DECODERS = {"compressed-tensors": decode_compressed_tensors, "gptq": decode_gptq}
-MARKS = {"compressed-tensors": "weight_packed", "gptq": "qweight"}
+DECODERS = {"compressed-tensors": decode_compressed_tensors, "gptq": decode_gptq, "auto-round": decode_gptq}
+MARKS = {"compressed-tensors": "weight_packed", "gptq": "qweight", "auto-round": "qweight"}
 
 
 def decode(packed: Path, model: Path, out: Path) -> None:
@@ -261,6 +296,8 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
+    parser.add_argument("--iterations", type=int, default=200, help="of AutoRound, for each block")
+    parser.add_argument("--extended", action="store_true", help="AutoRound with its algorithm extensions")
     parser.add_argument("--batch-size", type=int, default=1, help="calibration windows in one forward pass")
     args = parser.parse_args()
     if args.decode:

@@ -10,7 +10,9 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     formats    Params, specs, pack, decode, and check where stored integers select: compress/formats/__init__.py
     importers  describe(source), tensors(source): compress/importers/__init__.py
     export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
-    tune       Config, BlockTuning, workspace(config, numel, states): compress/tune/blockwise.py
+    tune       Config, workspace(config, ...) in bytes, SCOPE: "block" with BlockTuning, as compress/tune/blockwise.py
+               has, or "model" with train and positions, as compress/tune/end_to_end.py has
+    codes      serves(packed), Codes(packed, target, rates), BYTES: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
 
@@ -46,14 +48,15 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
-    "tune": ("Config", "BlockTuning", "workspace"),
+    "tune": ("Config", "workspace", "SCOPE"),
+    "codes": ("serves", "Codes", "BYTES"),
     "importers": ("describe", "tensors"),
     "export": ("refuses", "write", "SUFFIX"),
 }
-SETTABLE = tuple(kind for kind in KINDS if kind not in ("importers", "export"))  # with settings
+SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export"))  # with settings
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "export": "export.targets"}
+_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "codes": "tune.codes", "export": "export.targets"}
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
 
 LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly

@@ -182,6 +182,6 @@ def test_a_new_plugin_is_one_file(kind: str, monkeypatch: pytest.MonkeyPatch, tm
         if loaded.packs
         else None,
         "kv": loaded.kv_cache.keys.config if loaded.kv_cache else None,
-        "tune": loaded.tune.config if loaded.tune else None,
+        "tune": loaded.tune[0].config if loaded.tune else None,
     }[kind]
     assert (used if kind == "formats" else type(used)).__module__ == f"compress.{package}.{name}"

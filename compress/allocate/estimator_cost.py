@@ -20,8 +20,8 @@ from compress.allocate import prepare_options, table
 from compress.allocate.block_scores import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
-from compress.allocate.reference_logprobs import TOP_K, divergence, predictions
 from compress.allocate.table_units import TABLE_KL
+from compress.calib.reference_logprobs import TOP_K, divergence, predictions
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
 from compress.importers import open_checkpoint
 from compress.model import blockwise, lm_head

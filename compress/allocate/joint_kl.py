@@ -6,7 +6,7 @@
 
 An assignment gives linears a variant: whatever `weights.weight(name, variant, original)` understands. Linears that are
 not named, or at None, keep their original weights. The result is the mean over all positions of the samples of
-KL(original || variant), against predictions that are kept in a file of the folder (reference_logprobs.py).
+KL(original || variant), against predictions that are kept in a file of the folder (calib/reference_logprobs.py).
 
 Variants go through the model block by block, and what they share at the front is computed once (prefix_tree.py).
 Results are the same to the bit whatever else is asked in the same call, in which order, with how much memory and in how
@@ -40,8 +40,9 @@ import torch
 from torch import Tensor
 
 from compress import process_memory, ranks
-from compress.allocate import prefix_tree, reference_logprobs, workers
+from compress.allocate import prefix_tree, workers
 from compress.allocate.prefix_tree import ModelSource, PathEvaluator, Resources, Variant, VariantPath
+from compress.calib import reference_logprobs
 from compress.errors import BudgetError
 
 Assignment = Mapping[str, Variant]

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.allocate import reference_logprobs
 from compress.allocate.prefix_tree import ModelSource, Variant
-from compress.allocate.reference_logprobs import ReferenceLogprobs
-from compress.calib import fisher
+from compress.calib import fisher, reference_logprobs
+from compress.calib.reference_logprobs import ReferenceLogprobs
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 

@@ -18,10 +18,10 @@ from compress.allocate.kv_budget import CacheCosts, CacheOffer, TensorCosts
 from compress.errors import CheckpointError, NotMeasuredError
 from compress.importers import open_checkpoint
 from compress.kernels import llvm
-from compress.model import load
+from compress.model import fingerprint, load
 from compress.progress import Progress
 from compress.recipe.schema import Allocation
-from compress.run import identity, source
+from compress.run import source
 from compress.run.job import Job
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
@@ -50,13 +50,13 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
     layers = kv_options.check(load.load_config(directory), recipe, context)
     options = kv_budget.options(recipe, allocation.cache_bits)
     known = {
-        "model": identity.fingerprint(open_checkpoint(directory)),
+        "model": fingerprint.fingerprint(open_checkpoint(directory)),
         "kv_cache": recipe.plain(),
         "options": [option.bits for option in options],
         "context": context,
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "processor": sorted(llvm.features()) if llvm.available() else [],  # compiled readers keep tensors of their own
-        "software versions": identity.versions(),
+        "software versions": fingerprint.versions(),
     }
     path = folder / f"cache-{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if not path.is_file():

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from compress import process_memory
-from compress.allocate import memory_split, reference_logprobs
+from compress.allocate import memory_split
 from compress.allocate.memory_split import MemorySplit
+from compress.calib import reference_logprobs
 from compress.errors import BudgetError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton

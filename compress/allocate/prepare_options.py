@@ -72,7 +72,7 @@ def options(asked: Job) -> Options:
         )
     calibration = dataclasses.replace(recipe.calibration, target_correction=0.0)
     recipes = [
-        dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None, tune=None)
+        dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None, tune=())
         for option in quantizing.values()
     ]
     plain = dataclasses.replace(asked, recipe=recipes[0])

@@ -1,8 +1,7 @@
 """Vector codes: each code names an entry of a learned codebook, and an entry holds `vector_dim` weights.
 
-One layout for all methods with codebooks. A vector lies along the input (axis "in": d consecutive columns of one row,
-GPTVQ, additive quantization) or along the output (axis "out": d consecutive rows of one column, VPTQ). The entries of
-all `stages` (residual or additive codebooks) are summed:
+A vector lies along the input (axis "in": d consecutive columns of one row, as in GPTVQ) or the output (axis "out":
+d consecutive rows of one column, VPTQ). The entries of all `stages` (residual or additive codebooks) are summed:
 
     w = norm_scale * (block_scale * sum_s codebook_s[group, code_s]) + norm_bias + outlier
 
@@ -142,7 +141,7 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
     count = groups(params, shape)
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for stage, bits in enumerate(params.bits):
-        prefix = _prefix(stage)
+        prefix = stage_prefix(stage)
         for name, size in planes_shape(code_rows, code_columns, bits).items():
             stored[prefix + name] = (size, torch.int16)
         if params.svd_rank:
@@ -210,7 +209,7 @@ def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tens
     rows = code_rows * params.height
     tensors: dict[str, Tensor] = {}
     for stage, bits in enumerate(params.bits):
-        prefix, codes = _prefix(stage), parts.codes[stage]
+        prefix, codes = stage_prefix(stage), parts.codes[stage]
         codes = torch.nn.functional.pad(codes, (0, code_columns - codes.shape[1], 0, code_rows - codes.shape[0]))
         for name, words in pack_planes(codes, bits, params.tile_words).items():
             tensors[prefix + name] = words
@@ -264,7 +263,7 @@ def cut(
             side = {name: tensor for name, tensor in side.items() if not name.startswith("outlier")}
     if params.scale_columns:
         side["scales"] = unpack_stream(tensors["scales"], 4).T[part, blocks]
-    names = [f"{_prefix(stage)}codebook" for stage in count]
+    names = [f"{stage_prefix(stage)}codebook" for stage in count]
     code_rows, code_columns = _kept(rows, params.height), _kept(columns, params.width)
     parts = Parts(
         [codes[code_rows, code_columns] for codes in unpack_codes(tensors, params, shape)],
@@ -297,8 +296,8 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     order = tensors["order"].long() if params.permuted else slice(None)
     factors = _block_scales(tensors, params) if params.scale_columns else None  # N, blocks
     weight = torch.empty(shape, dtype=dtype, device=tables[0].device)
-    column_group = _owner(code_columns, params.width, params.group_columns, weight.device)
-    row_group = _owner(code_rows, params.height, params.group_rows, weight.device)
+    column_group = group_of_codes(code_columns, params.width, params.group_columns, weight.device)
+    row_group = group_of_codes(code_rows, params.height, params.group_rows, weight.device)
     row_groups = groups(params, shape)[1]
     step = max(1, DECODE_CHUNK // (code_columns * params.vector_dim))
     for start in range(0, code_rows, step):
@@ -323,11 +322,11 @@ def entries(tensors: Mapping[str, Tensor], params: Params, stage: int) -> Tensor
     if params.svd_rank:
         left = tensors["codebook_left"].float() * tensors["codebook_left_scale"].float()
         return product(left, tensors["codebook_right"].float()).unsqueeze(3)
-    book = tensors[f"{_prefix(stage)}codebook"].float()
+    book = tensors[f"{stage_prefix(stage)}codebook"].float()
     return (
         book
         if params.codebook_dtype != "int8"
-        else book * tensors[f"{_prefix(stage)}codebook_scales"].float()[..., None, None]
+        else book * tensors[f"{stage_prefix(stage)}codebook_scales"].float()[..., None, None]
     )
 
 
@@ -372,18 +371,19 @@ def _outliers(
 
 
 def _codes(tensors: Mapping[str, Tensor], params: Params, stage: int, rows: slice) -> Tensor:
-    bits, prefix = params.bits[stage], _prefix(stage)
+    bits, prefix = params.bits[stage], stage_prefix(stage)
     names = planes_shape(1, 0, bits)
     return unpack_planes({name: tensors[prefix + name][rows] for name in names}, bits, params.tile_words)
 
 
-def _owner(count: int, unit: int, group: int, device: torch.device) -> Tensor:
-    """Group of each code along one side."""
+def group_of_codes(count: int, unit: int, group: int, device: torch.device) -> Tensor:
+    """Return the group of each of `count` codes along one side, [count] int64."""
     first = torch.arange(count, device=device) * unit
     return first // group if group != -1 else torch.zeros_like(first)
 
 
-def _prefix(stage: int) -> str:
+def stage_prefix(stage: int) -> str:
+    """Return what the names of a stage's tensors begin with."""
     return f"stage{stage}_" if stage else ""
 
 

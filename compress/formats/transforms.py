@@ -174,6 +174,18 @@ def apply_input(x: Tensor, transforms: WeightTransforms, tensors: Mapping[str, T
     return _forward(x, "in", transforms.input, tensors)
 
 
+def undo_input(x: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the inputs [..., in] of which `apply_input` gives x, of the same floating type."""
+    for name in reversed(transforms.input):
+        transform, stored = _get(name), tensors.get(f"in_{name}")
+        if transform.is_orthogonal:
+            x = transform.transpose(x, stored)
+        else:
+            assert stored is not None
+            x = (_wide(x) / stored).to(x.dtype)
+    return x
+
+
 def apply_output(y: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the outputs of the layer before its bias, from products y [..., out] with the stored matrix."""
     return _forward(y, "out", transforms.output, tensors)

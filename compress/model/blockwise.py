@@ -25,6 +25,7 @@ from compress.model import block_calls, paging
 from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replaced
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
+from compress.runtime.packed import PackedModule
 
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
 
@@ -145,7 +146,9 @@ def computing_in(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(recurse=False))
+    """Return the parameters of a module that follow its type: those of a format do not."""
+    packed = module.specs if isinstance(module, PackedModule) else {}
+    return [(name, p) for name, p in module.named_parameters(recurse=False) if name not in packed]
 
 
 def _retype(skeleton: Skeleton, dtype: torch.dtype, owners: list[tuple[nn.Module, str, torch.dtype]]) -> None:

@@ -32,9 +32,10 @@
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
       cache_estimator: kl_one_at_a_time  # how the cache's share is spent; or output_error, rule (KV-AdaQuant)
-    tune:                      # train what is left to choose in a block: a method of compress/tune and its `Config`
-      method: blockwise
-      steps: 100
+    tune:                      # train what lies beside the codes: methods of compress/tune and their `Config`, or one
+      - method: blockwise
+        steps: 100
+      - method: end_to_end
     kv_cache:                  # how generation stores keys and values (compress/kv/settings.py); by default as they are
       method: kivi
     experts:                   # of a mixture, `ExpertPruning`: tokens go without experts that matter little to them
@@ -87,7 +88,7 @@ from compress.recipe.schema import (
     Units,
     settings,
 )
-from compress.recipe.steps import plain_step, transforms, tuning
+from compress.recipe.steps import plain_step, plain_tuning, transforms, tuning
 from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, rename, sequence, value
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "ignore": list(recipe.ignore),
         **{key: settings(found) for key in TABLES if (found := getattr(recipe, key)) is not None},
         **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
-        **({"tune": plain_step(recipe.tune)} if recipe.tune is not None else {}),
+        **plain_tuning(recipe.tune),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
         **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),

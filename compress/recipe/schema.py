@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from compress import plugins
+
 if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
     from compress.types import ExpertPruning, Scheme
@@ -195,7 +197,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     transform: tuple[Step, ...] = ()
     allocate: Allocation | None = None
-    tune: Step | None = None  # what is trained of a block while it is quantized; None: nothing
+    tune: tuple[Step, ...] = ()  # what is trained beside the codes: of a block at a time, then of the whole model
     experts: ExpertPruning | None = None  # None: tokens get all experts that they are routed to
     kv_cache: CacheSettings | None = None  # None: generation stores keys and values as they are
     towers: tuple[Rule, ...] = ()  # for linears beside the text model, which no rule matches stay as they are
@@ -212,6 +214,10 @@ class Recipe:
     def pruning(self) -> ExpertPruning | None:
         """The settings of expert pruning, None without it."""
         return self.experts if self.experts is not None and self.experts.prune else None
+
+    def tuning(self, scope: Literal["block", "model"]) -> Step | None:
+        """Return the step of tuning of this scope, None without one."""
+        return next((step for step in self.tune if plugins.constant("tune", step.method, "SCOPE") == scope), None)
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of the linear of this full module name; None: it is kept as it is."""

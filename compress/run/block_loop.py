@@ -168,7 +168,7 @@ class BlockLoop:
             notes = stream.transform(index, block)
             consumer.begin(index, block)
             self._check_finite(layers, block)
-            is_tuned = self.job.recipe.tune is not None  # then linears hear of those before: no process has its own
+            is_tuned = self.job.recipe.tuning("block") is not None  # no process has its own linears
             divided = DividedBlock(Ranks() if is_tuned else stream.ranks, layers, self.job.seed)
             weights, note = stream.importance(index, block, layers, divided.routed) if layers else (None, None)
             for task in self._tasks(index, block, weights, divided, consumer):

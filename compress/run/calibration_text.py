@@ -9,9 +9,8 @@ from compress import process_memory
 from compress.calib import data as calib_data
 from compress.calib.data import Calibration
 from compress.errors import NotMeasuredError
-from compress.model import load
+from compress.model import fingerprint, load
 from compress.progress import Progress, note
-from compress.run import identity
 from compress.run.job import Job, Prepared
 
 
@@ -47,11 +46,11 @@ def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Pat
     checkpoint = prepared.skeleton.checkpoint
     request = {
         "source": calib_data.SELF_SOURCE,
-        "model": identity.fingerprint(checkpoint),
+        "model": fingerprint.fingerprint(checkpoint),
         "seed": job.seed,
         "num_samples": prepared.samples,
         "seq_len": prepared.seq_len,
-        "software versions": identity.versions(),
+        "software versions": fingerprint.versions(),
     }
     if cache is not None and (known := calib_data.restore(cache, request)) is not None:
         return known

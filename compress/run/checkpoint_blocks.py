@@ -7,6 +7,7 @@ stored weights and goes on, with the same bytes as a run that was never interrup
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins, ranks
 from compress.errors import CheckpointError, NumericalError
+from compress.model import blockwise
 from compress.run import expert_pruning, report, shards, tables, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
@@ -49,7 +51,7 @@ class CheckpointBlocks:
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Measure what pruning the experts of a block would do, its weights being the original ones."""
-        config, tune = self.run.job.recipe.pruning, self.run.job.recipe.tune
+        config, tune = self.run.job.recipe.pruning, self.run.job.recipe.tuning("block")
         self.packed, self.rows, self.routing, self.tuning = {}, {}, {}, None
         layers = [layer for layer in self.run.prepared.plan.layers if layer.spec.block == index]
         if tune is not None and layers:
@@ -85,7 +87,7 @@ class CheckpointBlocks:
             self.packed.update(packed)
             self.rows.update(others)
         notes = [*notes, *self.tune(block), *self.train(index, block)]
-        edited = bool(self.run.job.recipe.transform) or self.run.job.recipe.tune is not None
+        edited = bool(self.run.job.recipe.transform) or self.run.job.recipe.tuning("block") is not None
         written = ranks.by_main(
             lambda: shards.write_block(self.output, self.run.prepared, index, block, self.packed, edited)
         )
@@ -167,7 +169,15 @@ class CheckpointBlocks:
 class TimedBlocks(CheckpointBlocks):
     """Do the same work on a block, to time it, and write nothing."""
 
+    token_seconds = 0.0  # of a token on its way through the block, where a model is tuned as a whole
+
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Tune the block, and train its low-rank parts."""
         self.tune(block)
         self.train(index, block)
+        if self.run.job.recipe.tuning("model") is None:
+            return
+        hidden, call = next(iter(self.stream.batches(index)))
+        started = time.monotonic()
+        blockwise.run_block(block, call, hidden, self.skeleton.block_prefix(index).rstrip("."))
+        self.token_seconds = (time.monotonic() - started) / hidden.shape[:2].numel()

@@ -51,7 +51,7 @@ class Job:
     @property
     def is_paired(self) -> bool:
         """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""
-        return self.pack and (self.recipe.calibration.target_correction > 0 or self.recipe.tune is not None)
+        return self.pack and (self.recipe.calibration.target_correction > 0 or self.recipe.tuning("block") is not None)
 
 
 @dataclass(frozen=True)

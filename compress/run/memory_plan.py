@@ -19,20 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compress import plugins, process_memory, ranks
+from compress import process_memory, ranks
 from compress.calib import stats
 from compress.errors import BudgetError
-from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
 from compress.numerics import products
-from compress.quant import incoherence, target_correction
-from compress.run import activation_sizes, layer_needs, table_sizes
+from compress.run import activation_sizes, layer_needs, linear_sizes, table_sizes
 from compress.tune import low_rank
+from compress.tune.whole_model import Sizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small
 SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
-MEASURING = 20  # bytes a weight that the errors in the report take: original, error, its square, that in float64
 TOKENIZING = 208 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
 TOKENIZER = 18  # times its file that a tokenizer takes while it is loaded
 TOKENIZER_KEPT = 6  # times its file that stay
@@ -90,6 +88,8 @@ class Extras(NamedTuple):
     document: int = 0  # bytes of its largest document while that is read
     tuning: Callable[[int, int], int] | None = None  # bytes of tuning a block of so many weights, and of its states
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
+    # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
+    whole: Callable[[Sizes, int, bool], int] | None = None
 
 
 NO_EXTRAS = Extras()
@@ -206,7 +206,7 @@ class _MemoryModel:
         self.kept = extras.reader + KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
-        self.work = [_workspace(layers, paired) for layers in self.by_block]
+        self.work = [linear_sizes.workspace(layers, paired) for layers in self.by_block]
         self.token = [
             activation_sizes.token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block
         ]
@@ -216,21 +216,23 @@ class _MemoryModel:
         for other in extras.others:
             for layer in other.layers:
                 self.packed[layer.spec.block] += layer.nbytes
-                self.work[layer.spec.block] = max(self.work[layer.spec.block], _workspace([layer], paired))
+                self.work[layer.spec.block] = max(self.work[layer.spec.block], linear_sizes.workspace([layer], paired))
         is_shared, config = ranks.current().size > 1, skeleton.config.get_text_config()
-        self.divided = [_divided(layers) if is_shared else 0 for layers in self.by_block]
+        self.divided = [linear_sizes.divided(layers) if is_shared else 0 for layers in self.by_block]
         self.routed = [
             activation_sizes.routed_nbytes([x.spec for x in layers], config, item) if is_shared else 0
             for layers in self.by_block
         ]
         self.tables = self._tables(plan)
         self.beside = self._beside(plan)
-        self.trained = [_trained(layers, "train_blocks") for layers in self.by_block]
+        self.trained = [linear_sizes.trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
-        self.gradients = [_gradients(layers, item) for layers in self.by_block]
+        self.tuned = self._tuned(plan, skeleton, samples * seq_len)
+        self.gradients = [linear_sizes.gradients(layers, item) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
-            self.alive = [t + item * _paired_columns(x) for t, x in zip(self.alive, self.by_block, strict=True)]
+            beside = map(linear_sizes.paired_columns, self.by_block)
+            self.alive = [t + item * columns for t, columns in zip(self.alive, beside, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
 
     def _alive(self, specs: list[LinearSpec]) -> int:
@@ -239,7 +241,7 @@ class _MemoryModel:
 
     def _training(self, plan: Plan, skeleton: Skeleton) -> int:
         """Return the bytes of training low-rank parts against the whole model, 0 if none are."""
-        if not (trained := _trained(plan.layers, "train")):
+        if not (trained := linear_sizes.trained(plan.layers, "train")):
             return 0
         linears, parameters = sum(x.spec.numel for x in plan.layers), (self.rest + sum(self.weights)) // self.item
         vocabulary = skeleton.config.get_text_config().vocab_size
@@ -248,6 +250,26 @@ class _MemoryModel:
         )
         return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
 
+    def _tuned(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
+        """Return the sizes of the packed model that tuning depends on; tokens: of the text."""
+        packed = [
+            sum(layer.nbytes for layer in layers) + weights - self.item * sum(layer.spec.numel for layer in layers)
+            for layers, weights in zip(self.by_block, self.weights, strict=True)
+        ]
+        return Sizes(
+            rest=self.rest // self.item,
+            tables=sum(table.nbytes for table in plan.tables),
+            block=max(self.weights) // self.item,
+            linear=max((layer.spec.numel for layer in plan.layers), default=0),
+            packed=tuple(packed),
+            trained=sum(linear_sizes.floats(layer) for layer in plan.layers),
+            hidden=self.hidden // self.item,
+            vocabulary=skeleton.vocab_size,
+            states=max(self.token) // self.item,
+            tokens=tokens,
+            seq_len=max(1, self.seq_len),
+        )
+
     def _tables(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is outside of the blocks, 0 if it stays as it is."""
         if not (tables := (*plan.tables, *self.extras.tables)):
@@ -255,7 +277,7 @@ class _MemoryModel:
         chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in tables]
         packed = 2 * sum(table.nbytes for table in tables)  # in parts, and joined
         rest = self.embedding if any(map(table_sizes.is_turned, tables)) else self.rest
-        return rest + self.editing + sum(statistics(chunks).values()) + _workspace(chunks, False) + packed
+        return rest + self.editing + sum(statistics(chunks).values()) + linear_sizes.workspace(chunks, False) + packed
 
     def _beside(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is beside the text model: a linear, and what waits to be written."""
@@ -265,7 +287,7 @@ class _MemoryModel:
         packed = max(layer.nbytes for layer in plan.beside)
         waiting = min(sum(layer.nbytes for layer in plan.beside), BESIDE_NBYTES + packed)
         hessians = max(statistics(plan.beside).values(), default=0)
-        return weights + self.converted + hessians + _workspace(plan.beside, False) + waiting
+        return weights + self.converted + hessians + linear_sizes.workspace(plan.beside, False) + waiting
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""
@@ -329,6 +351,8 @@ class _MemoryModel:
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
         later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.beside)
+        if self.extras.whole is not None:
+            later = max(later, TRAINING + self.extras.whole(self.tuned, batch, spill))
         work = max(stream + int(MARGIN * max(blocks, first)), int(MARGIN * later))
         program = self.base + SLACK + self.kept
         total = max(self.base + self.reading, program + work)
@@ -344,57 +368,3 @@ def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
         for spill in (False, True) if model.samples else (False,):
             for batch in batches:
                 yield model.arrangement(batch, spill, passes)
-
-
-def _trained(layers: Sequence[LayerPlan], steps: str) -> int:
-    """Return the parameters of low-rank parts for which the recipe asks for such steps of training."""
-    trained = [layer for layer in layers if layer.scheme.lowrank is not None and getattr(layer.scheme.lowrank, steps)]
-    return sum(
-        layer.stored.lowrank.rank * sum(layer.spec.shape) for layer in trained if layer.stored.lowrank is not None
-    )
-
-
-def _gradients(layers: Sequence[LayerPlan], item: int) -> int:
-    """Return the bytes of the gradients of a block's linears, their sums and squares; 0 if none needs them."""
-    return (
-        sum((8 + item) * layer.spec.numel for layer in layers) if any(map(layer_needs.needs_gradients, layers)) else 0
-    )
-
-
-def _paired_columns(layers: Sequence[LayerPlan]) -> int:
-    """Return the columns of all shared inputs of a block whose drift is summed."""
-    return sum(users[0].spec.shape[1] for users in layer_needs.readers(layers).values() if not users[0].spec.is_expert)
-
-
-def _workspace(layers: Sequence[LayerPlan], paired: bool) -> int:
-    """Return the bytes that the most demanding linear needs beside its weight and statistics."""
-    distinct = {(x.scheme, x.spec.shape, x.spec.is_expert): x for x in layers}
-    needs = []
-    for layer in distinct.values():
-        needs.append(_layer_workspace(layer))
-        if paired and not layer.spec.is_expert:
-            needs[-1] += target_correction.target_workspace(layer.spec)
-            needs.append(target_correction.solve_workspace(layer.spec.shape[1]))
-    return max(needs, default=0)
-
-
-def _divided(layers: Sequence[LayerPlan]) -> int:
-    """Return the bytes of sharing: a linear that waits until others have made the rest, one expert more than others.
-
-    Of the linear that is a Hessian, and tiles.
-    """
-    large = [layer.spec for layer in layers if len(layer_needs.spans(layer)) > 1]
-    waiting = max((4 * spec.shape[1] ** 2 + 5 * spec.numel for spec in large), default=0)
-    return waiting + max((stats.nbytes(x.spec.shape[1]) for x in layers if x.spec.is_expert), default=0)
-
-
-def _layer_workspace(layer: LayerPlan) -> int:
-    """Return the bytes that quantizing or measuring one linear needs."""
-    if (need := MEASURING * layer.spec.numel) and layer.scheme.config is None:
-        return need
-    method = plugins.load("quant", layer.scheme.method)
-    need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
-    if layer.scheme.lowrank is not None:
-        need = correct.workspace(layer.spec.shape, need)
-    rotated = layer, layer_needs.needs_statistics(layer)
-    return max(need, incoherence.turning(*rotated)) + incoherence.workspace(*rotated)

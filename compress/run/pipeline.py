@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from compress import process_memory, ranks
+from compress import plugins, process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress, silent
-from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_factors
+from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_tensors
 from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
@@ -52,7 +52,7 @@ def opened(
             prepared = dataclasses.replace(prepared, arrangement=arrangement)
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, _options(prepared), tokens, output.work, progress)
-            records = ranks.by_main(lambda: trained_factors.intact_blocks(output, len(prepared.skeleton.blocks)))
+            records = ranks.by_main(lambda: trained_tensors.intact_blocks(output, len(prepared.skeleton.blocks)))
             has_rest = ranks.by_main(lambda: shards.intact_rest(output) is not None)
             loop.reads_head = None if has_rest else tables.read_head(prepared.plan.tables)
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
@@ -89,7 +89,18 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)
     seconds = loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
     inner, outer = (sum(layer.spec.numel for layer in x) for x in (prepared.plan.layers, prepared.plan.tables))
-    return seconds * (1 + outer / inner) if inner else seconds
+    return (seconds * (1 + outer / inner) if inner else seconds) + _tuning_seconds(job, prepared, blocks.token_seconds)
+
+
+def _tuning_seconds(job: Job, prepared: Prepared, token: float) -> float:
+    """Return the time of tuning the whole model, 0 without it; token: seconds of one in a block."""
+    step, skeleton = job.recipe.tuning("model"), prepared.skeleton
+    if step is None or not job.pack or not prepared.plan.layers:
+        return 0.0
+    head = skeleton.vocab_size * skeleton.config.get_text_config().hidden_size
+    head_share = head / sum(layer.spec.numel for layer in prepared.plan.layers)
+    count = plugins.load("tune", step.method).positions(step.config, prepared.samples, prepared.seq_len)
+    return float(count * token * len(skeleton.blocks) * (1 + head_share))
 
 
 def _options(prepared: Prepared) -> LinearOptions:

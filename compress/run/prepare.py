@@ -79,8 +79,8 @@ def prepare_all(
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
     prunes = job.pack and job.recipe.pruning is not None
     needs_text = every or prunes or calibrates_cache or "block" in scopes.values()
-    tune = job.recipe.tune if job.pack else None
-    needs_text = needs_text or tune is not None or any(map(layer_needs.needs_text, layers))
+    tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
+    needs_text = needs_text or (job.pack and bool(job.recipe.tune)) or any(map(layer_needs.needs_text, layers))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried:
         longest = positions.most_tokens(skeleton.model)
@@ -96,6 +96,7 @@ def prepare_all(
         calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
         *(_reading(Path(job.calib)) if job.calib is not None else (0, 0)),
         tuning=partial(plugins.load("tune", tune.method).workspace, tune.config) if tune is not None else None,
+        whole=partial(plugins.load("tune", whole.method).workspace, whole.config) if whole is not None else None,
         tables=tuple(layer for table in options for layer in table.layers.values()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)

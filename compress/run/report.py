@@ -14,8 +14,9 @@ from torch import Tensor
 from compress import formats, process_memory
 from compress.errors import CheckpointError, shown
 from compress.formats import stored
+from compress.model import fingerprint
 from compress.model.skeleton import Skeleton
-from compress.run import expert_pruning, identity, plan
+from compress.run import expert_pruning, plan
 from compress.run.job import RunState
 from compress.runtime import integer
 from compress.runtime.embedding import PackedEmbedding
@@ -168,7 +169,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "resumed_blocks": run.replayed,
         "seed": job.seed,
         "device": job.device,
-        "versions": identity.versions(),
+        "versions": fingerprint.versions(),
         "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in run.layers if row.notes},
         "notes": run.notes,

@@ -12,12 +12,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from compress import formats
 from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
-from compress.run import report
+from compress.run import report, trained_tensors
 from compress.run.job import Prepared
 from compress.runtime import linears
 from compress.runtime.embedding import LIKE
 from compress.runtime.experts import Experts
-from compress.storage.checkpoint import EditedTensor, Readable, read_header, sha256, write_shard
+from compress.storage.checkpoint import EditedTensor, Readable, read_header, write_shard
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.types import LayerReport, PackedWeight
@@ -114,8 +114,7 @@ def intact_rest(output: Output) -> dict[str, Any] | None:
     """Return the record of the shard of everything outside the blocks, None if it is not done or not as recorded."""
     record = output.finished_stage(REST, REST_RECORD)
     files = record["files"].items() if record is not None else ()
-    is_intact = all((output.model / name).is_file() and sha256(output.model / name) == digest for name, digest in files)
-    return record if is_intact else None
+    return record if all(trained_tensors.is_intact(output, *file) for file in files) else None
 
 
 def write_rest(

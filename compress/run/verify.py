@@ -4,8 +4,8 @@ During a run a probe, a few tokens, is passed through each block right after it 
 weights in plain linears; the hash of each output is recorded. After the save the shards must have the hashes of what
 was written into them, and transformers must be able to load them. Then the checkpoint is opened as a stranger would: a
 fresh module tree with packed linears is filled from the files block by block, and the same probe must give the same
-hashes, bit for bit. Where low-rank parts are trained after that, new hashes are taken before they are written, of the
-checked files with the trained parts in memory. `verify` repeats on any finished checkpoint what does not need the
+hashes, bit for bit. Where stored tensors are trained after that, new hashes are taken before they are written, of the
+checked files with the trained tensors in memory. `verify` repeats on any finished checkpoint what does not need the
 original: file hashes, names, shapes and types against the configuration, and that every block decodes to finite
 outputs. A checkpoint that was saved again by other software has no hashes; the rest is checked all the same.
 """
@@ -188,7 +188,7 @@ def replay(
 ) -> list[str]:
     """Fill a fresh module tree from disk, block by block, and run the probe; return a hash for each block.
 
-    changed: stored tensors of packed linears, by name, that take the place of those on disk. start: what goes into the
+    changed: tensors by their names on disk, that take the place of those there. start: what goes into the
     blocks in the place of what the embeddings on disk give.
     """
     changed = changed or {}
@@ -199,13 +199,9 @@ def replay(
     for index in range(len(skeleton.blocks)):
         progress("checking what was written", index, len(skeleton.blocks))
         block = skeleton.load_block(index, device)
+        _change(skeleton, index, block, changed)
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
-                full = f"{skeleton.block_prefix(index)}{name}"
-                for key in module.specs:
-                    if (tensor := changed.get(f"{full}.{key}")) is not None:
-                        setattr(module, key, nn.Parameter(tensor.to(device), requires_grad=False))
-                        module.check(full)
                 block.set_submodule(name, module.to_linear(skeleton.dtype))
             if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
                 module.pruning = None
@@ -213,6 +209,21 @@ def replay(
         skeleton.free()
     _check_beside(skeleton, device)
     return hashes
+
+
+def _change(skeleton: Skeleton, index: int, block: nn.Module, changed: Mapping[str, Tensor]) -> None:
+    """Give a loaded block those of the changed tensors that are its own, and check packed linears that get any."""
+    prefix, touched = skeleton.block_prefix(index), set[str]()
+    for path, parameter in list(block.named_parameters()) if changed else ():
+        stored = skeleton.sources.get(prefix + path, [])
+        if len(stored) == 1 and (tensor := changed.get(stored[0].name)) is not None:
+            owner, _, key = path.rpartition(".")
+            value = tensor.to(parameter.device, parameter.dtype, copy=True)
+            block.get_submodule(owner).register_parameter(key, nn.Parameter(value, requires_grad=False))
+            touched.add(owner)
+    for owner in sorted(touched):
+        if isinstance(module := block.get_submodule(owner), PackedLinear):
+            module.check(prefix + owner)
 
 
 def _check_tables(skeleton: Skeleton, device: torch.device) -> None:

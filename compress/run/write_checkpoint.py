@@ -12,7 +12,7 @@ import torch
 
 from compress import process_memory, recipe
 from compress.progress import Progress
-from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_factors, verify
+from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_tensors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
 from compress.storage import notice
@@ -46,7 +46,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
         config = notice.added({**config, "quantization_config": quantization})
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     write_text(directory / "recipe.yaml", recipe.dump(job.recipe))
-    probes = trained_factors.train(output, run, progress)
+    probes = trained_tensors.train(output, run, progress)
     cache, cache_facts = kv_cache.build(output, run, progress)
     if cache is not None:
         config["quantization_config"] = {**quantization, "kv_cache": cache}

@@ -1,6 +1,7 @@
 """Train parameters by AdamW: against any loss, or so that a block gives what it gave before it was changed.
 
 The rate rises over WARM_UP steps and falls along a cosine to LAST of itself; gradients are cut at the norm MOST_NORM.
+The moments of AdamW are kept in float32 or in 8 bits (compress/tune/adamw8bit.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from compress.errors import NumericalError
 from compress.model.blockwise import BlockArgs, BlockInputs
+from compress.tune.adamw8bit import AdamW8bit, States
 
 LAST = 0.05  # of the rate, at the end
 WARM_UP = 10  # steps
@@ -27,12 +29,15 @@ def descend(
     rate: float,
     loss: Callable[[int], float],
     behind: Callable[[int], None] = lambda step: None,
+    states: States = "32bit",
 ) -> None:
     """Take `steps` steps; loss(step) leaves gradients behind. Raise NumericalError where the loss is not finite.
 
-    behind: called behind each step.
+    behind: called behind each step. states: of the optimizer; in 8 bits they take a quarter of the memory
+    (`adamw8bit.state_nbytes`) and a step takes longer.
     """
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    is_small = states == "8bit"
+    optimizer = AdamW8bit(parameters, rate) if is_small else torch.optim.AdamW(parameters, rate, weight_decay=0.0)
     for step in range(steps):
         warmth = min(1.0, (step + 1) / WARM_UP)
         cosine = LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2

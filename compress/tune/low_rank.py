@@ -34,7 +34,6 @@ from compress.model.blockwise import BlockArgs, BlockInputs, call_block
 from compress.model.load import load_model
 from compress.numerics import kl
 from compress.runtime.linear import PackedLinear
-from compress.storage.checkpoint import Readable, read_header, write_shard
 from compress.tune.descend import descend, match, relative_error
 from compress.types import Correction, PackedWeight
 
@@ -228,14 +227,3 @@ def _kl(original: Tensor, other: Tensor) -> Tensor:
     rows = kl.rows_at_a_time(original.shape[-1])
     pairs = zip(original.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
     return torch.cat([kl.from_logits(p.float(), q.float()) for p, q in pairs])
-
-
-def write_factors(path: Path, tensors: Mapping[str, Tensor | Readable]) -> str | None:
-    """Put those of these that a shard has in the place of its tensors of the same names.
-
-    Return the sha256 of the shard, None if it has none of them and is left alone.
-    """
-    stored: dict[str, Tensor | Readable] = dict(read_header(path))
-    if changed := {name: tensor for name, tensor in tensors.items() if name in stored}:
-        return write_shard(path, {**stored, **changed})
-    return None

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compress.allocate import joint_kl, memory_split, prefix_tree, reference_logprobs
+from compress.allocate import joint_kl, memory_split, prefix_tree
 from compress.allocate.joint_kl import JointKL
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prefix_tree import Resources
+from compress.calib import reference_logprobs
 from compress.errors import BudgetError, NumericalError
 from compress.model import tables
 from compress.model.skeleton import Skeleton

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress.allocate import reference_logprobs
+from compress.calib import reference_logprobs
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.storage.checkpoint import open_checkpoint

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import gguf_files
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError
 from compress.importers import open_checkpoint
+from compress.model import fingerprint
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
-from compress.run import identity, source
+from compress.run import source
 from pico import build, of_type
 
 pytest.importorskip("gguf")
@@ -131,7 +132,7 @@ def test_a_model_is_the_same_in_every_process(tmp_path: Path) -> None:
     for _ in range(2):
         source._directory.cache_clear()
         directories.append(source.resolve(str(file)))
-        prints.append(identity.fingerprint(open_checkpoint(directories[-1])))
+        prints.append(fingerprint.fingerprint(open_checkpoint(directories[-1])))
     assert directories[0] != directories[1] and prints[0] == prints[1]
     assert source.resolve(str(file)) == directories[1]
     text = "".join(path.read_text() for path in directories[1].iterdir() if path.suffix in (".json", ".jinja"))

@@ -19,6 +19,8 @@ from runs import Setup, job
 SMALL = ("calibration.num_samples=10", "calibration.seq_len=32")
 BATCH_TOKENS = 64  # five batches: uneven parts
 ROWS = 16  # of a tile: what is one tile otherwise is divided here
+BLOCKS = "{method: blockwise, steps: 4, between: 2}"
+WHOLE = "{method: end_to_end, steps: 6, batch_tokens: 64, held_out: 3}"
 SETUPS = {
     "gptq": ("llama", Setup("int3", (*SMALL, "calibration.importance=attention"))),
     "paired": ("llama", Setup("vq2bit", (*SMALL, "state_bits=6", "tile_rows=16"))),
@@ -28,7 +30,7 @@ SETUPS = {
     "rotated": ("llama", Setup("rsq3bit", SMALL)),
     "mixed": ("llama", Setup("mixed3bit", (*SMALL, "allocate.samples=3"))),
     "plain": ("llama", Setup("int8", ())),
-    "tuned": ("llama", Setup("int3", (*SMALL, "tune.method=blockwise", "tune.steps=4", "tune.between=2"))),
+    "tuned": ("llama", Setup("int3", (*SMALL, f"tune=[{BLOCKS}, {WHOLE}]"))),
 }
 
 

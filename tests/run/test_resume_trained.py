@@ -25,7 +25,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("{1} again")
 module.{1} = refuse
 """
-NOTHING_AGAIN = ONCE.format("tune.low_rank", "whole") + ONCE.format("run.kv_cache", "calibrate")
+NOTHING_AGAIN = ONCE.format("tune.low_rank", "train_model") + ONCE.format("run.kv_cache", "calibrate")
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ def test_killed_at_the_manifest(
     ("module", "name", "call", "is_trained"),
     [
         ("compress.tune.low_rank", "_backward", 5, False),
-        ("compress.run.trained_factors", "write_shard", 1, False),
-        ("compress.run.trained_factors", "put_in", 1, True),
-        ("compress.tune.low_rank", "write_shard", 2, True),  # one shard is trained, the other is not
+        ("compress.run.trained_tensors", "write_shard", 1, False),
+        ("compress.run.trained_tensors", "put_in", 1, True),
+        ("compress.run.trained_tensors", "write_shard", 3, True),  # one shard is trained, the other is not
         ("compress.run.kv_cache", "calibrate", 1, True),
         ("compress.runtime.kv_config", "write_shard", 1, True),
         ("compress.run.verify", "self_check", 2, True),
@@ -92,7 +92,7 @@ def test_killed(
 ) -> None:
     words = command(model, TRAINED, tmp_path / "out")
     assert cli(*words, prepare=interrupt(module, name, call)).code == -signal.SIGKILL
-    result = cli(*words, prepare=ONCE.format("tune.low_rank", "whole") if is_trained else "")
+    result = cli(*words, prepare=ONCE.format("tune.low_rank", "train_model") if is_trained else "")
     assert result.code == 0, result.err
     assert finished(tmp_path / "out", 2) == expected
 
@@ -101,7 +101,7 @@ def test_killed_while_former_factors_are_put_back(
     killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     words = killed(tmp_path)
-    one_of_two = interrupt("compress.tune.low_rank", "write_shard", 2)
+    one_of_two = interrupt("compress.run.trained_tensors", "write_shard", 2)
     assert cli(*words, prepare=one_of_two).code == -signal.SIGKILL
     assert cli(*words, prepare=NOTHING_AGAIN).code == 0
     assert finished(tmp_path / "out", 2) == expected
@@ -146,8 +146,8 @@ def test_a_training_that_brings_nothing(model: Path, tmp_path: Path) -> None:
 
 
 LOST = """
-import compress.tune.low_rank as module
-module.write_factors = lambda path, tensors: None
+import compress.run.trained_tensors as module
+module.write_into = lambda path, tensors: None
 """
 
 

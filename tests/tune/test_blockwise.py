@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +18,18 @@ from compress.errors import RecipeError
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.run import memory_plan, plan
+from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import blockwise
 from compress.tune.blockwise import BlockTuning, Config
-from compress.types import PackedWeight, Stored, WeightTransforms
+from compress.types import Activations, PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest, save_pico
 from runs import GPTQ, Setup, cli, contents, job, report_of, stored_tensors
 from stored import samples
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
-TUNED = ("tune.method=blockwise", "tune.steps=12", "tune.between=6", "tune.rate=0.01")
+TUNED = ("tune.method=blockwise", "tune.steps=12", "tune.between=6", "tune.rate=0.01", "tune.weights_rate=0.01")
 AROUND = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "channel_scale"))
 
 
@@ -98,7 +101,7 @@ def quantized(block: nn.Module, config: Config, count: int = 4, bits: int = 2) -
 def test_the_error_falls_stage_by_stage() -> None:
     block = Toy().requires_grad_(False)
     state = {name: tensor.clone() for name, tensor in block.state_dict().items()}
-    tuning, (packed, vectors, note) = quantized(block, Config(steps=40, between=40, rate=0.01))
+    tuning, (packed, vectors, note) = quantized(block, Config(steps=40, between=40, rate=0.01, weights_rate=0.01))
     assert len(tuning.stages) == 2 and all(stage.after < stage.before for stage in tuning.stages)
     assert f"{tuning.stages[-1].after:.3g}" in note
     assert all(torch.equal(tensor, state[name]) for name, tensor in block.state_dict().items()), "the block moved"
@@ -112,12 +115,29 @@ def test_the_error_falls_stage_by_stage() -> None:
 
 
 def error(tuning: BlockTuning) -> float:
-    return tuning._error(lambda: {})
+    return tuning.error({})
+
+
+def test_inputs_are_quantized_as_at_run_time() -> None:
+    block = Toy().requires_grad_(False)
+    tuning = BlockTuning(block, ["up", "gate", "down"], inputs(block), 4, Config())
+    inside = copy.deepcopy(block)
+    for name in ("up", "gate", "down"):
+        packed = round_to_nearest(tuning.weight(name), 4, 16)
+        stored = dataclasses.replace(packed.stored, activations=Activations(bits=4))
+        packed = PackedWeight(stored, packed.tensors, packed.shape)
+        tuning.add(name, packed)
+        inside.set_submodule(name, PackedLinear.from_packed(packed, block.get_submodule(name).bias))
+    batch, _, expected = next(inputs(block)())  # the one that is held out
+    wanted = (inside(batch) - expected).square().sum() / expected.square().sum()
+    assert error(tuning) == pytest.approx(wanted.item(), rel=1e-4)
 
 
 def test_codes_stay_what_they_are() -> None:
     block = Toy().requires_grad_(False)
-    tuning = BlockTuning(block, ["up", "gate", "down"], inputs(block), 4, Config(steps=20, rate=0.01))
+    tuning = BlockTuning(
+        block, ["up", "gate", "down"], inputs(block), 4, Config(steps=20, rate=0.01, weights_rate=0.01)
+    )
     given = {name: round_to_nearest(tuning.weight(name), 3, 16, symmetric=False) for name in ("up", "gate", "down")}
     for name, weight in given.items():
         tuning.add(name, weight)
@@ -133,7 +153,7 @@ def test_codes_stay_what_they_are() -> None:
 def test_steps_that_bring_nothing_leave_no_trace(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block, errors = Toy().requires_grad_(False), itertools.count(1.0)
     plain = quantized(block, Config(steps=0, between=0), count)[1]
-    monkeypatch.setattr(BlockTuning, "_error", lambda self, parameters: next(errors))
+    monkeypatch.setattr(BlockTuning, "error", lambda self, parameters: next(errors))
     wild = quantized(block, Config(steps=9, between=9, rate=0.1), count)[1]
     for name, weight in plain[0].items():
         assert all(torch.equal(tensor, wild[0][name].tensors[key]) for key, tensor in weight.tensors.items())
@@ -141,7 +161,9 @@ def test_steps_that_bring_nothing_leave_no_trace(count: int, monkeypatch: pytest
 
 
 def test_a_single_batch_is_trained_on() -> None:
-    tuning = quantized(Toy().requires_grad_(False), Config(steps=20, between=20, rate=0.01), count=1)[0]
+    tuning = quantized(
+        Toy().requires_grad_(False), Config(steps=20, between=20, rate=0.01, weights_rate=0.01), count=1
+    )[0]
     assert all(stage.after < stage.before for stage in tuning.stages)
 
 
@@ -150,14 +172,14 @@ def test_held_out_batches_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) ->
     block = Toy().requires_grad_(False)
     batches = list(inputs(block, 6)())
     tuning = BlockTuning(block, ["up"], lambda: iter(batches), 6, Config(steps=9, held_out=3))
-    run = BlockTuning._run
+    run = BlockTuning.run
 
     def note(self: BlockTuning, parameters: Any, hidden: Tensor, call: BlockArgs) -> Tensor:
         if torch.is_grad_enabled():
             seen.append(next(i for i, batch in enumerate(batches) if batch[0] is hidden))
         return run(self, parameters, hidden, call)
 
-    monkeypatch.setattr(BlockTuning, "_run", note)
+    monkeypatch.setattr(BlockTuning, "run", note)
     tuning.add("up", round_to_nearest(tuning.weight("up"), 3, 16))
     tuning.finish()
     assert seen == [1, 2, 4, 5, 1, 2, 4, 5, 1]
@@ -183,8 +205,11 @@ def test_a_tuned_model(setup: Setup, model: Path, tmp_path: Path) -> None:
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: tensor.dtype for n, tensor in after.items()}
 
 
-def test_a_killed_run_goes_on_with_the_same_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = GPTQ.set(*SMALL, *TUNED)
+@pytest.mark.parametrize("codes", ["fixed", "straight_through"])
+def test_a_killed_run_goes_on_with_the_same_bytes(
+    codes: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = GPTQ.set(*SMALL, *TUNED, f"tune.codes={codes}")
     api.quantize(job(model, setup, tmp_path / "whole"))
     finish, done = BlockTuning.finish, list[int]()
 
@@ -207,7 +232,8 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
     made = plan.make(GPTQ.load(), skeleton)
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
     given = blockwise.workspace(Config(), 1000, 50)
-    assert given == 1000 * 32 + 2 * 4 * 50
+    assert given == 1000 * 32 + (2 * 4 + 2) * 50
+    assert blockwise.workspace(Config(codes="signs"), 1000, 50) > given + 1000 * 16
     extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda numel, states: 1 << 30))
     plain, tuned = (memory_plan.arrange(made, skeleton, 8, 32, 1 << 40, each) for each in extras)
     assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING and tuned.peak_nbytes > plain.peak_nbytes + (1 << 30)
@@ -216,12 +242,17 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("tune={steps: 3}", "tune needs a method, one of blockwise"),
+        ("tune={steps: 3}", "tune needs a method, one of .*blockwise, end_to_end"),
         ("tune={method: blokwise}", "blokwise"),
         ("tune={method: blockwise, stepps: 3}", "stepps"),
         ("tune={method: blockwise, steps: -1}", "must not be negative"),
         ("tune={method: blockwise, rate: 1.5}", "is not between 0 and 1"),
+        ("tune={method: blockwise, weights_rate: 0}", "weights_rate 0.0 is not between 0 and 1"),
         ("tune={method: blockwise, held_out: 1}", "nothing would be trained on"),
+        ("tune={method: blockwise, codes: sings}", "did you mean 'signs'"),
+        ("tune={method: blockwise, codes_rate: 0}", "codes_rate 0.0 is not between 0 and 16"),
+        ("tune={method: blockwise, tokens: 0}", "tokens 0 is not positive"),
+        ("tune={method: blockwise, start: middle}", "start"),
     ],
 )
 def test_settings_that_cannot_be(override: str, said: str) -> None:
@@ -236,7 +267,7 @@ def test_tuning_needs_something_to_tune() -> None:
 
 def test_a_recipe_keeps_its_tuning(tmp_path: Path) -> None:
     loaded = recipe.load("int4", ["tune.method=blockwise", "tune.steps=7"])
-    assert loaded.tune is not None and loaded.tune.config == Config(steps=7)
+    assert [step.config for step in loaded.tune] == [Config(steps=7)]
     (tmp_path / "r.yaml").write_text(recipe.dump(loaded))
     assert recipe.load(str(tmp_path / "r.yaml")) == loaded
     assert len({recipe.fingerprint(x) for x in (loaded, recipe.load("int4"))}) == 2

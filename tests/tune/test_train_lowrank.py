@@ -16,7 +16,7 @@ from compress.model import load as lm
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.recipe import load
-from compress.run import memory_plan, plan, verify
+from compress.run import memory_plan, plan, trained_tensors, verify
 from compress.storage.checkpoint import MANIFEST, open_checkpoint
 from compress.tune import descend, low_rank
 from compress.types import Correction
@@ -53,7 +53,7 @@ def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Reques
     result, factors = low_rank.train_model(directory, model, tokens, asked, *more)
     assert contents(directory) == before and bool(factors) == result.improved
     for path in sorted(directory.glob("*.safetensors")):
-        low_rank.write_factors(path, factors)
+        trained_tensors.write_into(path, factors)
     (directory / MANIFEST).unlink(missing_ok=True)  # whose hashes are those of the shards before
     return result
 

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.model import blockwise, lm_head
+from compress.model import blockwise, fingerprint, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
-from compress.run import identity
 from compress.storage.checkpoint import Readable, StoredTensor, read_header, write_shard
 
 NAME = "teacher.safetensors"  # as folders have it from before its renaming
@@ -134,12 +133,12 @@ def _row(stored: StoredTensor, sample: int) -> Tensor:
 def _identity(skeleton: Skeleton, tokens: Tensor, top_k: int, device: torch.device) -> dict[str, Any]:
     """Return what decides the predictions."""
     return {
-        "model": identity.fingerprint(skeleton.checkpoint),
+        "model": fingerprint.fingerprint(skeleton.checkpoint),
         "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "samples": list(tokens.shape),
         "top_k": top_k,
         "computed": [device.type, str(skeleton.dtype)],
-        "software versions": identity.versions(),
+        "software versions": fingerprint.versions(),
     }
 
 

@@ -1,0 +1,175 @@
+"""Shift the biases of a block so that its linears and norms give the mean that they gave with full-precision weights.
+
+Bias correction (Nagel et al. 2019, arXiv 1906.04721, section 4.2, with data): quantization moves the mean of a layer's
+outputs, and its bias can take that back: b -= E[y_hat] - E[y], for each output, over all tokens of the calibration
+text. Layers are corrected in the order in which the block calls them, each measured behind those that are corrected
+already; layers that read one tensor are measured together. The last linear is shifted once more where it is the one
+that the block ends with, so that the block's output has the mean that the full-precision model's has.
+
+Differences: E[y] is what the layer gives with its own weights, but behind the quantized blocks before this one, whose
+shifts the last correction makes up for. A correction is kept only if it makes the error of the block's output smaller
+on held-out batches, each token divided by its root mean square, as the next norm does: rounding to few bits shrinks
+all outputs alike, which a norm undoes, and beside a shrunken rest a mean of full size is too large. Not done: biases
+for linears that have none. Blocks without any bias are left as they are, and the report says so.
+
+Measured on the 8M Llama of the tests with biases of 0 added to all linears, 32,193 tokens scored: rounding to nearest
+with 2 bits, groups of 64, rotated: KL 0.1041 -> 0.0874 with 16 samples of 512 tokens, for 22 CPU seconds more. Without
+a choice by that error, kept where the plain squared error falls, corrections made it 0.418 (64 samples).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compress.model.blockwise import attached
+from compress.tune.held_block import HeldBlock
+from compress.tune.portions import Batches
+from compress.types import PackedWeight
+
+SCOPE = "block"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of bias correction."""
+
+    held_out: int = 8  # [batches] of which one is not measured, but used to see whether a correction helps
+
+    def __post_init__(self) -> None:
+        if self.held_out < 2:
+            raise ValueError(f"held_out {self.held_out} is less than 2: no mean would be measured")
+
+
+def workspace(config: Config, numel: int, states: int) -> int:
+    """Return the bytes that correction takes beside a block of `numel` weights; states: bytes of a forward pass."""
+    return numel * (4 + 4 + 4) + 2 * states  # the block, a weight as it is decoded or the block's own, in float32
+
+
+class _Mean:
+    """The mean of vectors [..., channels] over all but the last dimension, summed in float64."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(self, states: Tensor) -> None:
+        rows = states.flatten(0, -2)
+        total = rows.sum(0, dtype=torch.float64)
+        self.total = total if self.total is None else self.total + total
+        self.count += len(rows)
+
+
+class BlockTuning(HeldBlock):
+    """One block whose biases are corrected when its linears are quantized."""
+
+    def __init__(self, block: nn.Module, names: Sequence[str], batches: Batches, count: int, config: Config) -> None:
+        """Take what HeldBlock takes."""
+        super().__init__(block, names, batches, count, config.held_out)
+        self.config = config
+        self.changed: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
+        """Correct the biases; return all packed weights, the biases that have changed, and a note."""
+        groups = self._groups()
+        if not groups:
+            return self.packed, {}, "bias correction: no linear or norm of the block has a bias, nothing was done"
+        own = {name: parameter.float() for name, parameter in self.block.named_parameters()}
+        expected, _, _ = self._means([path for group in groups for path in group], own)
+        del own
+        first = best = self.error({})
+        for group in groups:
+            found, _, _ = self._means(group, {})
+            shifts = {path: expected[path] - found[path] for path in group if path in expected and path in found}
+            best = self._shift(shifts, best)
+        last = groups[-1][-1]
+        _, of_block, of_model = self._means([], {})
+        if self._bias(last).numel() == of_block.numel():
+            best = self._shift({last: of_model - of_block}, best)
+        note = f"{len(self.changed)} biases corrected; held-out error of the block: {first:.3g} -> {best:.3g}"
+        return self.packed, self.changed, note
+
+    @torch.no_grad()
+    def error(self, parameters: Mapping[str, Tensor]) -> float:
+        """Return the relative squared error on the held-out batches, each token divided by its root mean square."""
+        error, tokens = 0.0, 0
+        for hidden, call, target in self.portions.held():
+            found, expected = (
+                x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+                for x in (self.run(parameters, hidden, call), target.float())
+            )
+            error += (found - expected).square().mean(-1).sum(dtype=torch.float64).item()
+            tokens += found[..., 0].numel()
+        return error / tokens
+
+    def _bias(self, path: str) -> nn.Parameter:
+        return self.model.get_submodule(path).get_parameter("bias")
+
+    def _shift(self, shifts: Mapping[str, Tensor], before: float) -> float:
+        """Add to biases, in the types that they are stored in, if the held-out error falls; return what it is then."""
+        stored = {}
+        for path, shift in shifts.items():
+            stored[f"{path}.bias"] = (self._bias(path).double() + shift).to(self.own_type(f"{path}.bias"))
+        if not stored or not (after := self.error({name: tensor.float() for name, tensor in stored.items()})) < before:
+            return before
+        for name, tensor in stored.items():
+            self.model.get_parameter(name).copy_(tensor)
+        self.changed.update(stored)
+        return after
+
+    def _groups(self) -> list[list[str]]:
+        """Return the linears and norms with a bias in the order in which the block calls them, by the tensor read."""
+        order: dict[str, Tensor] = {}
+
+        def hook(path: str, module: nn.Module) -> RemovableHandle:
+            def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                order.setdefault(path, args[0] if args else torch.empty(0))
+
+            return module.register_forward_pre_hook(note)
+
+        with attached([hook(path, module) for path, module in self._biased()]):
+            hidden, call, _ = next(self.portions.others())
+            self.run({}, hidden, call)
+        groups: list[list[str]] = []
+        for path, states in order.items():
+            if groups and order[groups[-1][0]] is states:
+                groups[-1].append(path)
+            else:
+                groups.append([path])
+        return groups
+
+    def _biased(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules whose outputs have a bias: linears, and norms, whose weight is a vector."""
+        found = []
+        for path, module in self.model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            is_norm = "weight" in own and own["weight"].dim() == 1
+            if "bias" in own and (is_norm or isinstance(module, nn.Linear)):
+                found.append((path, module))
+        return found
+
+    def _means(
+        self, paths: Iterable[str], parameters: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Return the means of these modules' outputs, of the block's, and of the full-precision model's; float64."""
+        sums = {path: _Mean() for path in paths}
+        found, expected = _Mean(), _Mean()
+
+        def hook(path: str, total: _Mean) -> RemovableHandle:
+            def note(_: nn.Module, args: object, output: Tensor) -> None:
+                total.add(output)
+
+            return self.model.get_submodule(path).register_forward_hook(note)
+
+        with attached([hook(path, total) for path, total in sums.items()]):
+            for hidden, call, target in self.portions.others():
+                found.add(self.run(parameters, hidden, call))
+                expected.add(target)
+        means = {path: mean.total / mean.count for path, mean in sums.items() if mean.total is not None and mean.count}
+        assert found.total is not None and expected.total is not None
+        return means, found.total / found.count, expected.total / expected.count

@@ -1,0 +1,85 @@
+"""Share what trained integer codes have in common: a real number behind each code, rounded by straight-through.
+
+Rounding has the gradient of what is rounded (Bengio et al. 2013, arXiv 1308.3432). A code is
+
+    code = clamp(round(latent) + round(zero), 0, 2**bits - 1),    weight = scale * (code - round(zero))
+
+with `latent` in steps of the grid, so that a scale can move and codes stay. It starts within the cell of the stored
+code, so that the weight is the stored one to the bit: in the middle of the cell ("codes"), or as near as MARGIN allows
+to the weight that was quantized ("weights").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.formats import int as int_format
+from compress.tune.trained import TrainedWeight, around, within
+from compress.types import PackedWeight
+
+MARGIN = 0.02  # [steps of the grid] from the latent to the wall of its cell, at least
+
+
+def straight(x: Tensor, rounded: Tensor) -> Tensor:
+    """Return `rounded` with the gradient of x."""
+    return x + (rounded - x).detach()
+
+
+class Latent(TrainedWeight):
+    """One weight of the format `int`, codes as [out, groups, columns of a group]."""
+
+    def __init__(self, packed: PackedWeight, target: Tensor, start: str) -> None:
+        super().__init__(packed)
+        self.trained.pop("scales")
+        self.beside = dict(self.trained)  # low-rank factors, and what transforms store
+        params, shape = packed.params, packed.shape
+        codes, scales, zeros = int_format.unpack(packed.tensors, params, shape)
+        self.top = 2**params.bits - 1
+        self.group = params.group(shape[1])
+        self.scales = scales.float()[..., None]  # [out, groups, 1]
+        middle = torch.full_like(self.scales, 2 ** (params.bits - 1))
+        self.zeros = middle if zeros is None else zeros.float()[..., None]
+        self.centre = self._grouped(codes.float()) - self.zeros  # [out, groups, columns]
+        matrix = within(target, packed) if start == "weights" else None
+        self.latent = self.centre if matrix is None else self._near(self._grouped(matrix))
+
+    def _near(self, matrix: Tensor) -> Tensor:
+        """Return the numbers in the cells of the codes that are nearest to a matrix."""
+        wanted = torch.where(self.scales == 0, self.centre, matrix / self.scales)
+        reach = 0.5 - MARGIN
+        return torch.clamp(wanted, self.centre - reach, self.centre + reach)
+
+    def _grouped(self, matrix: Tensor) -> Tensor:
+        """[out, in] -> [out, groups, columns], zeros behind the last column."""
+        return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % self.group)).unflatten(1, (-1, self.group))
+
+    def _dense(self, latent: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        """Return the matrix [out, in] of latents [out, groups, columns]; scales and zeros [out, groups, 1]."""
+        zeros = straight(zeros, zeros.round().clamp(0, self.top))
+        codes = straight(latent, latent.round()) + zeros
+        values = (codes.clamp(0, self.top) - zeros) * scales
+        return values.flatten(1)[:, : self.packed.shape[1]]
+
+    def _stored(self, scales: Tensor) -> Tensor:
+        """Return scales rounded to their stored type, with gradients."""
+        dtype = getattr(torch, self.packed.params.scale_dtype)
+        return straight(scales, scales.detach().to(dtype).float())
+
+    def _around(self, matrix: Tensor) -> Tensor:
+        own = {name: each.value() for name, each in self.beside.items()}
+        return around(matrix, self.packed, {**self.packed.tensors, **own})
+
+    @torch.no_grad()
+    def _packed(self, latent: Tensor, scales: Tensor, zeros: Tensor) -> PackedWeight:
+        """Return the packed weight of these latents."""
+        params, columns = self.packed.params, self.packed.shape[1]
+        zeros = zeros.round().clamp(0, self.top)
+        codes = (latent.round() + zeros).clamp(0, self.top).to(torch.uint8).flatten(1)[:, :columns]
+        stored = self._stored(scales)[..., 0].to(getattr(torch, params.scale_dtype))
+        whole = None if params.symmetric else zeros[..., 0].to(torch.uint8)
+        return self._rounded(int_format.pack(codes, stored, whole, params))
+
+    def shift(self, latent: Tensor) -> float:
+        """Return the share of codes that are not what they were."""
+        return float((latent.detach().round() != self.centre).float().mean())

@@ -1,0 +1,53 @@
+"""Codes, scales and zero points are trained through rounding (EfficientQAT's Block-AP, arXiv 2407.11062).
+
+EfficientQAT (Chen et al. 2024) trains all weights, scales and zero points of a block by AdamW, with the
+straight-through gradient of rounding. Differences: training starts from the codes of the method that quantized the
+weight, which it gives to the bit before the first step; the numbers behind the codes are in steps of the grid, so that
+scales and codes are trained apart, and travel `codes_rate` at most; scales are rounded to their stored type in every
+step. Matrices between Hadamard transforms or beside low-rank factors are trained as they are stored.
+
+Not done: formats other than `int`, which keep their codes (compress/tune/codes/fixed.py).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compress.tune.codes.latent import Latent
+from compress.tune.trained import Rates, Trained
+from compress.types import PackedWeight
+
+BYTES = 24 + 5 * 4  # of a weight, beside what `fixed` takes: a trained number, and what a backward pass keeps
+
+
+def serves(packed: PackedWeight) -> bool:
+    """Return whether a weight can be trained so."""
+    return packed.format == "int"
+
+
+class Codes(Latent):
+    """One packed weight of the format `int`."""
+
+    def __init__(self, packed: PackedWeight, target: Tensor, rates: Rates) -> None:
+        super().__init__(packed, target, rates.start)
+        travel = 2 * rates.codes_rate / (rates.steps * rates.rate)  # the mean of the rate over steps is half of it
+        self.trained["scales"] = Trained(self.scales)
+        self.trained["latent"] = Trained(self.latent, unit=travel)
+        if not packed.params.symmetric:
+            self.trained["zeros"] = Trained(self.zeros, unit=travel)
+
+    def _now(self) -> tuple[Tensor, Tensor, Tensor]:
+        zeros = self.trained["zeros"].value() if "zeros" in self.trained else self.zeros
+        return self.trained["latent"].value(), self._stored(self.trained["scales"].value()), zeros
+
+    def weight(self) -> Tensor:
+        """Return the dense weight [out, in], float32."""
+        return self._around(self._dense(*self._now()))
+
+    def rounded(self) -> PackedWeight:
+        """Return the packed weight, in the types that are stored."""
+        return self._packed(*self._now())
+
+    def changed(self) -> float:
+        """Return the share of codes that moved."""
+        return self.shift(self.trained["latent"].value())

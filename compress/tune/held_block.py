@@ -1,0 +1,96 @@
+"""Hold a block while it is quantized, and measure how far it is from what it gave, on batches that are held out.
+
+What all methods of `tune` for blocks share: a copy of the block in float32 that takes the quantized weights one by one,
+its runs with other parameters, and its relative squared error on the held-out batches, token by token, against what
+the full-precision model gives behind the block. Inputs that are quantized at run time are quantized here, too, from
+when their linear is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from compress import formats
+from compress.model.block_calls import BlockArgs, leaves
+from compress.model.blockwise import call_block
+from compress.tune import quantized_inputs
+from compress.tune.portions import Batches, Portions
+from compress.types import PackedWeight
+
+
+class HeldBlock:
+    """One block, its linears partly quantized; `block` has its own weights, and stays as it is."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        names: Sequence[str],
+        batches: Batches,
+        count: int,
+        held_out: int,
+        tokens: int | None = None,
+    ) -> None:
+        """Copy the block.
+
+        names: paths in the block of the linears that are to be quantized. batches: `count` at every call, of which
+        one in `held_out` is held out. tokens: of what `portions.endless` yields, about; None: whole batches.
+        """
+        self.block, self.left = block, list(names)
+        self.packed: dict[str, PackedWeight] = {}
+        self.model = copy.deepcopy(block).float().requires_grad_(False)
+        self.portions = Portions(batches, count, held_out, tokens, lambda x, call: self.run({}, x, call))
+
+    def weight(self, name: str) -> Tensor:
+        """Return the weight [out, in] of a linear that is quantized next, in the type of the block."""
+        weight = f"{name}.weight"
+        return self.model.get_parameter(weight).detach().to(self.own_type(weight))
+
+    @torch.no_grad()
+    def add(self, name: str, packed: PackedWeight) -> None:
+        """Take a quantized linear."""
+        self.left.remove(name)
+        self.packed[name] = packed
+        self.model.get_submodule(name).get_parameter("weight").copy_(formats.decode(packed, torch.float32))
+        quantized_inputs.attach(self.model.get_submodule(name), packed)
+
+    def between(self) -> None:
+        """Change nothing before the next group of linears."""
+
+    def own_type(self, name: str) -> torch.dtype:
+        """Return the type in which a parameter is stored."""
+        return self.block.get_parameter(name).dtype
+
+    def run(self, parameters: Mapping[str, Tensor], hidden: Tensor, call: BlockArgs) -> Tensor:
+        """Return what the block gives with these parameters in the place of its own, in float32."""
+
+        def run(*args: object, **kwargs: object) -> object:
+            return functional_call(self.model, dict(parameters), args, kwargs)
+
+        return call_block(run, _wide(call), hidden.float())[0]
+
+    @torch.no_grad()
+    def error(self, parameters: Mapping[str, Tensor]) -> float:
+        """Return the relative squared error on the held-out batches with these parameters."""
+        error = size = 0.0
+        for hidden, call, target in self.portions.held():
+            expected = target.float()
+            error += relative(self.run(parameters, hidden, call), expected).sum(dtype=torch.float64).item()
+            size += expected.shape[:-1].numel()
+        return error / size
+
+
+def relative(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the relative squared error of each token [...], of what a block gives [..., channels]."""
+    size = expected.square().mean(-1)
+    return (found - expected).square().mean(-1) / size.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _wide(call: BlockArgs) -> BlockArgs:
+    """Return a call with 16-bit tensors in float32."""
+    half = (torch.float16, torch.bfloat16)
+    return call.changed({p: t.float() for p, t in leaves(call.tree) if isinstance(t, Tensor) and t.dtype in half})
