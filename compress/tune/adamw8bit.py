@@ -114,6 +114,15 @@ def step_nbytes(numel: int, states: States) -> int:
     return 96 * min(numel, CHUNK)  # measured: decoded moments, a denominator, and what coding takes
 
 
+def saved_nbytes(numel: int, states: States) -> int:
+    """Return the bytes that tuning `numel` numbers takes less than with 32-bit states, a step included."""
+    return (
+        state_nbytes(numel, "32bit")
+        - state_nbytes(numel, states)
+        - (step_nbytes(CHUNK, states) if states == "8bit" else 0)
+    )
+
+
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW without weight decay, the moments of large tensors in 8 bits; parameters float32."""
 

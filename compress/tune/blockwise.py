@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats, plugins
+from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import descend
 from compress.tune.held_block import HeldBlock, relative
 from compress.tune.portions import MOST_HELD, Batches
@@ -60,6 +61,7 @@ class Config:
     start: Literal["codes", "weights"] = "weights"  # where these numbers begin in the cell of their code
     tokens: int = 512  # [tokens] of a step, about: at least a sample, at most a batch
     held_out: int = 8  # [batches] of which one is not trained on
+    optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
 
     def __post_init__(self) -> None:
         if min(self.steps, self.between) < 0:
@@ -79,7 +81,8 @@ class Config:
 
 def workspace(config: Config, numel: int, states: int) -> int:
     """Return the bytes that tuning takes beside a block of `numel` weights; states: bytes of a forward pass."""
-    return numel * (4 + 4 + MASTERS + plugins.load("codes", config.codes).BYTES) + (2 * STATES + MOST_HELD) * states
+    trained = numel * (4 + 4 + MASTERS + plugins.load("codes", config.codes).BYTES)
+    return trained - saved_nbytes(numel, config.optimizer_states) + (2 * STATES + MOST_HELD) * states
 
 
 class Stage(NamedTuple):
@@ -209,7 +212,7 @@ class BlockTuning(HeldBlock):
                     part.keep()
 
         by_descent = [each.moved for each in moved] or [nn.Parameter(torch.zeros(0))]  # where signs move all there is
-        descend(by_descent, steps, self.config.rate, loss, check)
+        descend(by_descent, steps, self.config.rate, loss, check, self.config.optimizer_states)
         for part in parts:
             part.restore()
         self.stages.append(Stage(first, best))

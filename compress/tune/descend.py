@@ -46,7 +46,9 @@ def descend(
         optimizer.zero_grad()
         value = loss(step)
         if not math.isfinite(value):
-            raise NumericalError(f"the loss in training is {value} at step {step + 1}; lower train_rate")
+            raise NumericalError(
+                f"the loss in training is {value} at step {step + 1}; lower its rate: train_rate of low-rank parts, rate of tune"
+            )
         torch.nn.utils.clip_grad_norm_(parameters, MOST_NORM)
         optimizer.step()
         behind(step)

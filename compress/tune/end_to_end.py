@@ -23,14 +23,16 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.calib import reference_logprobs
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
+from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import descend
 from compress.tune.streamed import StreamedModel, Text
+from compress.tune.trained import Trained
 from compress.tune.whole_model import Result, Sizes, Work
 
 SCOPE = "model"
@@ -51,6 +53,7 @@ class Config:
     batch_tokens: int = 2048  # [tokens] of a step
     top_k: int = 512  # log-probabilities of the original that are kept of each position
     held_out: int = 10  # [samples] of which one is not trained on
+    optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_tokens, self.top_k) < 1:
@@ -74,7 +77,8 @@ def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int
     in_block = 2 * 4 * sizes.block + 4 * DECODING * sizes.linear + STATES * batch * sizes.seq_len * sizes.states
     logits = min(kl.LOGITS_NBYTES, 4 * sizes.seq_len * sizes.vocabulary)
     outside = 4 * sizes.rest + sizes.tables
-    return outside + held + stream + boundaries + max(in_block, LOGITS * logits) + MASTERS * sizes.trained
+    trained = MASTERS * sizes.trained - saved_nbytes(sizes.trained, config.optimizer_states)
+    return outside + held + stream + boundaries + max(in_block, LOGITS * logits) + trained
 
 
 def positions(config: Config, samples: int, seq_len: int) -> int:
@@ -129,7 +133,7 @@ class _Training:
         self.rate = max(config.rate, config.norm_rate)
         rates = {name: config.norm_rate if name in model.vectors else config.rate for name in model.stored}
         self.masters = {
-            name: _Master(tensor, rates[name] / self.rate) for name, tensor in model.stored.items() if rates[name]
+            name: Trained(tensor, rates[name] / self.rate) for name, tensor in model.stored.items() if rates[name]
         }
         self.fixed = {name: tensor.float() for name, tensor in model.stored.items() if not rates[name]}
         self.first = self.best = self._measured()
@@ -138,14 +142,19 @@ class _Training:
         """Take all steps; return the tensors that have changed for the better, as they are stored."""
         parameters = [master.moved for master in self.masters.values()]
         if parameters:
-            descend(parameters, self.config.steps, self.rate, self._loss, self._check)
+            descend(parameters, self.config.steps, self.rate, self._loss, self._check, self.config.optimizer_states)
         for master in self.masters.values():
-            master.moved.data.copy_(master.best)
-        made = {name: master.stored() for name, master in self.masters.items()}
+            master.restore()
+        made = {name: self._as_stored(name) for name in self.masters}
         return {name: tensor.cpu() for name, tensor in made.items() if not torch.equal(tensor, self.model.stored[name])}
 
     def _numbers(self) -> dict[str, Tensor]:
-        return {**self.fixed, **{name: master.stored().float() for name, master in self.masters.items()}}
+        return {**self.fixed, **{name: self._as_stored(name).float() for name in self.masters}}
+
+    @torch.no_grad()
+    def _as_stored(self, name: str) -> Tensor:
+        """Return a trained tensor as it would be stored now."""
+        return self.masters[name].value().to(self.model.stored[name].dtype).contiguous()
 
     def _loss(self, step: int) -> float:
         """Leave the gradients of the mean divergence over the batches of a step behind, and return it."""
@@ -166,7 +175,7 @@ class _Training:
         if (found := self._measured()) < self.best:
             self.best = found
             for master in self.masters.values():
-                master.best.copy_(master.moved)
+                master.keep()
 
     def _measured(self) -> float:
         """Return the mean divergence on the samples that are not trained on, in nats a token."""
@@ -183,19 +192,3 @@ class _Training:
             f"{count} stored numbers tuned end to end for {self.config.steps} steps in {seconds:.0f} s: KL on held-out "
             f"calibration text {self.first:.4f} -> {self.best:.4f}{kept}; errors of linears are from before it"
         )
-
-
-class _Master:
-    """A stored tensor in training: how far it is from where it began, in units of its root mean square."""
-
-    def __init__(self, tensor: Tensor, share: float) -> None:
-        """share: of the rate that is its own."""
-        self.start, self.dtype = tensor.float(), tensor.dtype
-        self.unit = share * (float(self.start.square().mean().sqrt()) or 1.0)
-        self.moved = nn.Parameter(torch.zeros_like(self.start))
-        self.best = torch.zeros_like(self.start)
-
-    @torch.no_grad()
-    def stored(self) -> Tensor:
-        """Return the tensor as it would be stored now."""
-        return (self.start + self.unit * self.moved).to(self.dtype).contiguous()

@@ -160,7 +160,7 @@ def test_settings() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
-    with pytest.raises(NumericalError, match=r"is nan at step 1; lower train_rate"):
+    with pytest.raises(NumericalError, match=r"is nan at step 1; lower its rate: train_rate"):
         descend.descend([torch.nn.Parameter(torch.ones(1))], 3, 1.0, lambda _: float("nan"))
 
 
