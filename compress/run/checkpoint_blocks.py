@@ -159,8 +159,8 @@ class CheckpointBlocks:
         layers = [layer for layer in self.run.prepared.plan.layers if layer.spec.block == index]
         settings = {layer.spec.name.removeprefix(prefix): layer.scheme.lowrank for layer in layers}
         inner = {name.removeprefix(prefix): weight for name, weight in self.packed.items()}
-
-        self.stream.meter.say("training low-rank parts")
+        if any(part is not None and part.train_blocks for part in settings.values()):
+            self.stream.meter.say("training low-rank parts")
         trained, note = low_rank.train_block(block, inner, settings, partial(self.stream.batches, index))
         self.packed = {prefix + name: weight for name, weight in trained.items()}
         return [note] if note else []

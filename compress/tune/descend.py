@@ -46,9 +46,8 @@ def descend(
         optimizer.zero_grad()
         value = loss(step)
         if not math.isfinite(value):
-            raise NumericalError(
-                f"the loss in training is {value} at step {step + 1}; lower its rate: train_rate of low-rank parts, rate of tune"
-            )
+            what = f"the loss in training is {value} at step {step + 1}"
+            raise NumericalError(f"{what}; lower its rate: train_rate of low-rank parts, rate of tune")
         torch.nn.utils.clip_grad_norm_(parameters, MOST_NORM)
         optimizer.step()
         behind(step)
