@@ -47,7 +47,7 @@ DECODING = 4  # float32 numbers of the largest linear that decoding it with grad
 class Config:
     """Settings of end-to-end tuning."""
 
-    steps: int = 100
+    steps: int = 100  # [steps] of training
     rate: float = 0.02  # of AdamW for what packed weights store, in units of the root mean square of each tensor
     norm_rate: float = 0.006  # the same for norms and biases
     batch_tokens: int = 2048  # [tokens] of a step

@@ -38,7 +38,7 @@ STATES = 4  # times the activations of a forward pass that a forward and a backw
 class Config:
     """Settings of norm tweaking."""
 
-    steps: int = 32
+    steps: int = 32  # [steps] of training
     rate: float = 0.001  # of AdamW, in units of the root mean square of each tensor
     held_out: int = 8  # [batches] of which one is not trained on
 
