@@ -86,7 +86,7 @@ class Extras(NamedTuple):
     read: int = 0  # tokens of the calibration text that are read, at most
     reader: int = 0  # bytes of a library that reads it, which stays in memory
     document: int = 0  # bytes of its largest document while that is read
-    tuning: Callable[[int, int], int] | None = None  # bytes of tuning a block of so many weights, and of its states
+    tuning: Callable[[int, int, int, int], int] | None = None  # `workspace` of what tunes a block, with its settings
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
     whole: Callable[[Sizes, int, bool], int] | None = None
@@ -313,7 +313,7 @@ class _MemoryModel:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
         if self.extras.tuning is not None:  # and all along, a copy of the block
             numel, states = self.weights[index] // self.item, batch * self.seq_len * self.token[index] // self.item
-            tuning = TRAINING + held + self.packed[index] + self.extras.tuning(numel, 4 * states)
+            tuning = TRAINING + held + self.packed[index] + self.extras.tuning(numel, 4 * states, batch, self.seq_len)
             training = max(training, tuning)
             held, quantizing = held + 4 * numel, quantizing + 4 * numel
         collecting = held + forward + weighing

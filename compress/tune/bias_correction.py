@@ -45,7 +45,7 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: no mean would be measured")
 
 
-def workspace(config: Config, numel: int, states: int) -> int:
+def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
     """Return the bytes that correction takes beside a block of `numel` weights; states: bytes of a forward pass."""
     return numel * (4 + 4 + 4) + 2 * states  # the block, a weight as it is decoded or the block's own, in float32
 

@@ -79,10 +79,14 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
 
 
-def workspace(config: Config, numel: int, states: int) -> int:
-    """Return the bytes that tuning takes beside a block of `numel` weights; states: bytes of a forward pass."""
+def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
+    """Return the bytes that tuning takes beside a block of `numel` weights.
+
+    states: bytes of a forward pass of `batch` samples of `seq_len` tokens.
+    """
     trained = numel * (4 + 4 + MASTERS + plugins.load("codes", config.codes).BYTES)
-    return trained - saved_nbytes(numel, config.optimizer_states) + (2 * STATES + MOST_HELD) * states
+    of_step = 2 * STATES * states * min(batch, max(1, config.tokens // seq_len)) // batch
+    return trained - saved_nbytes(numel, config.optimizer_states) + max(of_step, 2 * states) + MOST_HELD * states
 
 
 class Stage(NamedTuple):

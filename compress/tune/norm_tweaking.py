@@ -51,7 +51,7 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
 
 
-def workspace(config: Config, numel: int, states: int) -> int:
+def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
     """Return the bytes that tweaking takes beside a block of `numel` weights; states: bytes of a forward pass."""
     return numel * (4 + 4) + 2 * STATES * states
 

@@ -138,7 +138,7 @@ def test_a_corrected_model(name: str, tmp_path: Path) -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    assert workspace(Config(), 1000, 50) == 1000 * 12 + 2 * 50
+    assert workspace(Config(), 1000, 50, 4, 512) == 1000 * 12 + 2 * 50
 
 
 def test_settings_that_cannot_be() -> None:

@@ -123,7 +123,7 @@ def test_states_of_eight_bits_tune_as_well(monkeypatch: pytest.MonkeyPatch) -> N
     assert small.stages[-1].after == pytest.approx(wide.stages[-1].after, rel=0.1)
     assert small.stages[-1].after != wide.stages[-1].after
     many = 1 << 20
-    assert blockwise.workspace(Config(optimizer_states="8bit"), many * 100, 0) < 0.9 * blockwise.workspace(
+    assert blockwise.workspace(Config(optimizer_states="8bit"), many * 100, 0, 4, 512) < 0.9 * blockwise.workspace(
         Config(), many * 100, 0
     )
 
@@ -245,10 +245,10 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
     skeleton = Skeleton(open_checkpoint(model))
     made = plan.make(GPTQ.load(), skeleton)
     monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
-    given = blockwise.workspace(Config(), 1000, 50)
-    assert given == 1000 * 32 + (2 * 4 + 2) * 50
-    assert blockwise.workspace(Config(codes="signs"), 1000, 50) > given + 1000 * 16
-    extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda numel, states: 1 << 30))
+    given = blockwise.workspace(Config(), 1000, 50, 4, 512)
+    assert given == 1000 * 32 + (2 * 4 // 4 + 2) * 50
+    assert blockwise.workspace(Config(codes="signs"), 1000, 50, 4, 512) > given + 1000 * 16
+    extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda *sizes: 1 << 30))
     plain, tuned = (memory_plan.arrange(made, skeleton, 8, 32, 1 << 40, each) for each in extras)
     assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING and tuned.peak_nbytes > plain.peak_nbytes + (1 << 30)
 

@@ -131,7 +131,7 @@ def test_norms_are_told_from_linears() -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    assert workspace(Config(), 1000, 50) == 1000 * 8 + 2 * 4 * 50
+    assert workspace(Config(), 1000, 50, 4, 512) == 1000 * 8 + 2 * 4 * 50
 
 
 @pytest.mark.parametrize(
