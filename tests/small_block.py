@@ -64,13 +64,13 @@ def plain_copy(block: nn.Module, packed: Any, changed: dict[str, Tensor]) -> nn.
 
 
 def held_error(made: nn.Module, given: Any, held_out: int, is_normed: bool = False) -> float:
-    """The relative squared error in float64 on the held-out batches; is_normed: of tokens divided by their norms."""
+    """The mean relative squared error of tokens in float64, held out; is_normed: of tokens divided by their norms."""
     error = size = 0.0
     for number, (hidden, _, target) in enumerate(given()):
         if number % held_out == 0:
             found, expected = made(hidden.double()), target.double()
             if is_normed:
                 found, expected = (x / x.norm(dim=-1, keepdim=True) for x in (found, expected))
-            error += (found - expected).square().sum().item()
-            size += expected.square().sum().item()
+            error += ((found - expected).square().sum(-1) / expected.square().sum(-1)).sum().item()
+            size += expected[..., 0].numel()
     return error / size

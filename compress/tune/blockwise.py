@@ -109,7 +109,7 @@ class BlockTuning(HeldBlock):
     def add(self, name: str, packed: PackedWeight) -> None:
         """Take a quantized linear."""
         if self.config.codes != FIXED:
-            self.targets[name] = self.weight(name).clone()
+            self.targets[name] = self.weight(name)
         super().add(name, packed)
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ class HeldBlock:
     def weight(self, name: str) -> Tensor:
         """Return the weight [out, in] of a linear that is quantized next, in the type of the block."""
         weight = f"{name}.weight"
-        return self.model.get_parameter(weight).detach().to(self.own_type(weight))
+        return self.model.get_parameter(weight).detach().to(self.own_type(weight), copy=True)  # `add` changes ours
 
     @torch.no_grad()
     def add(self, name: str, packed: PackedWeight) -> None:

@@ -63,7 +63,8 @@ def test_the_second_moment() -> None:
     plain /= plain.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
     padded = torch.cat((q, torch.zeros(50, *q.shape[1:])))
-    torch.testing.assert_close(squat.moment(padded.transpose(0, 1), HEADS).double(), found)
+    again = squat.moment(padded.transpose(0, 1), HEADS).double()
+    torch.testing.assert_close(again, found, atol=1e-5, rtol=1e-5)  # sums of float32
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16])

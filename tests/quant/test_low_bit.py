@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, formats, recipe
 from compress.formats import transforms as ops
+from compress.recipe.steps import plain_step
 from compress.run import verify
 from compress.run.report import from_dict
 from compress.runtime import activation_quant
@@ -62,7 +63,14 @@ IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 def small(name: str, *overrides: str) -> Setup:
     steps = recipe.load(name).transform
     transforms = SMALL_TRANSFORM.get(steps[0].method, ()) if steps else ()
-    return Setup(name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *transforms, *overrides))
+    return Setup(name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *transforms, *short_tuning(name), *overrides))
+
+
+def short_tuning(name: str) -> tuple[str, ...]:
+    """The tuning that a recipe asks for, in a few steps."""
+    plain = [plain_step(step) for step in recipe.load(name).tune]
+    short = [{key: 2 if key in ("steps", "between") else value for key, value in step.items()} for step in plain]
+    return (f"tune={json.dumps(short)}",) if short else ()
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -104,7 +112,7 @@ def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> di
     with torch.no_grad():
         loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         model, info = loaded
-        for name, parameter in original.named_parameters():  # what transforms have changed
+        for name, parameter in original.named_parameters():  # what transforms and tuning have changed
             if transformed and not name.endswith(tuple(f"{linear}.weight" for linear in decoded)):
                 parameter.copy_(model.get_parameter(name))
         for name, linear in decoded.items():
@@ -117,7 +125,8 @@ def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> di
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == len(packed)
     is_rounded = any(weight.stored.activations for weight in packed.values())
     rounding = 0.02 if is_rounded else 1e-4  # inputs between two integers
-    assert (found - expected).abs().max() < rounding * float(expected.abs().max())
+    off = (found - expected).abs().amax(-1) >= rounding * float(expected.abs().max())
+    assert off.float().mean() <= (0.1 if is_rounded else 0)  # a step of an input may send a token to another expert
     assert all(0 < row["weight_error"] < 0.5 and (row["output_error"] or 0) < 0.1 for row in report["layers"])
     return report
 
@@ -149,7 +158,8 @@ def without_tables(setup: Setup, model: PreTrainedModel) -> Setup:
 def test_every_recipe(model: str, name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     setup = small(name) if recipe.load(name).head is None else without_tables(small(name), PICO[model]())
     api.quantize(job(pico_dir(model), setup, tmp_path / "out"))
-    report = check(tmp_path / "out", PICO[model](), bool(recipe.load(name).transform))
+    loaded = recipe.load(name)
+    report = check(tmp_path / "out", PICO[model](), bool(loaded.transform or loaded.tune))
     assert report["recipe"] == name and {row["method"] for row in report["layers"]} == {METHOD[name]}
 
 
