@@ -26,18 +26,21 @@ TOGETHER = 8  # sums of a table in registers
 THREAD = 1 << 17  # numbers that are worth waking a thread
 
 
-def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
-    """Return diag(after) H diag(before) x for each vector of x [..., n], of the same type.
+def transform(
+    x: Tensor, before: Tensor | None = None, after: Tensor | None = None, is_transposed: bool = False
+) -> Tensor:
+    """Return diag(after) H diag(before) x for each vector of x [..., n], of the same type; H^T if transposed.
 
     before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/formats/transforms.py packs them; None: ones. Sums
     are those of float32. Other types than `TYPES`, and sizes with few factors of two, are left to PyTorch.
     """
     n = x.shape[-1]
     if not supports(x):
-        return _flipped(hadamard.transform(_flipped(x, before)), after)
+        multiply = hadamard.transpose if is_transposed else hadamard.transform
+        return _flipped(multiply(_flipped(x, before)), after)
     x = x.contiguous()
     out = torch.empty_like(x)
-    run, table = _prepared(n, x.dtype, before is not None, after is not None)
+    run, table = _prepared(n, x.dtype, before is not None, after is not None, is_transposed)
     signs = [0 if bitmap is None else bitmap.data_ptr() for bitmap in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
 
@@ -55,17 +58,21 @@ def supports(x: Tensor) -> bool:
 
 
 @cache
-def _prepared(n: int, dtype: torch.dtype, before: bool, after: bool) -> tuple[Callable[..., None], int]:
+def _prepared(
+    n: int, dtype: torch.dtype, before: bool, after: bool, is_transposed: bool
+) -> tuple[Callable[..., None], int]:
     """Return what transforms vectors of n numbers, and the address of its table."""
     order = hadamard.order(n)
     run = llvm.function(_Transform, order.K, order.power, dtype, before, after)
-    return run, _table(order).data_ptr() if order.K > 1 else 0
+    return run, _table(order, is_transposed).data_ptr() if order.K > 1 else 0
 
 
 @cache
-def _table(order: hadamard.Order) -> Tensor:
+def _table(order: hadamard.Order, is_transposed: bool) -> Tensor:
+    """Return the table of an order; that of a power of two is symmetric and none."""
     with torch.inference_mode(False):
-        return hadamard.table(order).to("cpu", torch.float32).contiguous()
+        table = hadamard.table(order).to("cpu", torch.float32)
+        return (table.T if is_transposed else table).contiguous()
 
 
 def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
