@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.formats import lowrank, transforms
+from compress.tune import turned
 from compress.types import IN_SCALE, PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,7 +28,7 @@ class Trained:
 
     def value(self) -> Tensor:
         """Return the tensor as it is now, float32."""
-        return self.start + self.unit * self.moved
+        return torch.add(self.start, self.moved, alpha=self.unit)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -103,7 +104,7 @@ def around(matrix: Tensor, packed: PackedWeight, tensors: Mapping[str, Tensor]) 
     if stored.lowrank is not None:
         a, b = lowrank.part_factors(tensors, stored.lowrank, packed.shape, torch.float32)
         matrix = torch.addmm(matrix, b.T, a)
-    return transforms.effective(matrix, stored.ops, tensors) if stored.ops else matrix
+    return turned.effective(matrix, stored.ops, tensors) if stored.ops else matrix
 
 
 @torch.no_grad()
@@ -126,4 +127,6 @@ def within(weight: Tensor, packed: PackedWeight) -> Tensor | None:
 
 def decoded(packed: PackedWeight, changed: Mapping[str, Tensor]) -> Tensor:
     """Return the weight [out, in], float32, with some of its stored tensors replaced."""
-    return formats.decode(PackedWeight(packed.stored, {**packed.tensors, **changed}, packed.shape), torch.float32)
+    tensors = {**packed.tensors, **changed}
+    matrix = formats.decode_stored(PackedWeight(packed.stored, tensors, packed.shape), torch.float32)
+    return around(matrix, packed, tensors)

@@ -11,8 +11,11 @@ to the weight that was quantized ("weights").
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from compress.formats import int as int_format
 from compress.tune.trained import TrainedWeight, around, within
@@ -24,6 +27,32 @@ MARGIN = 0.02  # [steps of the grid] from the latent to the wall of its cell, at
 def straight(x: Tensor, rounded: Tensor) -> Tensor:
     """Return `rounded` with the gradient of x."""
     return x + (rounded - x).detach()
+
+
+class Rounded(torch.autograd.Function):
+    """Decode latents [out, groups, columns], with scales and whole zero points [out, groups, 1].
+
+    The gradient passes straight through the rounding and stops where the range of codes ends. It is written out because
+    a byte for each weight is all that has to be kept for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, latent: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
+        codes = latent.round().add_(zeros).clamp_(-1, top + 1)
+        ctx.save_for_backward(codes.to(torch.int16 if top > 126 else torch.int8), scales, zeros)
+        ctx.top = top
+        return codes.clamp_(0, top).sub_(zeros).mul_(scales)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        kept, scales, zeros = ctx.saved_tensors
+        top = ctx.top
+        inside = (kept >= 0) & (kept <= top)
+        of_scales = (gradient * kept.clamp(0, top).float().sub_(zeros)).sum(-1, keepdim=True)
+        whole = gradient * scales
+        of_latent = whole * inside
+        return of_latent, of_scales, (of_latent - whole).sum(-1, keepdim=True), None
 
 
 class Latent(TrainedWeight):
@@ -57,8 +86,7 @@ class Latent(TrainedWeight):
     def _dense(self, latent: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """Return the matrix [out, in] of latents [out, groups, columns]; scales and zeros [out, groups, 1]."""
         zeros = straight(zeros, zeros.round().clamp(0, self.top))
-        codes = straight(latent, latent.round()) + zeros
-        values = (codes.clamp(0, self.top) - zeros) * scales
+        values: Tensor = Rounded.apply(latent, scales, zeros, self.top)
         return values.flatten(1)[:, : self.packed.shape[1]]
 
     def _stored(self, scales: Tensor) -> Tensor:
