@@ -32,27 +32,37 @@ class Setting(NamedTuple):
     """Integers of so many bits, one scale for so many of them, with a zero point where not symmetric."""
 
     recipe: str
+    tuned: str  # the recipe of the same bits that is tuned
     bits: int
     group_size: int
     is_symmetric: bool
 
 
-SETTINGS = {"2bit": Setting("int2", 2, 64, False), "4bit": Setting("int4", 4, 128, True)}
+SETTINGS = {"2bit": Setting("int2", "int2-tuned", 2, 64, False), "4bit": Setting("int4", "int4-round", 4, 128, True)}
 PLAIN = {"incoherence": False}  # at run time AutoRound has no transforms
+TUNED = "tuned"  # the tuned recipe of a setting, as it stands
 METHODS: dict[str, tuple[Row, tuple[str, ...]]] = {  # name -> changes to the recipe's `quantize`, and overrides
     "rtn": ({"method": "rtn", **PLAIN}, ()),
     "gptq": ({"method": "gptq", **PLAIN}, ()),
     "gptq+blockwise": ({"method": "gptq", **PLAIN}, ("tune={method: blockwise}",)),
     "gptq+rotation": ({"method": "gptq", "incoherence": True}, ()),
     "gptq+rotation+blockwise": ({"method": "gptq", "incoherence": True}, ("tune={method: blockwise}",)),
+    TUNED: ({}, ()),
     "gptq+norm_tweaking": ({"method": "gptq", **PLAIN}, ("tune={method: norm_tweaking}",)),
 }
 ENTRIES = [f"{setting}:{method}" for setting in SETTINGS for method in (PEER, "rtn", "gptq", "gptq+rotation")]
 
 
+def plain_blocks(args: argparse.Namespace) -> list[int]:
+    """Return the numbers of the blocks that are not quantized."""
+    count = json.loads((args.base / "config.json").read_text())["num_hidden_layers"]
+    taken = {round(i * (count - 1) / max(1, args.blocks - 1)) for i in range(args.blocks)} if args.blocks else None
+    return [] if taken is None else sorted(set(range(count)) - taken)
+
+
 def run_peer(args: argparse.Namespace, setting: Setting, work: Path) -> tuple[Row, Path]:
     """Quantize with AutoRound, unless it is done; return what it took, and the checkpoint decoded to float32."""
-    out = work / f"{PEER}-{setting.recipe}-{args.iterations}"
+    out = work / f"{PEER}-{setting.recipe}-{args.iterations}-{args.blocks or 'all'}"
     said, plain = out / "said.json", out.with_name(f"{out.name}-plain")
     if not said.exists():
         tokens = work / "tokens.safetensors"
@@ -60,6 +70,7 @@ def run_peer(args: argparse.Namespace, setting: Setting, work: Path) -> tuple[Ro
         command: list[str | Path] = [args.peer, quantize.PEERS, "--tool", PEER, "--bits", str(setting.bits)]
         command += ["--group-size", str(setting.group_size), *([] if setting.is_symmetric else ["--asymmetric"])]
         command += ["--iterations", str(args.iterations), "--batch-size", str(args.batch_size)]
+        command += ["--plain-blocks", *map(str, plain_blocks(args))]
         command += ["--model", args.base, "--tokens", tokens, "--out", out]
         output, run = run_child(command, args.env, out.with_suffix(".log"))
         row = json.loads(output.strip().splitlines()[-1])
@@ -73,14 +84,16 @@ def run_peer(args: argparse.Namespace, setting: Setting, work: Path) -> tuple[Ro
 def run_ours(args: argparse.Namespace, setting: Setting, method: str, work: Path) -> tuple[Row, Path]:
     """Quantize with a method of ours; return what it took, and the checkpoint."""
     changes, overrides = METHODS[method]
+    recipe = setting.tuned if method == TUNED else setting.recipe
     given = {**changes, "bits": setting.bits, "group_size": setting.group_size, "symmetric": setting.is_symmetric}
     values = [f"quantize.{key}={json.dumps(value)}" for key, value in given.items()]
     if changes["method"] == "rtn":
         values = [f"quantize={json.dumps(given)}"]
     values += [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}"]
+    values += [f"ignore={json.dumps([f'*.layers.{block}.*' for block in plain_blocks(args)])}"]
     options = [word for value in (*values, *quantize.KEEP_TABLES, *overrides) for word in ("--set", value)]
     out = work / "ours"
-    run, _ = run_quantize(args.base, setting.recipe, args.calib, out, args.env, options)
+    run, _ = run_quantize(args.base, recipe, args.calib, out, args.env, options)
     return {**asdict(run), **in_fresh_process(quantize.count_sizes, out, args.base)}, out
 
 
@@ -89,7 +102,8 @@ def measure(args: argparse.Namespace, entry: str, work: Path) -> Row:
     name, _, method = entry.partition(":")
     setting = SETTINGS[name]
     row, out = run_peer(args, setting, work) if method == PEER else run_ours(args, setting, method, work)
-    return row | in_fresh_process(quantize.score, out, args.base, args.text, args.seq_len, args.max_tokens)
+    window = args.score_seq_len or args.seq_len
+    return row | in_fresh_process(quantize.score, out, args.base, args.text, window, args.max_tokens)
 
 
 def table(rows: list[Row]) -> None:
@@ -109,6 +123,8 @@ def main() -> None:
     parser.add_argument("--peer", type=absolute, help="the python of the environment that has AutoRound")
     parser.add_argument("--iterations", type=int, default=200, help="of AutoRound, for each block")
     parser.add_argument("--batch-size", type=int, default=8, help="of AutoRound, windows in an iteration")
+    parser.add_argument("--blocks", type=int, help="quantize so many blocks, spread from the first to the last")
+    parser.add_argument("--score-seq-len", type=int, help="tokens of a window that is scored, if not --seq-len")
     parser.add_argument("--work", type=absolute)
     add_table_options(parser, "autoround")
     parser.set_defaults(num_samples=64, env=[("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")])
@@ -121,6 +137,8 @@ def main() -> None:
             for entry in args.entries or ENTRIES:
                 identity = {"entry": entry, "samples": args.num_samples, "seq_len": args.seq_len}
                 identity |= {"model": args.base.name, "calib": args.calib.name, "text": args.text.name}
+                if args.blocks:
+                    identity["blocks"] = args.blocks
                 result_file.add(args.json, identity, args.again, entry, partial(measure, args, entry, work))
     table(result_file.read(args.json))
 

@@ -132,6 +132,9 @@ def auto_round(args: Namespace, windows: Tensor, out: Path) -> Clock:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    plain = {f"model.layers.{block}." for block in args.plain_blocks}
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    kept = {name: {"bits": 16} for name in linears if any(map(name.startswith, plain))}
     tuner = AutoRound(
         model,
         AutoTokenizer.from_pretrained(args.model),
@@ -143,6 +146,7 @@ def auto_round(args: Namespace, windows: Tensor, out: Path) -> Clock:
         batch_size=min(args.batch_size, len(windows)),
         device_map="cpu",
         enable_alg_ext=args.extended,
+        layer_config=kept,
     )
     with Clock() as clock:
         _, folder = tuner.quantize_and_save(str(out), format="auto_round")  # below `out`, under a name of its own
@@ -297,6 +301,9 @@ def main() -> None:
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
     parser.add_argument("--iterations", type=int, default=200, help="of AutoRound, for each block")
+    parser.add_argument(
+        "--plain-blocks", type=int, nargs="*", default=[], help="blocks that AutoRound leaves as they are"
+    )
     parser.add_argument("--extended", action="store_true", help="AutoRound with its algorithm extensions")
     parser.add_argument("--batch-size", type=int, default=1, help="calibration windows in one forward pass")
     args = parser.parse_args()
