@@ -43,7 +43,7 @@ class _Turned(torch.autograd.Function):
         return _turn(rows.T, "out", ops.output, tensors, is_transposed=False).T
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         rows = _turn(gradient, "in", ctx.ops.input, ctx.tensors, is_transposed=False)
         return _turn(rows.T, "out", ctx.ops.output, ctx.tensors, is_transposed=True).T, None, None

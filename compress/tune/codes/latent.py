@@ -44,7 +44,7 @@ class Rounded(torch.autograd.Function):
         return codes.clamp_(0, top).sub_(zeros).mul_(scales)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         kept, scales, zeros = ctx.saved_tensors
         top = ctx.top
