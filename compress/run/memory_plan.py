@@ -25,7 +25,7 @@ from compress.errors import BudgetError
 from compress.model.skeleton import Skeleton
 from compress.numerics import products
 from compress.run import activation_sizes, layer_needs, linear_sizes, table_sizes
-from compress.tune import low_rank
+from compress.tune import held_block, low_rank
 from compress.tune.whole_model import Sizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
@@ -86,7 +86,7 @@ class Extras(NamedTuple):
     read: int = 0  # tokens of the calibration text that are read, at most
     reader: int = 0  # bytes of a library that reads it, which stays in memory
     document: int = 0  # bytes of its largest document while that is read
-    tuning: Callable[[int, int, int, int], int] | None = None  # `workspace` of what tunes a block, with its settings
+    tuning: Callable[[held_block.Sizes], int] | None = None  # `workspace` of what tunes a block, with its settings
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
     whole: Callable[[Sizes, int, bool], int] | None = None
@@ -312,8 +312,10 @@ class _MemoryModel:
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
         if self.extras.tuning is not None:  # and all along, a copy of the block
-            numel, states = self.weights[index] // self.item, batch * self.seq_len * self.token[index] // self.item
-            tuning = TRAINING + held + self.packed[index] + self.extras.tuning(numel, 4 * states, batch, self.seq_len)
+            numel, tokens = self.weights[index] // self.item, batch * self.seq_len
+            states, hidden = 4 * tokens * self.token[index] // self.item, tokens * self.hidden
+            sizes_of_tuning = held_block.Sizes(numel, states, hidden, batch, self.seq_len)
+            tuning = TRAINING + held + self.packed[index] + self.extras.tuning(sizes_of_tuning)
             training = max(training, tuning)
             held, quantizing = held + 4 * numel, quantizing + 4 * numel
         collecting = held + forward + weighing

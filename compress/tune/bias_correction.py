@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.model.blockwise import attached
-from compress.tune.held_block import HeldBlock
+from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import Batches
 from compress.types import PackedWeight
 
@@ -47,9 +47,11 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: no mean would be measured")
 
 
-def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
-    """Return the bytes that correction takes beside a block of `numel` weights; states: bytes of a forward pass."""
-    return numel * (4 + 4 + 4) + 2 * states  # the block, a weight as it is decoded or the block's own, in float32
+def workspace(config: Config, sizes: Sizes) -> int:
+    """Return the bytes that correction takes beside the block."""
+    return (
+        sizes.numel * (4 + 4 + 4) + 2 * sizes.states
+    )  # the block, and weights, in float32
 
 
 class _Mean:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from compress import formats, plugins
 from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import descend
-from compress.tune.held_block import HeldBlock, relative
+from compress.tune.held_block import HeldBlock, Sizes, relative
 from compress.tune.portions import MOST_HELD, Batches
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
@@ -44,8 +44,8 @@ from compress.types import PackedWeight
 SCOPE = "block"
 CHECKS = 4  # times that the held-out error is measured in the last stage
 FIXED = "fixed"  # serves every format
-MASTERS = 24  # bytes of a trained number: where it began, how far it is, its gradient, two moments, the best so far
-STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
+MASTERS = 24  # bytes of a trained number: how far it is, its gradient, two moments, the best so far, what it is now
+STATES = 3  # times the activations of a forward pass that a forward and a backward pass take
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,15 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
 
 
-def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
-    """Return the bytes that tuning takes beside a block of `numel` weights.
-
-    states: bytes of a forward pass of `batch` samples of `seq_len` tokens.
-    """
-    trained = numel * (4 + 4 + MASTERS + plugins.load("codes", config.codes).BYTES)
-    of_step = 2 * STATES * states * min(batch, max(1, config.tokens // seq_len)) // batch
-    return trained - saved_nbytes(numel, config.optimizer_states) + max(of_step, 2 * states) + MOST_HELD * states
+def workspace(config: Config, sizes: Sizes) -> int:
+    """Return the bytes that tuning takes beside the block."""
+    weights = MASTERS if config.between else 0  # those that are left; codes are trained when there are none
+    codes = plugins.load("codes", config.codes).BYTES if config.steps else 0
+    trained = sizes.numel * (4 + 4 + max(weights, codes))
+    of_step = STATES * sizes.states * min(sizes.batch, max(1, config.tokens // sizes.seq_len)) // sizes.batch
+    held = 2 * MOST_HELD * sizes.hidden
+    saved = saved_nbytes(sizes.numel, config.optimizer_states) if max(weights, codes) else 0
+    return trained - saved + max(of_step, sizes.states) + held
 
 
 class Stage(NamedTuple):

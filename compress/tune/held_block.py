@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,16 @@ from compress.model.blockwise import call_block
 from compress.tune import quantized_inputs
 from compress.tune.portions import Batches, Portions
 from compress.types import PackedWeight
+
+
+class Sizes(NamedTuple):
+    """What the memory of tuning a block depends on."""
+
+    numel: int  # weights of the block
+    states: int  # bytes in float32 of all that modules of the block read and write in a forward pass of a batch
+    hidden: int  # bytes of the hidden states of a batch, as they are kept between blocks
+    batch: int  # [samples]
+    seq_len: int  # [tokens]
 
 
 class HeldBlock:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.tune.descend import descend
-from compress.tune.held_block import HeldBlock
+from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import Batches
 from compress.types import PackedWeight
 
@@ -51,9 +51,9 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
 
 
-def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
-    """Return the bytes that tweaking takes beside a block of `numel` weights; states: bytes of a forward pass."""
-    return numel * (4 + 4) + 2 * STATES * states
+def workspace(config: Config, sizes: Sizes) -> int:
+    """Return the bytes that tweaking takes beside the block."""
+    return sizes.numel * (4 + 4) + 2 * STATES * sizes.states
 
 
 def distance(found: Tensor, expected: Tensor) -> Tensor:

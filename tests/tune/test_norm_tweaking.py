@@ -12,6 +12,7 @@ from torch import nn
 from compress import api, recipe
 from compress.errors import RecipeError
 from compress.tune import held_block, norm_tweaking
+from compress.tune.held_block import Sizes
 from compress.tune.norm_tweaking import Config, distance, norms, workspace
 from pico import save_pico
 from runs import GPTQ, contents, job, report_of, stored_tensors
@@ -131,7 +132,7 @@ def test_norms_are_told_from_linears() -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    assert workspace(Config(), 1000, 50, 4, 512) == 1000 * 8 + 2 * 4 * 50
+    assert workspace(Config(), Sizes(1000, 50, 20, 4, 512)) == 1000 * 8 + 2 * 4 * 50
 
 
 @pytest.mark.parametrize(

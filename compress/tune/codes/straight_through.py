@@ -17,7 +17,7 @@ from compress.tune.codes.latent import Latent
 from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
-BYTES = 24 + 5 * 4  # of a weight, beside what `fixed` takes: a trained number, and what a backward pass keeps
+BYTES = 24 + 3 * 4  # of a weight, beside what `fixed` takes: a trained number, its target, what a step keeps
 
 
 def serves(packed: PackedWeight) -> bool:
