@@ -48,6 +48,7 @@ METHODS: dict[str, tuple[Row, tuple[str, ...]]] = {  # name -> changes to the re
     "gptq+rotation": ({"method": "gptq", "incoherence": True}, ()),
     "gptq+rotation+blockwise": ({"method": "gptq", "incoherence": True}, ("tune={method: blockwise}",)),
     TUNED: ({}, ()),
+    "learned_codes": ({}, ("tune={method: blockwise, codes: straight_through, steps: 200}",)),
     "gptq+norm_tweaking": ({"method": "gptq", **PLAIN}, ("tune={method: norm_tweaking}",)),
 }
 ENTRIES = [f"{setting}:{method}" for setting in SETTINGS for method in (PEER, "rtn", "gptq", "gptq+rotation")]
@@ -87,7 +88,7 @@ def run_ours(args: argparse.Namespace, setting: Setting, method: str, work: Path
     recipe = setting.tuned if method == TUNED else setting.recipe
     given = {**changes, "bits": setting.bits, "group_size": setting.group_size, "symmetric": setting.is_symmetric}
     values = [f"quantize.{key}={json.dumps(value)}" for key, value in given.items()]
-    if changes["method"] == "rtn":
+    if changes.get("method") == "rtn":
         values = [f"quantize={json.dumps(given)}"]
     values += [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}"]
     values += [f"ignore={json.dumps([f'*.layers.{block}.*' for block in plain_blocks(args)])}"]
