@@ -49,9 +49,7 @@ class Config:
 
 def workspace(config: Config, sizes: Sizes) -> int:
     """Return the bytes that correction takes beside the block."""
-    return (
-        sizes.numel * (4 + 4 + 4) + 2 * sizes.states
-    )  # the block, and weights, in float32
+    return sizes.numel * (4 + 4 + 4) + 2 * sizes.states  # the block, and weights, in float32
 
 
 class _Mean:
