@@ -235,7 +235,8 @@ class BlockTuning(HeldBlock):
             sums = {name: Sums(*self._own(name), moments) for name in group}
             for batch in self.portions.others():
                 for inputs in self._inputs(group[0], batch, full):
-                    for each in (moments, *sums.values()):
+                    moments.add(inputs)
+                    for each in sums.values():
                         each.add(inputs)
             for name in group:
                 best = self._tune(name, sums.pop(name), held, best)
