@@ -25,7 +25,8 @@ none, activation functions inside the loss, norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -229,15 +230,14 @@ class BlockTuning(HeldBlock):
         full = HeldBlock(self.block, (), self.portions.batches, self.portions.count, self.config.held_out)
         first = best = self.error({})
         for group in self._groups():
-            held = [inputs for batch in self.portions.held() for inputs in self._inputs(group[0], batch, full)]
+            held = list(self._inputs(group[0], self.portions.held(), full))
             weight = self.block.get_submodule(group[0]).get_parameter("weight")
             moments = Moments(weight.shape[1], weight.device)
             sums = {name: Sums(*self._own(name), moments) for name in group}
-            for batch in self.portions.others():
-                for inputs in self._inputs(group[0], batch, full):
-                    moments.add(inputs)
-                    for each in sums.values():
-                        each.add(inputs)
+            for inputs in self._inputs(group[0], self.portions.others(), full):
+                moments.add(inputs)
+                for each in sums.values():
+                    each.add(inputs)
             for name in group:
                 best = self._tune(name, sums.pop(name), held, best)
         return self.packed, self.biases, self._said(first, best)
@@ -272,16 +272,14 @@ class BlockTuning(HeldBlock):
                 groups.append([name])
         return groups
 
-    def _inputs(self, name: str, batch: Batch, full: HeldBlock) -> Iterable[Inputs]:
-        """Yield what a linear reads in a batch, call by call."""
-        hidden, call, _ = batch
-        found = _read(self, name, hidden, call)
-        if self.config.target_inputs == "full" and [x.shape[:-1] for x in found] == [hidden.shape[:-1]]:
-            expected = _read(full, name, hidden, call)
-        else:
-            expected = found
-        for x, of_full in zip(found, expected, strict=True):
-            yield Inputs(x.flatten(0, -2).float(), of_full.flatten(0, -2).float())
+    def _inputs(self, name: str, batches: Iterable[Batch], full: HeldBlock) -> Iterator[Inputs]:
+        """Yield what a linear reads in each batch."""
+        for hidden, call, _ in batches:
+            if (found := _read(self, name, hidden, call)) is None:
+                continue
+            is_aligned = self.config.target_inputs == "full" and found.dim() == hidden.dim()
+            expected = _read(full, name, hidden, call) if is_aligned else found
+            yield Inputs(*(x.flatten(0, -2) for x in (found, found if expected is None else expected)))
 
     def _tune(self, name: str, sums: Sums, batches: Sequence[Inputs], before: float) -> float:
         """Tune one linear; return the held-out error of the block, which was `before`."""
@@ -332,13 +330,18 @@ class BlockTuning(HeldBlock):
         return "; ".join(parts)
 
 
-def _read(held: HeldBlock, name: str, hidden: Tensor, call: BlockArgs) -> list[Tensor]:
-    """Return what a linear of a block reads, [..., in] for each of its calls."""
+class _Reached(Exception):
+    """Raised where a linear is called, since the rest of the block need not run."""
+
+
+def _read(held: HeldBlock, name: str, hidden: Tensor, call: BlockArgs) -> Tensor | None:
+    """Return what a linear of a block reads when it is first called, [..., in], float32; None if it is not called."""
     found: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...]) -> None:
         found.append(args[0])
+        raise _Reached
 
-    with attached([held.model.get_submodule(name).register_forward_pre_hook(note)]):
+    with attached([held.model.get_submodule(name).register_forward_pre_hook(note)]), suppress(_Reached):
         held.run({}, hidden, call)
-    return found
+    return found[0].float() if found else None
