@@ -56,7 +56,7 @@ class Config:
 
     steps: int = 200  # [steps] for each linear
     rate: float = 0.002  # of Adam: of scales in units of their root mean square, of biases in that of outputs
-    codes_rate: float = 1.0  # [steps of the grid] that a number behind an integer code travels, at most
+    codes_rate: float = 0.3  # [steps of the grid] that a number behind an integer code travels, at most
     start: Literal["codes", "weights"] = "weights"  # where these numbers begin in the cell of their code
     target_inputs: Literal["full", "quantized"] = "full"  # what the full-precision linear reads
     held_out: int = 8  # [batches] of which one is not trained on
