@@ -21,6 +21,21 @@ has the gradient of all of it. Rates are relative, and fall along a cosine. `x_f
 behind the quantized ones before it, not behind full-precision ones. Linears that are given tokens by a router have
 `x_full` = x, since it sends them others when weights change. Not done: scales of inputs, biases for linears that have
 none, activation functions inside the loss, norms.
+
+GPTQ minimizes the same error with `x_full` = x, and lowers it further. Relative squared errors of the output of the
+query projection in the third block of tests/models/books-8m, 48 samples of 512 tokens, measured on other text, groups
+of 64, asymmetric, from codes that are nearest between the least and the largest weight:
+
+                                                                         4 bits    2 bits
+    round-to-nearest                                                     0.00209   0.0511
+    this file, 200 steps                                                 0.00123   0.0285
+    rates and 1000 steps of the paper, minibatches of 512 tokens         0.00166   0.0233
+    GPTQ with sweeps                                                     0.00063   0.0118
+
+More steps are not better at 4 bits: the paper's have 0.00142 after 100. The output of that block, rounded to nearest
+with 2 bits and searched scales, has 0.0217 before and 0.0051 behind it (0.0064 with `target_inputs: quantized`), and
+0.0045 behind `blockwise` with `straight_through` in as many steps and CPU seconds. From the codes of GPTQ, 0.0044, no
+linear gets better. So this is for codes of plain rounding; from those of GPTQ it does nothing.
 """
 
 from __future__ import annotations
