@@ -16,11 +16,12 @@ What is trained is kept for a linear if its own squared error falls on held-out 
 stored, and the error of the block's output does not rise. A block is left no worse than it was found.
 
 Differences: the squared error is a quadratic form of the weight, so that instead of 50 to 100 cached samples, of which
-a step takes some, the sums of x x^T and of (x_full - x) x^T over the whole calibration text are kept, and each step
-has the gradient of all of it. Rates are relative, and fall along a cosine. `x_full` is taken in front of the block
-behind the quantized ones before it, not behind full-precision ones. Linears that are given tokens by a router have
-`x_full` = x, since it sends them others when weights change. Not done: scales of inputs, biases for linears that have
-none, activation functions inside the loss, norms.
+a step takes some, the sums of x x^T and of (x_full - x) x^T over the whole calibration text are kept, and each step has
+the gradient of all of it. Rates are relative, and fall along a cosine. Zero points begin at whole numbers and travel as
+far as the numbers behind codes, so that they stay what they are where `codes_rate` is less than 0.5. `x_full` is taken
+in front of the block behind the quantized ones before it, not behind full-precision ones. Linears that are given tokens
+by a router have `x_full` = x, since it sends them others when weights change. Not done: scales of inputs, biases for
+linears that have none, activation functions inside the loss, norms.
 
 GPTQ minimizes the same error with `x_full` = x, and lowers it further. Relative squared errors of the output of the
 query projection in the third block of tests/models/books-8m, 48 samples of 512 tokens, measured on other text, groups
