@@ -76,6 +76,15 @@ def load(
     return ReferenceLogprobs(file)
 
 
+def making_nbytes(tokens: int, vocabulary: int, top_k: int = TOP_K) -> int:
+    """Return the bytes on disk that predictions for so many tokens take while their file is written from raw tensors.
+
+    That is twice the file. Hidden states come on top.
+    """
+    k = min(top_k, vocabulary)
+    return 2 * tokens * (k * (4 + 4) + (4 if k < vocabulary else 0))
+
+
 def divergence(row: TopLogprobs, part: slice, logits: Tensor) -> float:
     """Return the sum over the positions `part` of KL(original || model), nats; logits [positions, vocabulary] float32.
 

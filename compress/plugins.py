@@ -11,7 +11,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     importers  describe(source), tensors(source): compress/importers/__init__.py
     export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
     tune       Config, workspace(config, ...) in bytes, SCOPE: "block" with BlockTuning, as compress/tune/blockwise.py
-               has, or "model" with train and positions, as compress/tune/end_to_end.py has
+               has, or "model" with train, positions and disk, as compress/tune/end_to_end.py has
     codes      serves(packed), Codes(packed, target, rates), BYTES: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py

@@ -10,11 +10,21 @@ from typing import Any
 from compress import plugins, process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress, silent
-from compress.run import calibration_text, identity, memory_plan, prepare, shards, tables, trained_tensors
+from compress.run import (
+    calibration_text,
+    identity,
+    linear_sizes,
+    memory_plan,
+    prepare,
+    shards,
+    tables,
+    trained_tensors,
+)
 from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
 from compress.storage.workdir import Output, check_space, writing
+from compress.tune.whole_model import DiskSizes
 
 
 @contextmanager
@@ -35,7 +45,7 @@ def opened(
         on_plan(prepared)
     with _held(job) as output, writing(output.work):
         if processes.is_main:
-            check_space(output.work, _disk_need(prepared, job.is_paired) - output.written())
+            check_space(output.work, _disk_need(job, prepared) - output.written())
             if output.is_copied:
                 check_space(output.out, prepared.plan.nbytes - output.copied())
         calibration = ranks.by_main(lambda: calibration_text.calibration(job, prepared, progress, output.calibration))
@@ -108,9 +118,18 @@ def _options(prepared: Prepared) -> LinearOptions:
     return {layer.spec.name: {"": layer} for layer in prepared.plan.layers}
 
 
-def _disk_need(prepared: Prepared, paired: bool) -> int:
-    """Return the bytes that a run writes: the checkpoint, and the stream (both sides if `paired`) if it spills."""
-    item = prepared.skeleton.dtype.itemsize
-    hidden = prepared.skeleton.config.get_text_config().hidden_size
-    stream = prepared.samples * prepared.seq_len * hidden * item if prepared.arrangement.spill else 0
-    return prepared.plan.nbytes + stream * (2 if paired else 1)
+def _disk_need(job: Job, prepared: Prepared) -> int:
+    """Return the bytes that a run writes: the checkpoint, and the stream (both sides if paired) if it spills.
+
+    Once the stream is gone, tuning of the whole model has files of its own.
+    """
+    skeleton, samples, seq_len = prepared.skeleton, prepared.samples, prepared.seq_len
+    hidden = skeleton.config.get_text_config().hidden_size
+    sides = 2 if job.is_paired else 1
+    stream = sides * samples * seq_len * hidden * skeleton.dtype.itemsize if prepared.arrangement.spill else 0
+    tuning = 0
+    if (step := job.recipe.tuning("model")) is not None and job.pack:
+        trained = sum(map(linear_sizes.floats, prepared.plan.layers))
+        sizes = DiskSizes(samples, seq_len, hidden, skeleton.vocab_size, trained)
+        tuning = plugins.load("tune", step.method).disk(step.config, sizes)
+    return prepared.plan.nbytes + max(stream, tuning)

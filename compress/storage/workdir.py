@@ -205,8 +205,9 @@ class Output(WorkDirectory):
                 sync_directory(self.blocks)
 
     def written(self) -> int:
-        """Return the bytes that an interrupted run has left."""
-        return sum(path.stat().st_size for path in self.model.iterdir())
+        """Return the bytes that an interrupted run has left: of the model, and beside its records."""
+        folders = [folder for folder in (self.model, self.blocks) if folder.is_dir()]
+        return sum(path.stat().st_size for folder in folders for path in folder.iterdir())
 
     def copied(self) -> int:
         """Return the bytes that are in OUT, which copies replace."""

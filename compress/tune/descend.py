@@ -28,12 +28,13 @@ def descend(
     steps: int,
     rate: float,
     loss: Callable[[int], float],
-    behind: Callable[[int], None] = lambda step: None,
+    behind: Callable[[int], bool | None] = lambda step: None,
     states: States = "32bit",
 ) -> None:
     """Take `steps` steps; loss(step) leaves gradients behind. Raise NumericalError where the loss is not finite.
 
-    behind: called behind each step. states: of the optimizer; in 8 bits they take a quarter of the memory
+    behind: called behind each step; the step was the last one if it returns true, and the rates of those before are as
+    if all had been taken. states: of the optimizer; in 8 bits they take a quarter of the memory
     (`adamw8bit.state_nbytes`) and a step takes longer.
     """
     is_small = states == "8bit"
@@ -50,7 +51,8 @@ def descend(
             raise NumericalError(f"{what}; lower its rate: train_rate of low-rank parts, rate of tune")
         torch.nn.utils.clip_grad_norm_(parameters, MOST_NORM)
         optimizer.step()
-        behind(step)
+        if behind(step):
+            return
 
 
 def match(

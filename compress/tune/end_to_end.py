@@ -33,7 +33,7 @@ from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import descend
 from compress.tune.streamed import StreamedModel, Text
 from compress.tune.trained import Trained
-from compress.tune.whole_model import Result, Sizes, Work
+from compress.tune.whole_model import DiskSizes, Result, Sizes, Work
 
 SCOPE = "model"
 CHECKS = 5  # times that the held-out divergence is measured behind the start
@@ -53,6 +53,7 @@ class Config:
     batch_tokens: int = 2048  # [tokens] of a step
     top_k: int = 512  # log-probabilities of the original that are kept of each position
     held_out: int = 10  # [samples] of which one is not trained on
+    patience: int = 0  # [checks] of 5 in a row without a lower held-out divergence that end training; 0: none does
     optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
 
     def __post_init__(self) -> None:
@@ -63,6 +64,8 @@ class Config:
         for key in ("rate", "norm_rate"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key} {getattr(self, key)} is not at least 0 and below 1")
+        if self.patience < 0:
+            raise ValueError(f"patience {self.patience} is negative; 0 takes all steps")
         if self.held_out < 2:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
 
@@ -82,14 +85,29 @@ def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int
 
 
 def positions(config: Config, samples: int, seq_len: int) -> int:
-    """Return the tokens that `train` takes through the model: a step takes its own about four times.
+    """Return the tokens that `train` takes through the model, at most: a step takes its own about four times.
 
-    That is forward, again, and backward by states and by weights.
+    That is forward, again, and backward by states and by weights. Patience may end training before.
     """
-    held = max(1, samples // config.held_out)
-    of_step = max(config.batch_tokens, seq_len)
-    teaching = min(samples * seq_len, config.steps * of_step + held * seq_len)
-    return 4 * config.steps * of_step + teaching + (CHECKS + 1) * held * seq_len
+    held, of_step = max(1, samples // config.held_out), max(config.batch_tokens, seq_len)
+    return 4 * config.steps * of_step + _taught(config, samples, seq_len) + (CHECKS + 1) * held * seq_len
+
+
+def _taught(config: Config, samples: int, seq_len: int) -> int:
+    """Return the tokens that the original predicts, at most."""
+    held, of_step = max(1, samples // config.held_out), max(config.batch_tokens, seq_len)
+    return min(samples * seq_len, config.steps * of_step + held * seq_len)
+
+
+def disk(config: Config, sizes: DiskSizes) -> int:
+    """Return the bytes that `train` has in its folder at a time, at most.
+
+    That is while the original's predictions are written, with its hidden states beside them; or behind that, with those
+    of the packed model. What is trained is kept as it was and as it is.
+    """
+    tokens = _taught(config, sizes.samples, sizes.seq_len)
+    making = reference_logprobs.making_nbytes(tokens, sizes.vocabulary, config.top_k)
+    return making + 4 * tokens * sizes.hidden + 2 * 4 * sizes.trained
 
 
 def train(config: Config, work: Work) -> Result:
@@ -137,6 +155,7 @@ class _Training:
         }
         self.fixed = {name: tensor.float() for name, tensor in model.stored.items() if not rates[name]}
         self.first = self.best = self._measured()
+        self.taken = self.since = 0  # steps; checks since the best one
 
     def run(self) -> dict[str, Tensor]:
         """Take all steps; return the tensors that have changed for the better, as they are stored."""
@@ -168,14 +187,18 @@ class _Training:
                 master.moved.grad = gradient * (master.unit / positions)
         return total / positions
 
-    def _check(self, step: int) -> None:
-        """Keep the present state if it is the best on what is not trained on."""
-        if (step + 1) % max(1, self.config.steps // CHECKS) and step + 1 < self.config.steps:
-            return
+    def _check(self, step: int) -> bool:
+        """Keep the present state if it is the best on what is not trained on; return whether patience is at an end."""
+        self.taken = step + 1
+        if self.taken % max(1, self.config.steps // CHECKS) and self.taken < self.config.steps:
+            return False
         if (found := self._measured()) < self.best:
-            self.best = found
+            self.best, self.since = found, 0
             for master in self.masters.values():
                 master.keep()
+        else:
+            self.since += 1
+        return self.since == self.config.patience > 0
 
     def _measured(self) -> float:
         """Return the mean divergence on the samples that are not trained on, in nats a token."""
@@ -188,7 +211,8 @@ class _Training:
             sum(master.moved.numel() for master in self.masters.values()),
             "" if is_better else "; no better, so they stay as they were",
         )
+        stopped = f" of {self.config.steps}, then stopped" if self.taken < self.config.steps else ""
         return (
-            f"{count} stored numbers tuned end to end for {self.config.steps} steps in {seconds:.0f} s: KL on held-out "
-            f"calibration text {self.first:.4f} -> {self.best:.4f}{kept}; errors of linears are from before it"
+            f"{count} stored numbers tuned end to end for {self.taken} steps{stopped} in {seconds:.0f} s: KL on "
+            f"held-out calibration text {self.first:.4f} -> {self.best:.4f}{kept}; errors of linears are from before it"
         )

@@ -46,3 +46,13 @@ class Sizes(NamedTuple):
     states: int  # of a token in a block: what linears read and write, and the residual stream
     tokens: int  # of the text
     seq_len: int
+
+
+class DiskSizes(NamedTuple):
+    """What the files that tuning leaves in its folder depend on."""
+
+    samples: int  # of the text
+    seq_len: int
+    hidden: int  # numbers of a token between blocks
+    vocabulary: int
+    trained: int  # numbers, of packed weights

@@ -17,13 +17,13 @@ from compress.calib import reference_logprobs
 from compress.errors import RecipeError
 from compress.model import load as lm
 from compress.model.skeleton import Skeleton
-from compress.run import memory_plan, plan, verify
+from compress.run import memory_plan, pipeline, plan, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import end_to_end, streamed
 from compress.tune.end_to_end import Config
 from compress.tune.streamed import StreamedModel, Text
-from compress.tune.whole_model import Result, Sizes, Work
+from compress.tune.whole_model import DiskSizes, Result, Sizes, Work
 from compress.types import IN_SCALE, PackedWeight
 from pico import VOCAB_SIZE, save_pico
 from runs import GPTQ, Setup, contents, job, report_of, stored_tensors
@@ -165,6 +165,85 @@ def test_steps_that_bring_nothing_leave_no_trace(
     assert result.tensors == {} and "no better, so they stay as they were" in result.note
 
 
+@pytest.mark.parametrize(
+    ("found", "patience", "said"),
+    [
+        ([9, 8, 7, 7.5, 6, 7, 6.5, 0], 2, "for 6 steps of 10, then stopped in"),
+        ([9, 8, 7, 7.5, 6, 7, 5, 0], 3, "for 10 steps in"),
+        ([9, 10], 1, "for 1 steps of 10, then stopped in"),
+        ([9] * 11, 0, "for 10 steps in"),
+    ],
+)
+def test_training_stops_when_patience_is_at_an_end(
+    found: list[float], patience: int, said: str, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are taken are the same, and what was best is kept."""
+    measured = iter([*found, *[8.0] * 10])
+    monkeypatch.setattr(StreamedModel, "divergence", lambda *_: 48 * next(measured))
+    monkeypatch.setattr(end_to_end, "CHECKS", 10)
+    result = tuned(made("experts"), tmp_path, Config(10, 0.1, 0.1, 48, 16, 3, patience))
+    assert said in result.note
+    taken = int(result.note.split(" for ")[1].split(" ")[0])
+    best = min(range(taken + 1), key=lambda check: found[check] if check < len(found) else 8.0)
+    assert bool(result.tensors) == (best > 0)
+    if best:
+        measured = iter([*[9.0] * best, *[1.0] * 11])
+        until = tuned(made("experts"), tmp_path, Config(10, 0.1, 0.1, 48, 16, 3)).tensors
+        assert until.keys() == result.tensors.keys()
+        assert all(torch.equal(tensor, until[name]) for name, tensor in result.tensors.items())
+
+
+@pytest.mark.parametrize("top_k", [16, VOCAB_SIZE])
+def test_its_files_are_counted(top_k: int, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in its folder when the original's predictions are written, and behind that, is less than was said."""
+    seen: list[int] = []
+    write, measure = reference_logprobs.write_shard, StreamedModel.divergence
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    def writing(*arguments: Any) -> Any:
+        result = write(*arguments)
+        seen.append(size())
+        return result
+
+    def measuring(*arguments: Any) -> Any:
+        seen.append(size())
+        return measure(*arguments)
+
+    monkeypatch.setattr(reference_logprobs, "write_shard", writing)
+    monkeypatch.setattr(StreamedModel, "divergence", measuring)
+    config, paths = Config(1, batch_tokens=480, top_k=top_k, held_out=3), made("experts")
+    work = Work(paths[1], open_checkpoint(paths[0]), TOKENS, CPU, 2, tmp_path, True, lambda _: None)
+    end_to_end.train(config, work)
+    said = end_to_end.disk(config, DiskSizes(6, 24, 64, VOCAB_SIZE, 0))
+    assert 0.9 * said < seen[0] < said + 2048 and len(seen) > 1 and max(seen[1:]) < seen[0]  # a header
+    assert end_to_end.disk(config, DiskSizes(6, 24, 64, VOCAB_SIZE, 10)) == said + 80
+    few = end_to_end.disk(Config(1, batch_tokens=24, top_k=top_k, held_out=6), DiskSizes(60, 24, 64, VOCAB_SIZE, 0))
+    assert few == (1 + 10) * said // 6
+
+
+def test_a_run_asks_for_the_room_of_its_files(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what lies there from an interrupted one is not asked for again."""
+    asked: list[int] = []
+    monkeypatch.setattr(pipeline, "check_space", lambda folder, nbytes: asked.append(nbytes))
+    model, plain = made("integers, a packed tied table")[0], MADE["integers, a packed tied table"][1]
+    setup = plain.set("tune={method: end_to_end, steps: 2, batch_tokens: 64}")
+    api.quantize(job(model, plain, tmp_path / "plain"))
+
+    def stop(self: StreamedModel, *_: Any) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StreamedModel, "divergence", stop)
+        api.quantize(job(model, setup, tmp_path / "out"))
+    api.quantize(job(model, setup, tmp_path / "out"))
+    tokens, k = 2 * 64 + 32, min(512, VOCAB_SIZE)
+    teacher = 2 * tokens * (8 * k + (4 if k < VOCAB_SIZE else 0)) + 4 * tokens * 64
+    assert asked[1] > asked[0] + teacher
+    assert asked[2] < asked[1] - asked[0] // 2 - teacher // 3
+
+
 def test_rates_of_zero_leave_numbers_alone(made: Any, tmp_path: Path) -> None:
     paths = made("experts")
     vectors = StreamedModel(paths[1], CPU, True).vectors
@@ -227,6 +306,7 @@ def test_a_recipe_with_both_scopes(tmp_path: Path) -> None:
         ("tune={method: end_to_end, steps: 0}", "must be positive"),
         ("tune={method: end_to_end, norm_rate: 1.5}", "norm_rate 1.5 is not at least 0 and below 1"),
         ("tune={method: end_to_end, held_out: 1}", "nothing would be trained on"),
+        ("tune={method: end_to_end, patience: -1}", "patience -1 is negative; 0 takes all steps"),
         ("tune=[{steps: 3}]", "tune needs a method, one of .*blockwise, end_to_end"),
         ("tune=[{method: end_to_end}, {method: end_to_end}]", "end_to_end tunes the whole model already"),
         ("tune=[{method: blockwise}, {method: blockwise}]", "blockwise tunes blocks already"),
