@@ -55,14 +55,14 @@ from compress.model.block_calls import BlockArgs
 from compress.model.blockwise import attached
 from compress.tune.codes import fixed, straight_through
 from compress.tune.descend import descend
-from compress.tune.held_block import HeldBlock
+from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import MOST_HELD, Batch, Batches
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
 SCOPE = "block"
 CHECKS = 8  # times that the held-out error of a linear is measured
-MASTERS = 24  # bytes of a trained number: where it began, how far it is, its gradient, two moments, the best so far
+MASTERS = 24  # bytes of a trained number: how far it is, its gradient, two moments, the best so far, what it is now
 GRAM = 4  # numbers of a sum of x x^T for each weight of a block, at most: an MLP 8 times as wide as the model has 3.2
 
 
@@ -88,14 +88,15 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
 
 
-def workspace(config: Config, numel: int, states: int, batch: int, seq_len: int) -> int:
-    """Return the bytes that tuning takes beside a block of `numel` weights; states: bytes of a forward pass.
+def workspace(config: Config, sizes: Sizes) -> int:
+    """Return the bytes that tuning takes beside the block.
 
     The largest linear is taken to be no larger than the block.
     """
     copies = 4 + 4 + 4 + 4  # the block quantized and not, a weight as it was, and its share of `Sums.cross`
     trained = MASTERS + straight_through.BYTES
-    return numel * (copies + trained + 4 * GRAM) + (2 + 2 + MOST_HELD) * states  # two passes, what they leave
+    passes = (2 + 2) * sizes.states + 2 * MOST_HELD * sizes.hidden  # two, what they leave, and what is held out
+    return sizes.numel * (copies + trained + 4 * GRAM) + passes
 
 
 class Inputs(NamedTuple):

@@ -17,6 +17,7 @@ from compress.model.blockwise import BlockArgs
 from compress.tune import adaquant, held_block
 from compress.tune.adaquant import Config, Held, Inputs, Linear, Moments, Sums, fit, workspace
 from compress.tune.codes import fixed, straight_through
+from compress.tune.held_block import Sizes
 from compress.tune.trained import Rates, Trained
 from pico import round_to_nearest, save_pico
 from runs import RTN, SMALL, contents, job, report_of, stored_tensors
@@ -223,8 +224,8 @@ def test_other_formats_keep_their_codes() -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    given = workspace(Config(), 1000, 50, 4, 512)
-    assert given == 1000 * (16 + 24 + straight_through.BYTES + 16) + 6 * 50
+    given = workspace(Config(), Sizes(numel=1000, states=50, hidden=10, batch=4, seq_len=512))
+    assert given == 1000 * (16 + 24 + straight_through.BYTES + 16) + 4 * 50 + 4 * 10
 
 
 @pytest.mark.parametrize(
