@@ -77,9 +77,9 @@ def prepare_all(
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     layers = [layer for each in plans for layer in each.packed]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
-    needs_text = every or (job.pack and job.recipe.pruning is not None) or calibrates_cache or "block" in scopes.values()
+    needs_text = every or calibrates_cache or "block" in scopes.values() or any(map(layer_needs.needs_text, layers))
     tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
-    needs_text = needs_text or (job.pack and bool(job.recipe.tune)) or any(map(layer_needs.needs_text, layers))
+    needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried:
         longest = positions.most_tokens(skeleton.model)
