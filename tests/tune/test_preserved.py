@@ -19,6 +19,7 @@ from compress.run import layer_needs, linear_sizes, plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import blockwise, preserved
 from compress.tune.blockwise import BlockTuning, Config
+from compress.tune.held_block import Sizes
 from compress.tune.preserved import Preserved
 from compress.types import Fisher
 from pico import round_to_nearest, save_pico
@@ -173,7 +174,9 @@ def test_gradients_do_not_change_what_is_tuned(held: Held, model: Path, tmp_path
 
 
 def test_what_it_takes_is_counted(model: Path) -> None:
-    sizes = [blockwise.workspace(Config(preserve=preserve), 1000, 50, 4, 512) for preserve in (0, 0.1)]
+    of_block = Sizes(1000, 50, 40, 4, 512)
+    settings = [Config(codes="clips", between=0, preserve=preserve) for preserve in (0, 0.1)]
+    sizes = [blockwise.workspace(config, of_block) for config in settings]
     assert sizes[1] - sizes[0] == 1000 * preserved.BYTES
     layers = plan.make(GPTQ.load(), Skeleton(open_checkpoint(model))).layers
     assert linear_sizes.gradients(layers, 2, every=False) == 0

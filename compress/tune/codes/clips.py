@@ -33,7 +33,7 @@ from compress.tune.codes.latent import Latent
 from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
-BYTES = 12 + 5 * 4  # of a weight, beside what `fixed` takes: what is rounded, and what a backward pass keeps
+BYTES = 16 + 4 * 4  # of a weight, beside what `fixed` takes: what is rounded, its target, what a step keeps
 MOST = 1.5  # of a clip factor
 BEGIN = -math.log(MOST - 1)  # MOST * sigmoid(BEGIN) = 1
 FACTORS = 4.0  # times the rate of other numbers, of low-rank factors
