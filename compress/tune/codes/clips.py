@@ -17,6 +17,9 @@ range smaller before, so that factors go up to MOST, not 1: MOST * sigmoid(gamma
 gamma and beta travel in the stage at most. Norms and biases are trained, too. Symmetric weights have one factor. No
 weight decay, and no second term for the output of the quantized block's own inputs (`aug_loss`).
 
+Measured on a block of tests/models/books-8m in 2 bits beside rank 16: training takes its error from 0.00278 to 0.00182,
+as `fixed` codes do; the published start and rates give 0.0036 behind 400 steps (docs/tuning.md).
+
 Not done: ApiQ-lw, which trains one linear at a time; formats other than `int`, which keep their codes
 (compress/tune/codes/fixed.py); factors of fewer than 16 bits, of which only scales are trained.
 """
