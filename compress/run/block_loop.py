@@ -139,7 +139,8 @@ class BlockLoop:
 
     def _gradients(self) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""
-        names = {x.spec.name for layers in self.layers for x in layers if layer_needs.needs_gradients(x)}
+        every = self.job.pack and layer_needs.tuning_needs_gradients(self.job.recipe)
+        names = {x.spec.name for layers in self.layers for x in layers if every or layer_needs.needs_gradients(x)}
         if names and self.stream.tokens is not None:
             self.meter.say("taking the loss's gradients")
             file = self._spilled("gradients")
@@ -206,9 +207,8 @@ class BlockLoop:
             own = {name: self.skeleton.linear(block, name).weight.detach() for name in names}
             for name, weight in consumer.weights(own).items():
                 for option, layer in self.options[name].items():
-                    weighed = self.fisher.get(name) if layer_needs.needs_gradients(layer) else None
                     in_scale = scales.get(name) if layer_needs.needs_in_scale(layer) else None
-                    yield LinearTask(layer, option, weight, statistics, weighed, in_scale)
+                    yield LinearTask(layer, option, weight, statistics, self.fisher.get(name), in_scale)
             del statistics
 
     def _steps(self, layers: list[LayerPlan], is_new: bool) -> int:

@@ -76,7 +76,10 @@ class CheckpointBlocks:
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
         """Keep one linear until its block is done, and measure its errors."""
         if self.tuning is not None:
-            self.tuning.add(task.layer.spec.name.removeprefix(self.prefix), result.weight)
+            name = task.layer.spec.name.removeprefix(self.prefix)
+            self.tuning.add(name, result.weight)
+            if task.fisher is not None:
+                self.tuning.fisher[name] = task.fisher
         row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes)
         self.packed[row.name] = result.weight
         self.rows[row.name] = dataclasses.replace(row, seconds=round(seconds, 4))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from compress import plugins
 from compress.lowrank import correct
+from compress.recipe.schema import Recipe
 from compress.types import LayerPlan
 
 
@@ -29,6 +30,12 @@ def needs_statistics(layer: LayerPlan) -> bool:
 def needs_gradients(layer: LayerPlan) -> bool:
     """Return whether the errors of a linear are weighed by the gradients of the model's loss."""
     return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
+
+
+def tuning_needs_gradients(recipe: Recipe) -> bool:
+    """Return whether the tuning of blocks weighs all linears by the gradients of the model's loss."""
+    tune = recipe.tuning("block")
+    return tune is not None and getattr(tune.config, "needs_gradients", False)
 
 
 def needs_in_scale(layer: LayerPlan) -> bool:

@@ -23,11 +23,13 @@ def trained(layers: Sequence[LayerPlan], steps: str) -> int:
     )
 
 
-def gradients(layers: Sequence[LayerPlan], item: int) -> int:
-    """Return the bytes of the gradients of a block's linears, their sums and squares; 0 if none needs them."""
-    return (
-        sum((8 + item) * layer.spec.numel for layer in layers) if any(map(layer_needs.needs_gradients, layers)) else 0
-    )
+def gradients(layers: Sequence[LayerPlan], item: int, every: bool) -> int:
+    """Return the bytes of the gradients of a block's linears, their sums and squares; 0 if none needs them.
+
+    every: of a recipe whose tuning needs them for all linears.
+    """
+    is_needed = every or any(map(layer_needs.needs_gradients, layers))
+    return sum((8 + item) * layer.spec.numel for layer in layers) if is_needed else 0
 
 
 def paired_columns(layers: Sequence[LayerPlan]) -> int:

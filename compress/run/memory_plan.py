@@ -90,6 +90,7 @@ class Extras(NamedTuple):
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
     whole: Callable[[Sizes, int, bool], int] | None = None
+    differentiated: bool = False  # tuning that takes the gradients of the loss by all linears
 
 
 NO_EXTRAS = Extras()
@@ -228,7 +229,7 @@ class _MemoryModel:
         self.trained = [linear_sizes.trained(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
         self.tuned = self._tuned(plan, skeleton, samples * seq_len)
-        self.gradients = [linear_sizes.gradients(layers, item) for layers in self.by_block]
+        self.gradients = [linear_sizes.gradients(layers, item, extras.differentiated) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
             beside = map(linear_sizes.paired_columns, self.by_block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib import data as calib_data
-from compress.errors import CheckpointError, OutputError
+from compress.errors import CheckpointError, OutputError, RecipeError
 from compress.importers import open_checkpoint
 from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
@@ -77,10 +77,9 @@ def prepare_all(
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     layers = [layer for each in plans for layer in each.packed]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
-    prunes = job.pack and job.recipe.pruning is not None
-    needs_text = every or prunes or calibrates_cache or "block" in scopes.values()
+    needs_text = every or calibrates_cache or "block" in scopes.values() or any(map(layer_needs.needs_text, layers))
     tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
-    needs_text = needs_text or (job.pack and bool(job.recipe.tune)) or any(map(layer_needs.needs_text, layers))
+    needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried:
         longest = positions.most_tokens(skeleton.model)
@@ -97,10 +96,20 @@ def prepare_all(
         *(_reading(Path(job.calib)) if job.calib is not None else (0, 0)),
         tuning=partial(plugins.load("tune", tune.method).workspace, tune.config) if tune is not None else None,
         whole=partial(plugins.load("tune", whole.method).workspace, whole.config) if whole is not None else None,
+        differentiated=_is_tuned_by_gradients(job, scopes),
         tables=tuple(layer for table in options for layer in table.layers.values()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans
+
+
+def _is_tuned_by_gradients(job: Job, scopes: Mapping[str, str]) -> bool:
+    """Return whether tuning needs gradients; RecipeError where a transform, name -> scope, outdates them."""
+    is_needed = job.pack and layer_needs.tuning_needs_gradients(job.recipe)
+    if is_needed and "block" in scopes.values():
+        changing = ", ".join(name for name, scope in scopes.items() if scope == "block")
+        raise RecipeError(f"tune: preserve goes by gradients of weights that {changing} changes later; set preserve: 0")
+    return is_needed
 
 
 def _reading(source: Path) -> tuple[int, int]:

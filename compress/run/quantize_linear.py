@@ -69,7 +69,7 @@ class LinearTask(NamedTuple):
     option: str
     weight: Tensor  # [out, in], the original
     statistics: InputStatistics  # of its shared input, whether its method needs them or not
-    fisher: Fisher | None  # where its low-rank part is measured by the loss's gradients
+    fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
 
 
@@ -90,7 +90,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
         else:
             result = correct.corrected(
                 target,
-                task.fisher or stats,
+                (task.fisher if layer_needs.needs_gradients(layer) else None) or stats,
                 layer.scheme.lowrank,
                 lambda rest: method.quantize(rest, stats, config, method_seed),
                 method_seed,

@@ -5,8 +5,8 @@ arXiv 2402.04396) tunes the weights that are still to be quantized, so that they
 taken in the groups that read one input (q, k, v; o; gate, up; down), and behind each the rest is trained, with norms
 and biases. At the end, with all linears quantized, what is stored is trained, with norms and biases. How a packed
 weight is trained is a file of compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every
-format), or its codes are learned, too: `straight_through` and `signs` those of the format `int`, `pv` and `proximal`
-those of codebooks. A format that these do not serve keeps its codes.
+format), or its codes are learned, too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` and
+`proximal` those of codebooks. A format that these do not serve keeps its codes.
 
 The loss is the relative squared error of the block's output for what the quantized prefix gives, against what the
 full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. Each token's
@@ -38,6 +38,8 @@ from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import descend
 from compress.tune.held_block import HeldBlock, Sizes, relative
 from compress.tune.portions import MOST_HELD, Batches
+from compress.tune.preserved import BYTES as PRESERVED
+from compress.tune.preserved import Preserved
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
@@ -61,6 +63,7 @@ class Config:
     start: Literal["codes", "weights"] = "weights"  # where these numbers begin in the cell of their code
     tokens: int = 512  # [tokens] of a step, about: at least a sample, at most a batch
     held_out: int = 8  # [batches] of which one is not trained on
+    preserve: float = 0.0  # weight of the change of what gradients find salient: compress/tune/preserved.py; 0: none
     optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
 
     def __post_init__(self) -> None:
@@ -75,15 +78,23 @@ class Config:
             raise ValueError(f"codes_rate {self.codes_rate} is not between 0 and 16")
         if self.tokens < 1:
             raise ValueError(f"tokens {self.tokens} is not positive")
+        if not 0 <= self.preserve < float("inf"):
+            raise ValueError(f"preserve {self.preserve} must not be negative, nor infinite")
         if self.held_out < 2:
             raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Return whether linears are weighed by the gradients of the model's loss."""
+        return self.preserve > 0
 
 
 def workspace(config: Config, sizes: Sizes) -> int:
     """Return the bytes that tuning takes beside the block."""
     weights = MASTERS if config.between else 0  # those that are left; codes are trained when there are none
     codes = plugins.load("codes", config.codes).BYTES if config.steps else 0
-    trained = sizes.numel * (4 + 4 + max(weights, codes))
+    preserved = PRESERVED if config.steps and config.preserve else 0
+    trained = sizes.numel * (4 + 4 + max(weights, codes + preserved))
     of_step = STATES * sizes.states * min(sizes.batch, max(1, config.tokens // sizes.seq_len)) // sizes.batch
     held = 2 * MOST_HELD * sizes.hidden
     saved = saved_nbytes(sizes.numel, config.optimizer_states) if max(weights, codes) else 0
@@ -195,13 +206,17 @@ class BlockTuning(HeldBlock):
         best = first = self.error(parameters())
         stream = self.portions.endless()
         checks = CHECKS if weights else 1
+        is_held = weights and self.config.preserve  # weights that are not yet quantized are free
+        preserved = Preserved(self.block, list(weights), self.fisher) if is_held else None
 
         def loss(step: int) -> float:
             hidden, call, target = next(stream)
             expected = target.float()
             with torch.enable_grad():
-                found = self.run(parameters(), hidden, call)
-                error = relative(found, expected).mean()
+                now = parameters()
+                error = relative(self.run(now, hidden, call), expected).mean()
+                if preserved is not None:
+                    error = error + self.config.preserve * preserved.error(now)
                 error.backward()
             return error.item()
 

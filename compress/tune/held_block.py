@@ -21,7 +21,7 @@ from compress.model.block_calls import BlockArgs, leaves
 from compress.model.blockwise import call_block
 from compress.tune import quantized_inputs
 from compress.tune.portions import Batches, Portions
-from compress.types import PackedWeight
+from compress.types import Fisher, PackedWeight
 
 
 class Sizes(NamedTuple):
@@ -53,6 +53,7 @@ class HeldBlock:
         """
         self.block, self.left = block, list(names)
         self.packed: dict[str, PackedWeight] = {}
+        self.fisher: dict[str, Fisher] = {}  # of linears that are weighed by the gradients of the model's loss
         self.model = copy.deepcopy(block).float().requires_grad_(False)
         self.portions = Portions(batches, count, held_out, tokens, lambda x, call: self.run({}, x, call))
 

@@ -24,7 +24,7 @@ from pico import round_to_nearest
 from stored import samples
 
 AROUND = WeightTransforms(input=("signs", "hadamard"), output=("hadamard",))
-LEARNED = ("straight_through", "signs")
+LEARNED = ("straight_through", "signs", "clips")
 RATES = Rates(steps=8, rate=0.01, codes_rate=1.0, start="weights")
 
 

@@ -89,6 +89,23 @@ class Latent(TrainedWeight):
         values: Tensor = Rounded.apply(latent, scales, zeros, self.top)
         return values.flatten(1)[:, : self.packed.shape[1]]
 
+    def clipped(self, high: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return scales and zero points with factors [out, groups, 1] of the two ends of each range, with gradients.
+
+        low: None where codes are symmetric, whose ends have one factor.
+        """
+        if low is None:
+            return self._stored(self.scales * high), self.zeros
+        below, above = self.zeros * low, (self.top - self.zeros) * high  # in stored steps
+        factor = (below + above) / self.top
+        zeros = torch.where(factor.detach() > 0, below / factor.clamp(min=1e-3), self.zeros)
+        return self._stored(self.scales * factor), zeros
+
+    @staticmethod
+    def safe(scales: Tensor) -> Tensor:
+        """Return scales to divide by: 1 where they are 0."""
+        return torch.where(scales == 0, torch.ones_like(scales), scales)
+
     def _stored(self, scales: Tensor) -> Tensor:
         """Return scales rounded to their stored type, with gradients."""
         dtype = getattr(torch, self.packed.params.scale_dtype)

@@ -39,26 +39,16 @@ class Codes(Latent):
     def __init__(self, packed: PackedWeight, target: Tensor, rates: Rates) -> None:
         super().__init__(packed, target, rates.start)
         self.steps, self.rate = rates.steps, 2 * rates.codes_rate / rates.steps
-        self.values = self.latent * self._safe(self.scales)
+        self.values = self.latent * self.safe(self.scales)
         self.offset = Trained(torch.zeros_like(self.latent), unit=1.0)
         ends = ("beta",) if packed.params.symmetric else ("alpha", "beta")
         self.clips = {name: Trained(torch.ones_like(self.scales), unit=1.0) for name in ends}
         self.signed = [self.offset, *self.clips.values()]
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
-        beta = self.clips["beta"].value()
-        if "alpha" not in self.clips:
-            scales, zeros = self._stored(self.scales * beta), self.zeros
-        else:
-            low, high = self.zeros * self.clips["alpha"].value(), (self.top - self.zeros) * beta  # in stored steps
-            factor = (low + high) / self.top
-            scales = self._stored(self.scales * factor)
-            zeros = torch.where(factor.detach() > 0, low / factor.clamp(min=1e-3), self.zeros)
-        return self.values / self._safe(scales) + self.offset.value(), scales, zeros
-
-    @staticmethod
-    def _safe(scales: Tensor) -> Tensor:
-        return torch.where(scales == 0, torch.ones_like(scales), scales)
+        ends = {name: each.value() for name, each in self.clips.items()}
+        scales, zeros = self.clipped(ends["beta"], ends.get("alpha"))
+        return self.values / self.safe(scales) + self.offset.value(), scales, zeros
 
     def weight(self) -> Tensor:
         """Return the dense weight [out, in], float32."""
