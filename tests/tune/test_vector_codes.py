@@ -131,9 +131,9 @@ def test_few_codes_move_at_a_time() -> None:
     packed = weights()[0]
     codes = made("pv", packed)
     codes.dense.moved.data.normal_(std=5.0, generator=torch.Generator().manual_seed(7))
-    count = codes.codes[0].numel()
+    count = codes.units.codes[0].numel()
     codes.behind(pv.EVERY - 2)
     assert codes.changed() == 0
     codes.behind(pv.EVERY - 1)
-    moved = sum(int((a != b).sum()) for a, b in zip(codes.codes, codes.first, strict=True))
+    moved = sum(int((a != b).sum()) for a, b in zip(codes.units.codes, codes.units.first, strict=True))
     assert 0 < moved <= max(1, int(pv.SHARE * count))

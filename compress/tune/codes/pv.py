@@ -11,80 +11,100 @@ there, since vectors overshoot otherwise. Codes move behind every EVERY-th step,
 nearer. In place of a beam search, the codes of several stages move one after the other, first the one that lowers the
 error most.
 
-Not done: E8P, lattices and trellises, which keep their codes (compress/tune/codes/fixed.py): a code of these stands
-for many weights, or is decided by those before it.
+What a unit is, and how it is encoded, depends on the format (compress/tune/codes/units.py): a vector of `codebook`
+takes the nearest entry, eight columns of `e8p` the nearest point with its residual code, and a column of a tile of
+`trellis` is searched as a whole, because a code there decides those behind it.
+
+Not done: lattices, pyramid codes, and codebooks made of factors, which keep their codes (compress/tune/codes/fixed.py).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from compress.tune.codes import vectors
+from compress.tune.codes import lattice_points, paths, vectors
+from compress.tune.codes.lattice_points import LatticePoints
+from compress.tune.codes.paths import Paths
+from compress.tune.codes.units import Units
 from compress.tune.codes.vectors import Vectors
-from compress.tune.trained import Rates, Trained, within
+from compress.tune.trained import Rates, Trained, TrainedWeight, within
 from compress.types import PackedWeight
 
 BYTES = 24 + 4 * 4  # of a weight, beside what `fixed` takes: a trained number, and what encoding takes
 EVERY = 5  # steps between moves
-SHARE = 0.01  # of the vectors that are encoded anew in a move
+SHARE = 0.01  # of the units that are encoded anew in a move
+
+
+def _units(packed: PackedWeight) -> type[Any] | None:
+    """Return what cuts a weight into units, None where its codes stay."""
+    ways: tuple[tuple[Any, type[Units]], ...] = (
+        (vectors, Vectors),
+        (lattice_points, LatticePoints),
+        (paths, Paths),
+    )
+    return next((units for module, units in ways if module.serves(packed)), None)
 
 
 def serves(packed: PackedWeight) -> bool:
-    """Return whether codes of a weight can move: those of a format `codebook` with stored entries."""
-    return vectors.serves(packed)
+    """Return whether codes of a weight can move."""
+    return _units(packed) is not None
 
 
-class Codes(Vectors):
-    """One packed weight of the format `codebook`."""
+class Codes(TrainedWeight):
+    """One packed weight and its dense copy."""
 
     def __init__(self, packed: PackedWeight, target: Tensor, rates: Rates) -> None:
         super().__init__(packed)
+        found = _units(packed)
+        assert found is not None
+        self.units: Units = found(packed)
         with torch.no_grad():
-            start = self.matrix()
+            start = self.units.matrix()
             wanted = within(target, packed)
         error = start if wanted is None else wanted - start
         travel = 2 * rates.codes_rate / (rates.steps * rates.rate)  # the mean of the rate over steps is half of it
         self.dense = Trained(start, unit=travel * (float(error.square().mean().sqrt()) or 1.0))
-        self.trained["dense"] = self.dense
+        self.trained = {**self.units.trained, "dense": self.dense}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the stored tensors with what is trained as it is now, float32."""
-        return {name: tensor for name, tensor in super().tensors().items() if name != "dense"}
+    def matrix(self) -> Tensor:
+        """Return the stored matrix [out, in], float32; gradients reach the dense copy, too, straight through."""
+        dense = self.dense.value()
+        return self.units.matrix() + (dense - dense.detach())
 
     def weight(self) -> Tensor:
         """Return the dense weight [out, in], float32."""
-        dense = self.dense.value()
-        return self.around(self.matrix() + (dense - dense.detach()))
+        return self.units.around(self.matrix())
 
     @torch.no_grad()
     def behind(self, step: int) -> None:
-        """Encode the vectors anew that are furthest from the dense copy."""
+        """Encode the units anew that are furthest from the dense copy."""
         if (step + 1) % EVERY:
             return
-        wanted, before = self.dense.value(), self.matrix()
-        distance = self.vectors(wanted - before).square().sum(-1).flatten()
+        wanted, before = self.dense.value(), self.units.matrix()
+        distance = self.units.units(wanted - before).square().sum(-1)
         chosen = distance.topk(max(1, int(SHARE * distance.numel()))).indices
-        for _ in self.codes:  # as often as there are stages
-            self._encode(wanted, chosen)
-        now = self.matrix()
+        self.units.encode(wanted, chosen)
+        now = self.units.matrix()
         moved = now != before
         self.dense.moved[moved] = ((now - self.dense.start) / self.dense.unit)[moved]
 
-    def _encode(self, wanted: Tensor, chosen: Tensor) -> None:
-        """Give some vectors the entry, of one stage, that brings them nearest to a matrix."""
-        found = [self.best_entries(wanted, chosen, stage) for stage in range(len(self.codes))]
-        stages = torch.stack([gains for _, gains in found]).argmax(0)
-        codes = [each.clone() for each in self.codes]
-        for stage, (entries, gains) in enumerate(found):
-            moved = (stages == stage) & (gains > 0)
-            codes[stage].view(-1)[chosen[moved]] = entries[moved]
-        self.set_codes(codes)
+    def keep(self) -> None:
+        """Remember the present state as the best."""
+        self.units.keep()
+        self.dense.keep()
+
+    def restore(self) -> None:
+        """Return to the best state."""
+        self.units.restore()
+        self.dense.restore()
+
+    def changed(self) -> float:
+        """Return the share of codes that moved."""
+        return self.units.changed()
 
     def rounded(self) -> PackedWeight:
         """Return the packed weight, in the types that are stored."""
-        dense = self.trained.pop("dense")
-        try:
-            return super().rounded()
-        finally:
-            self.trained["dense"] = dense
+        return self.units.rounded()
