@@ -53,13 +53,14 @@ class LatticePoints(Units):
         """Encode some vectors anew, those at the right edge as if what is behind it were to stay as it is."""
         held = torch.stack(self.codes, -1).flatten(0, 1)  # vector, stage
         factors, bits = self._factors(), self.packed.params.bits
-        real = self.units(torch.ones_like(wanted)) > 0
-        vectors = self.units(wanted)
+        vectors, blocks = self.units(wanted), self.codes[0].shape[1]
+        places = torch.arange(DIM, device=wanted.device)
         for part in chosen.split(PART):
-            factor, old = factors[part // self.codes[0].shape[1]], held[part]
+            factor, old = factors[part // blocks], held[part]
             before = e8p_format.lookup(old, bits)
             x = (vectors[part] / torch.where(factor.abs() < TINY, TINY, factor)).clamp_(-FAR, FAR)
-            x = torch.where(real[part], x, before)
+            is_stored = (part % blocks * DIM)[:, None] + places < wanted.shape[1]
+            x = torch.where(is_stored, x, before)
             codes = self.search.staged(x, bits, CANDIDATES[bits])  # vector, candidate, stage
             errors = (e8p_format.lookup(codes, bits) - x[:, None]).square().sum(-1)
             least, best = errors.min(1)

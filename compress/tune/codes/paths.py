@@ -16,6 +16,7 @@ from compress.quant.viterbi import Search
 from compress.tune.codes.units import Units
 from compress.types import PackedWeight
 
+FAR = 1e4  # weights in units of the scale are cut here: the search takes numbers that are finite
 PART = 1 << 10  # paths that are searched at a time
 TINY = 1e-30  # instead of a scale of zero in divisions
 
@@ -41,8 +42,16 @@ class Paths(Units):
     def changed(self) -> float:
         """Return the share of codes that moved: of the steps of all paths, those with other new bits."""
         params = self.packed.params
-        now, first = (trellis_format.unpack(words, params) for words in (*self.codes, *self.first))
-        return float(((now ^ first) & ((1 << params.symbol_bits) - 1) != 0).float().mean())
+        moved = 0
+        for now, first in zip(self._tiles(self.codes[0]), self._tiles(self.first[0]), strict=True):
+            different = trellis_format.unpack(now, params) ^ trellis_format.unpack(first, params)
+            moved += int((different & ((1 << params.symbol_bits) - 1) != 0).sum())
+        return moved * params.symbol_bits / (16 * self.codes[0].numel())
+
+    def _tiles(self, words: Tensor) -> Tensor:
+        """Return stored words as [tiles, words of a path, in]."""
+        params = self.packed.params
+        return words.view(-1, params.tile_rows * params.bits // 16, words.shape[1])
 
     def units(self, matrix: Tensor) -> Tensor:
         """Return the paths [tiles * in, rows of a tile] of a matrix [out, in], tile by tile, zeros behind its end."""
@@ -55,19 +64,18 @@ class Paths(Units):
         """Search some paths anew, for rows behind the last one as if these were to stay as they are."""
         tensors, params = self.tensors(), self.packed.params
         search, columns = self._search(tensors.get("table")), self.packed.shape[1]
-        steps, tile_words = params.tile_rows // params.vector_dim, params.tile_rows * params.bits // 16
-        words = self.codes[0].clone().view(-1, tile_words, columns)
+        words = self._tiles(self.codes[0].clone())
         factors = self._factors(tensors)
-        paths, real = self.units(wanted), self.units(torch.ones_like(wanted)) > 0
+        paths, rows = self.units(wanted), torch.arange(params.tile_rows, device=wanted.device)
         for part in chosen.split(PART):
             tile, column = part // columns, part % columns
             old = trellis_format.unpack(words[tile, :, column].T.contiguous(), params).T  # path, step
             factor = factors[tile]
             before = search.table[old].flatten(1)
-            target = paths[part] / torch.where(factor.abs() < TINY, TINY, factor)
-            target = torch.where(real[part], target, before)
+            target = (paths[part] / torch.where(factor.abs() < TINY, TINY, factor)).clamp_(-FAR, FAR)
+            is_stored = tile[:, None] * params.tile_rows + rows < wanted.shape[0]
+            target = torch.where(is_stored, target, before)
             states = search.encode(target)
-            assert states.shape == (len(part), steps)
             errors = [
                 (factor * (values - target)).square().sum(1) for values in (search.table[states].flatten(1), before)
             ]
