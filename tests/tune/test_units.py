@@ -149,15 +149,13 @@ def test_only_the_chosen_units_move_and_only_nearer(packed: PackedWeight) -> Non
 
 
 def descended(packed: PackedWeight, wanted: Tensor, steps: int) -> tuple[pv.Codes, list[float]]:
-    """Least squares to a matrix by steepest descent of the dense copy; nothing but codes is trained."""
-    codes = pv.Codes(packed, wanted, Rates(steps, 0.01, 4.0, "codes"))
+    """Least squares to a matrix; nothing but codes is trained."""
+    codes = pv.Codes(packed, wanted, RATES)
     errors = []
     for step in range(steps):
         loss = 0.5 * (codes.weight() - wanted).square().sum()
         loss.backward()
         errors.append(float(loss.detach()))
-        codes.dense.moved.data.sub_(codes.dense.moved.grad, alpha=0.006 / codes.dense.unit**2)
-        codes.dense.moved.grad = None
         codes.behind(step)
     return codes, errors
 
@@ -174,10 +172,12 @@ def test_codes_come_nearer_and_are_stored_as_they_are(packed: PackedWeight) -> N
 
 
 def test_what_training_holds_is_counted(packed: PackedWeight) -> None:
-    """The dense copy, its place, its best place, a gradient and two moments, and the codes three times."""
+    """A probe and its gradient, what a move makes, and the codes three times."""
     codes = pv.Codes(packed, near(packed, 0.1), RATES)
+    codes.weight().sum().backward()
     held = sum(each.nbytes for each in (*codes.units.codes, *codes.units.first, *codes.units.best))
-    assert 6 * 4 * codes.dense.start.numel() + held <= pv.BYTES * codes.dense.start.numel()
+    probe = codes.target.probe
+    assert probe.nbytes + probe.grad.nbytes + held <= (pv.BYTES - 4 * 4) * probe.numel()
 
 
 @pytest.mark.parametrize("format", ["e8p", "trellis"])
