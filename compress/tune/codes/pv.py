@@ -1,4 +1,4 @@
-"""Codes of codebooks follow the largest gradients, a few at a time (PV-Tuning, arXiv 2405.14852).
+"""Codes of vectors and paths follow the largest gradients, a few at a time (PV-Tuning, arXiv 2405.14852).
 
 PV-Tuning (Malinovskii et al. 2024) trains what is continuous by Adam and moves discrete codes in a subspace: a dense
 copy of the weights takes the gradient steps, straight through the codes, and only the share of vectors that is
