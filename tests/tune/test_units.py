@@ -198,5 +198,5 @@ def test_a_block_is_never_worse_for_moves(format: str) -> None:
     stage = tuning.stages[-1]
     assert stage.after < stage.before and "codes that moved" in said and "cannot" not in said
     assert tuning.error({}) == pytest.approx(stage.after)
-    for name, weight in packed.items():
+    for name, stored in packed.items():
         assert torch.equal(tuning.model.get_parameter(f"{name}.weight"), formats.decode(weight, torch.float32))
