@@ -25,7 +25,7 @@ ORDER = [
     *("version", "errors", "types", "plugins", "progress", "process_memory"),  # what everything may use
     "ranks",
     *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime", "serving"),  # what runs a checkpoint
-    *("model", "recipe", "calib", "lowrank", "tune", "quant", "transform"),  # what makes one
+    *("model", "recipe", "calib", "lowrank", "quant", "tune", "transform"),  # what makes one
     *("run", "evaluate", "allocate", "export", "api", "cli"),  # who uses all this
     *("recipes", "autoload", "__init__", "__main__"),
 ]

@@ -5,8 +5,8 @@ arXiv 2402.04396) tunes the weights that are still to be quantized, so that they
 taken in the groups that read one input (q, k, v; o; gate, up; down), and behind each the rest is trained, with norms
 and biases. At the end, with all linears quantized, what is stored is trained, with norms and biases. How a packed
 weight is trained is a file of compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every
-format), or its codes are learned, too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` and
-`proximal` those of codebooks. A format that these do not serve keeps its codes.
+format), or its codes are learned, too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` those of
+codebooks, E8P and trellises, `proximal` those of codebooks. A format that these do not serve keeps its codes.
 
 The loss is the relative squared error of the block's output for what the quantized prefix gives, against what the
 full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. Each token's

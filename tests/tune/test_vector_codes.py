@@ -94,7 +94,7 @@ def test_gradients_go_straight_through_the_codes() -> None:
         codes = made("pv", packed)
         mixing = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
         (codes.weight() * mixing).sum().backward()
-        assert torch.allclose(codes.dense.moved.grad, codes.dense.unit * mixing)
+        assert torch.allclose(codes.target.dense.moved.grad, codes.target.dense.unit * mixing)
 
 
 def other_codes(packed: PackedWeight) -> PackedWeight:
@@ -118,8 +118,10 @@ def test_codes_that_were_moved_away_come_back(way: str, left: float) -> None:
         for step in range(400):
             (0.5 * (codes.weight() - wanted).square().sum()).backward()
             if way == "pv":
-                codes.dense.moved.data.sub_(codes.dense.moved.grad, alpha=0.004 / codes.dense.unit**2)
-                codes.dense.moved.grad = None
+                codes.target.dense.moved.data.sub_(
+                    codes.target.dense.moved.grad, alpha=0.004 / codes.target.dense.unit**2
+                )
+                codes.target.dense.moved.grad = None
             codes.behind(step)
         last = float((codes.weight().detach() - wanted).square().sum())
         assert last < left * first and 0 < codes.changed() < 0.25
@@ -130,10 +132,10 @@ def test_codes_that_were_moved_away_come_back(way: str, left: float) -> None:
 def test_few_codes_move_at_a_time() -> None:
     packed = weights()[0]
     codes = made("pv", packed)
-    codes.dense.moved.data.normal_(std=5.0, generator=torch.Generator().manual_seed(7))
-    count = codes.codes[0].numel()
+    codes.target.dense.moved.data.normal_(std=5.0, generator=torch.Generator().manual_seed(7))
+    count = codes.units.codes[0].numel()
     codes.behind(pv.EVERY - 2)
     assert codes.changed() == 0
     codes.behind(pv.EVERY - 1)
-    moved = sum(int((a != b).sum()) for a, b in zip(codes.codes, codes.first, strict=True))
-    assert 0 < moved <= max(1, int(pv.SHARE * count))
+    moved = sum(int((a != b).sum()) for a, b in zip(codes.units.codes, codes.units.first, strict=True))
+    assert 0 < moved <= max(1, int(pv.SHARE["codebook"] * count))

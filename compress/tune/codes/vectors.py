@@ -15,7 +15,7 @@ from torch import Tensor
 from compress import formats
 from compress.formats import codebook as codebook_format
 from compress.numerics.packing import pack_planes
-from compress.tune.trained import TrainedWeight, around
+from compress.tune.codes.units import Units
 from compress.types import PackedWeight
 
 CANDIDATES = 1 << 24  # numbers of candidates' errors that are made at a time
@@ -26,36 +26,14 @@ def serves(packed: PackedWeight) -> bool:
     return packed.format == "codebook" and not packed.params.svd_rank
 
 
-class Vectors(TrainedWeight):
+class Vectors(Units):
     """One weight of the format `codebook`; `codes` has those of each stage, int64 [code rows, code columns]."""
 
     def __init__(self, packed: PackedWeight) -> None:
-        super().__init__(packed)
-        params, shape = packed.params, packed.shape
-        self.codes = [codes.long() for codes in codebook_format.unpack_codes(packed.tensors, params, shape)]
-        self.first = [codes.clone() for codes in self.codes]
-        self.best = self.first
+        codes = codebook_format.unpack_codes(packed.tensors, packed.params, packed.shape)
+        super().__init__(packed, [each.long() for each in codes])
         order = packed.tensors.get("order")
         self.order = None if order is None else order.long()
-
-    def keep(self) -> None:
-        """Remember the present state as the best."""
-        super().keep()
-        self.best = [codes.clone() for codes in self.codes]
-
-    def restore(self) -> None:
-        """Return to the best state."""
-        super().restore()
-        self.set_codes(self.best)
-
-    def changed(self) -> float:
-        """Return the share of codes that moved, of all stages."""
-        pairs = list(zip(self.codes, self.first, strict=True))
-        return sum(int((now != first).sum()) for now, first in pairs) / sum(now.numel() for now, _ in pairs)
-
-    def rounded(self) -> PackedWeight:
-        """Return the packed weight, in the types that are stored."""
-        return self._rounded({})
 
     def set_codes(self, codes: list[Tensor]) -> None:
         """Take these codes, and pack them."""
@@ -68,18 +46,25 @@ class Vectors(TrainedWeight):
                 tensors[codebook_format.stage_prefix(stage) + name] = words.contiguous()
         self.packed = PackedWeight(self.packed.stored, tensors, self.packed.shape)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the stored tensors with what is trained as it is now, float32."""
-        return {**self.packed.tensors, **{name: each.value() for name, each in self.trained.items()}}
+    def units(self, matrix: Tensor) -> Tensor:
+        """Return the vectors [vectors, d] of a matrix [out, in], zeros behind its end."""
+        return self.vectors(matrix).flatten(0, 1)
 
-    def matrix(self) -> Tensor:
-        """Return the stored matrix [out, in], float32, without what is around it; gradients reach what is trained."""
-        packed = PackedWeight(self.packed.stored, self.tensors(), self.packed.shape)
-        return formats.decode_stored(packed, torch.float32)
+    @torch.no_grad()
+    def encode(self, wanted: Tensor, chosen: Tensor) -> None:
+        """Encode some vectors anew: the codes of the stages one after the other, what lowers the error most first."""
+        for _ in self.codes:  # as often as there are stages
+            self._encode_stage(wanted, chosen)
 
-    def around(self, matrix: Tensor) -> Tensor:
-        """Return the dense weight [out, in] of a stored matrix."""
-        return around(matrix, self.packed, self.tensors())
+    def _encode_stage(self, wanted: Tensor, chosen: Tensor) -> None:
+        """Give some vectors the entry, of one stage, that brings them nearest to a matrix."""
+        found = [self.best_entries(wanted, chosen, stage) for stage in range(len(self.codes))]
+        stages = torch.stack([gains for _, gains in found]).argmax(0)
+        codes = [each.clone() for each in self.codes]
+        for stage, (entries, gains) in enumerate(found):
+            moved = (stages == stage) & (gains > 0)
+            codes[stage].view(-1)[chosen[moved]] = entries[moved]
+        self.set_codes(codes)
 
     def vectors(self, matrix: Tensor) -> Tensor:
         """Return the vectors [code rows, code columns, d] of a matrix [out, in], zeros behind its end."""
