@@ -199,4 +199,4 @@ def test_a_block_is_never_worse_for_moves(format: str) -> None:
     assert stage.after < stage.before and "codes that moved" in said and "cannot" not in said
     assert tuning.error({}) == pytest.approx(stage.after)
     for name, stored in packed.items():
-        assert torch.equal(tuning.model.get_parameter(f"{name}.weight"), formats.decode(weight, torch.float32))
+        assert torch.equal(tuning.model.get_parameter(f"{name}.weight"), formats.decode(stored, torch.float32))
