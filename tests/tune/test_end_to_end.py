@@ -225,9 +225,9 @@ def test_its_files_are_counted(top_k: int, made: Any, tmp_path: Path, monkeypatc
 
 def test_a_run_asks_for_the_room_of_its_files(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what lies there from an interrupted one is not asked for again."""
+    model, plain = made("integers, a packed tied table")[0], MADE["integers, a packed tied table"][1]
     asked: list[int] = []
     monkeypatch.setattr(pipeline, "check_space", lambda folder, nbytes: asked.append(nbytes))
-    model, plain = made("integers, a packed tied table")[0], MADE["integers, a packed tied table"][1]
     setup = plain.set("tune={method: end_to_end, steps: 2, batch_tokens: 64}")
     api.quantize(job(model, plain, tmp_path / "plain"))
 
