@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import quantize
 import result_file
-from measure import absolute, add_table_options, in_fresh_process, run_child, run_quantize
+from measure import absolute, add_table_options, in_fresh_process, run_child, run_quantize, spread_blocks
 
 Row = dict[str, Any]
 PEER = "auto-round"
@@ -54,13 +54,6 @@ METHODS: dict[str, tuple[Row, tuple[str, ...]]] = {  # name -> changes to the re
 ENTRIES = [f"{setting}:{method}" for setting in SETTINGS for method in (PEER, "rtn", "gptq", "gptq+rotation")]
 
 
-def plain_blocks(args: argparse.Namespace) -> list[int]:
-    """Return the numbers of the blocks that are not quantized."""
-    count = json.loads((args.base / "config.json").read_text())["num_hidden_layers"]
-    taken = {round(i * (count - 1) / max(1, args.blocks - 1)) for i in range(args.blocks)} if args.blocks else None
-    return [] if taken is None else sorted(set(range(count)) - taken)
-
-
 def run_peer(args: argparse.Namespace, setting: Setting, work: Path) -> tuple[Row, Path]:
     """Quantize with AutoRound, unless it is done; return what it took, and the checkpoint decoded to float32."""
     out = work / f"{PEER}-{setting.recipe}-{args.iterations}-{args.blocks or 'all'}"
@@ -71,7 +64,7 @@ def run_peer(args: argparse.Namespace, setting: Setting, work: Path) -> tuple[Ro
         command: list[str | Path] = [args.peer, quantize.PEERS, "--tool", PEER, "--bits", str(setting.bits)]
         command += ["--group-size", str(setting.group_size), *([] if setting.is_symmetric else ["--asymmetric"])]
         command += ["--iterations", str(args.iterations), "--batch-size", str(args.batch_size)]
-        command += ["--plain-blocks", *map(str, plain_blocks(args))]
+        command += ["--plain-blocks", *map(str, spread_blocks(args.base, args.blocks)[1])]
         command += ["--model", args.base, "--tokens", tokens, "--out", out]
         output, run = run_child(command, args.env, out.with_suffix(".log"))
         row = json.loads(output.strip().splitlines()[-1])
@@ -91,7 +84,8 @@ def run_ours(args: argparse.Namespace, setting: Setting, method: str, work: Path
     if changes.get("method") == "rtn":
         values = [f"quantize={json.dumps(given)}"]
     values += [f"calibration.num_samples={args.num_samples}", f"calibration.seq_len={args.seq_len}"]
-    values += [f"ignore={json.dumps([f'*.layers.{block}.*' for block in plain_blocks(args)])}"]
+    _, left_out = spread_blocks(args.base, args.blocks)
+    values += [f"ignore={json.dumps([f'*.layers.{block}.*' for block in left_out])}"]
     options = [word for value in (*values, *quantize.KEEP_TABLES, *overrides) for word in ("--set", value)]
     out = work / "ours"
     run, _ = run_quantize(args.base, recipe, args.calib, out, args.env, options)

@@ -104,6 +104,14 @@ def device_name(device: str) -> str:
     return str(machine()["cpu"])
 
 
+def spread_blocks(model: Path, count: int | None) -> tuple[list[int], list[int]]:
+    """Return `count` blocks of a model, evenly spread from the first to the last, and the others; None: all blocks."""
+    blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    count = count or blocks
+    taken = {round(i * (blocks - 1) / max(1, count - 1)) for i in range(count)}
+    return sorted(taken), sorted(set(range(blocks)) - taken)
+
+
 def absolute(text: str) -> Path:
     """Return an absolute path, for children run in the checkout. Links stay: a virtual environment's python is one."""
     return Path(text).absolute()

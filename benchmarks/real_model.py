@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import result_file
-from measure import ROOT, absolute, in_fresh_process, run_quantize
+from measure import ROOT, absolute, in_fresh_process, run_quantize, spread_blocks
 
 Row = dict[str, Any]
 SEQ_LEN, WINDOWS = 1024, 8
@@ -131,7 +131,7 @@ ENTRIES = [
 ]
 
 
-def recipe_of(entry: str, samples: int, left_out: set[int]) -> Row:
+def recipe_of(entry: str, samples: int, left_out: list[int]) -> Row:
     """Return the recipe of an entry as the data of its YAML file."""
     import yaml
 
@@ -148,7 +148,7 @@ def recipe_of(entry: str, samples: int, left_out: set[int]) -> Row:
                 recipe[section] = {**(before or {}), **value} if isinstance(value, dict) else [*(before or []), *value]
     if recipe.get("quantize", {}).get("method") == "rtn":
         recipe["quantize"] = {k: v for k, v in recipe["quantize"].items() if k not in ("act_order", "sweeps", "damp")}
-    recipe["ignore"] = [*recipe.get("ignore", []), *(f"*.layers.{block}.*" for block in sorted(left_out))]
+    recipe["ignore"] = [*recipe.get("ignore", []), *(f"*.layers.{block}.*" for block in left_out)]
     return recipe
 
 
@@ -178,10 +178,8 @@ def score(directory: Path, base: Path, text: Path, kept: Path) -> Row:
 def measure(entry: str, args: argparse.Namespace, work: Path) -> Row:
     """Quantize and score one entry."""
     recipe, out = work / "recipe.yaml", work / "out"
-    count = json.loads((args.model / "config.json").read_text())["num_hidden_layers"]
-    blocks = args.blocks or count
-    taken = {round(i * (count - 1) / max(1, blocks - 1)) for i in range(blocks)}
-    recipe.write_text(json.dumps(recipe_of(entry, args.samples, set(range(count)) - taken)))
+    _, left_out = spread_blocks(args.model, args.blocks)
+    recipe.write_text(json.dumps(recipe_of(entry, args.samples, left_out)))
     run, report = run_quantize(args.model, recipe, args.calib, out, {}, [])
     row: Row = {"bpw": report["bpw"], **asdict(run)}
     row["checkpoint_bytes"] = sum(file.stat().st_size for file in out.glob("*.safetensors"))

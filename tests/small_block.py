@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,22 @@ class SmallBlock(nn.Module):
         """x [..., 32] -> [..., 32]."""
         h = self.norm(x)
         return x + self.down(torch.sigmoid(self.gate(h)) * self.up(h))
+
+
+@contextmanager
+def killed_behind_a_block(monkeypatch: pytest.MonkeyPatch, tuning: Any) -> Iterator[None]:
+    """Kill a run when its second block is to be tuned by this BlockTuning."""
+    finish, done = tuning.finish, list[int]()
+
+    def cut(self: Any) -> Any:
+        if done:
+            raise KeyboardInterrupt
+        done.append(1)
+        return finish(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tuning, "finish", cut)
+        yield
 
 
 def batches(block: nn.Module, count: int = 4, drift: float = 0.0) -> Callable[[], Iterator[Batch]]:

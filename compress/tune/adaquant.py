@@ -48,7 +48,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from compress import formats
 from compress.model.block_calls import BlockArgs
@@ -57,6 +56,7 @@ from compress.tune.codes import fixed, straight_through
 from compress.tune.descend import descend
 from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import MOST_HELD, Batch, Batches
+from compress.tune.settings import check_codes_rate, check_descent, check_held_out
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
@@ -78,14 +78,9 @@ class Config:
     held_out: int = 8  # [batches] of which one is not trained on
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps {self.steps} is less than 1")
-        if not 0 < self.rate < 1:
-            raise ValueError(f"rate {self.rate} is not between 0 and 1")
-        if not 0 < self.codes_rate <= 16:
-            raise ValueError(f"codes_rate {self.codes_rate} is not between 0 and 16")
-        if self.held_out < 2:
-            raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
+        check_descent(self.steps, self.rate)
+        check_codes_rate(self.codes_rate)
+        check_held_out(self.held_out)
 
 
 def workspace(config: Config, sizes: Sizes) -> int:
@@ -246,7 +241,7 @@ class BlockTuning(HeldBlock):
         """Tune the linears in the order of their calls; return all packed weights, changed biases and a note."""
         full = HeldBlock(self.block, (), self.portions.batches, self.portions.count, self.config.held_out)
         first = best = self.error({})
-        for group in self._groups():
+        for group in self.called(self.packed):
             held = list(self._inputs(group[0], self.portions.held(), full))
             weight = self.block.get_submodule(group[0]).get_parameter("weight")
             moments = Moments(weight.shape[1], weight.device)
@@ -264,30 +259,6 @@ class BlockTuning(HeldBlock):
         linear = self.block.get_submodule(name)
         bias = getattr(linear, "bias", None)
         return linear.get_parameter("weight").float(), None if bias is None else bias.detach().float()
-
-    def _groups(self) -> list[list[str]]:
-        """Return the quantized linears in the order in which the block calls them, together where they read one tensor.
-
-        Those that are not called for a batch that is trained on are left out.
-        """
-        order: dict[str, Tensor] = {}
-
-        def hook(name: str) -> RemovableHandle:
-            def note(_: nn.Module, args: tuple[Any, ...]) -> None:
-                order.setdefault(name, args[0])
-
-            return self.model.get_submodule(name).register_forward_pre_hook(note)
-
-        with attached([hook(name) for name in self.packed]):
-            hidden, call, _ = next(self.portions.others())
-            self.run({}, hidden, call)
-        groups: list[list[str]] = []
-        for name, states in order.items():
-            if groups and order[groups[-1][0]] is states:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-        return groups
 
     def _inputs(self, name: str, batches: Iterable[Batch], full: HeldBlock) -> Iterator[Inputs]:
         """Yield what a linear reads in each batch."""

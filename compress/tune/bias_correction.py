@@ -78,7 +78,7 @@ class BlockTuning(HeldBlock):
     @torch.no_grad()
     def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
         """Correct the biases; return all packed weights, the biases that have changed, and a note."""
-        groups = self._groups()
+        groups = self.called(self._biased())
         if not groups:
             return self.packed, {}, "bias correction: no linear or norm of the block has a bias, nothing was done"
         own = {name: parameter.float() for name, parameter in self.block.named_parameters()}
@@ -124,35 +124,14 @@ class BlockTuning(HeldBlock):
         self.changed.update(stored)
         return after
 
-    def _groups(self) -> list[list[str]]:
-        """Return the linears and norms with a bias in the order in which the block calls them, by the tensor read."""
-        order: dict[str, Tensor] = {}
-
-        def hook(path: str, module: nn.Module) -> RemovableHandle:
-            def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                order.setdefault(path, args[0] if args else torch.empty(0))
-
-            return module.register_forward_pre_hook(note)
-
-        with attached([hook(path, module) for path, module in self._biased()]):
-            hidden, call, _ = next(self.portions.others())
-            self.run({}, hidden, call)
-        groups: list[list[str]] = []
-        for path, states in order.items():
-            if groups and order[groups[-1][0]] is states:
-                groups[-1].append(path)
-            else:
-                groups.append([path])
-        return groups
-
-    def _biased(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules whose outputs have a bias: linears, and norms, whose weight is a vector."""
+    def _biased(self) -> list[str]:
+        """Return the paths of modules whose outputs have a bias: linears, and norms, whose weight is a vector."""
         found = []
         for path, module in self.model.named_modules():
             own = dict(module.named_parameters(recurse=False))
             is_norm = "weight" in own and own["weight"].dim() == 1
             if "bias" in own and (is_norm or isinstance(module, nn.Linear)):
-                found.append((path, module))
+                found.append(path)
         return found
 
     def _means(

@@ -40,6 +40,7 @@ from compress.tune.held_block import HeldBlock, Sizes, relative
 from compress.tune.portions import MOST_HELD, Batches
 from compress.tune.preserved import BYTES as PRESERVED
 from compress.tune.preserved import Preserved
+from compress.tune.settings import check_codes_rate, check_held_out, check_rate
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
@@ -69,19 +70,16 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.steps, self.between) < 0:
             raise ValueError(f"steps {self.steps} and between {self.between} must not be negative")
-        for name in ("rate", "weights_rate"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not between 0 and 1")
+        check_rate("rate", self.rate)
+        check_rate("weights_rate", self.weights_rate)
         if self.codes not in plugins.names("codes"):
             raise ValueError(f"codes {plugins.unknown('way to train codes', self.codes, plugins.names('codes'))}")
-        if not 0 < self.codes_rate <= 16:
-            raise ValueError(f"codes_rate {self.codes_rate} is not between 0 and 16")
+        check_codes_rate(self.codes_rate)
         if self.tokens < 1:
             raise ValueError(f"tokens {self.tokens} is not positive")
         if not 0 <= self.preserve < float("inf"):
             raise ValueError(f"preserve {self.preserve} must not be negative, nor infinite")
-        if self.held_out < 2:
-            raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
+        check_held_out(self.held_out)
 
     @property
     def needs_gradients(self) -> bool:

@@ -31,6 +31,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import descend
+from compress.tune.settings import check_held_out
 from compress.tune.streamed import StreamedModel, Text
 from compress.tune.trained import Trained
 from compress.tune.whole_model import DiskSizes, Result, Sizes, Work
@@ -66,8 +67,7 @@ class Config:
                 raise ValueError(f"{key} {getattr(self, key)} is not at least 0 and below 1")
         if self.patience < 0:
             raise ValueError(f"patience {self.patience} is negative; 0 takes all steps")
-        if self.held_out < 2:
-            raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
+        check_held_out(self.held_out)
 
 
 def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int:

@@ -9,16 +9,17 @@ when their linear is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from compress import formats
 from compress.model.block_calls import BlockArgs, leaves
-from compress.model.blockwise import call_block
+from compress.model.blockwise import attached, call_block
 from compress.tune import quantized_inputs
 from compress.tune.portions import Batches, Portions
 from compress.types import Fisher, PackedWeight
@@ -76,6 +77,30 @@ class HeldBlock:
     def own_type(self, name: str) -> torch.dtype:
         """Return the type in which a parameter is stored."""
         return self.block.get_parameter(name).dtype
+
+    def called(self, paths: Iterable[str]) -> list[list[str]]:
+        """Return modules in the order in which the block calls them, together where they read one tensor.
+
+        Those that are not called for a batch that is trained on are left out.
+        """
+        order: dict[str, Tensor] = {}
+
+        def hook(path: str) -> RemovableHandle:
+            def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                order.setdefault(path, args[0] if args else torch.empty(0))
+
+            return self.model.get_submodule(path).register_forward_pre_hook(note)
+
+        with attached([hook(path) for path in paths]):
+            hidden, call, _ = next(self.portions.others())
+            self.run({}, hidden, call)
+        groups: list[list[str]] = []
+        for path, states in order.items():
+            if groups and order[groups[-1][0]] is states:
+                groups[-1].append(path)
+            else:
+                groups.append([path])
+        return groups
 
     def run(self, parameters: Mapping[str, Tensor], hidden: Tensor, call: BlockArgs) -> Tensor:
         """Return what the block gives with these parameters in the place of its own, in float32."""

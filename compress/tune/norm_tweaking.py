@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from compress.tune.descend import descend
 from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import Batches
+from compress.tune.settings import check_descent, check_held_out
 from compress.types import PackedWeight
 
 SCOPE = "block"
@@ -43,12 +44,8 @@ class Config:
     held_out: int = 8  # [batches] of which one is not trained on
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps {self.steps} is less than 1")
-        if not 0 < self.rate < 1:
-            raise ValueError(f"rate {self.rate} is not between 0 and 1")
-        if self.held_out < 2:
-            raise ValueError(f"held_out {self.held_out} is less than 2: nothing would be trained on")
+        check_descent(self.steps, self.rate)
+        check_held_out(self.held_out)
 
 
 def workspace(config: Config, sizes: Sizes) -> int:

@@ -31,6 +31,15 @@ def test_transform_is_that_of_the_package(size: int) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=error, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [*SIZES, HARTLEY])
+def test_the_transpose_is_that_of_the_package(size: int) -> None:
+    x = problems.random(3, size)
+    expected = reference.transpose(x.double())
+    torch.testing.assert_close(hadamard.transform(x, is_transposed=True).double(), expected, rtol=0, atol=5e-6)
+    if reference.order(size).kind == "paley1":  # whose table is not symmetric
+        assert (expected - reference.transform(x.double())).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("size", [64, 320])
 def test_signs_before_and_after(size: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -58,6 +67,7 @@ def test_any_shape_strides_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_sizes_and_types_are_left_to_the_package(size: int, dtype: torch.dtype) -> None:
     x = torch.randn(2, size, dtype=dtype)
     assert not hadamard.supports(x)
+    assert torch.equal(hadamard.transform(x, is_transposed=True), reference.transpose(x))
     signs = pack_signs(torch.rand(size) < 0.5)
     assert torch.equal(hadamard.transform(x, signs), reference.transform(x * unpack_signs(signs, size, dtype)))
 

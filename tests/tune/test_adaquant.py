@@ -21,7 +21,7 @@ from compress.tune.held_block import Sizes
 from compress.tune.trained import Rates, Trained
 from pico import round_to_nearest, save_pico
 from runs import RTN, SMALL, contents, job, report_of, stored_tensors
-from small_block import SmallBlock, batches, held_error, plain_copy, quantized
+from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
 from stored import samples
 
 TUNED = ("tune.method=adaquant", "tune.steps=30", "tune.codes_rate=0.3")
@@ -248,16 +248,7 @@ def test_a_tuned_model_is_the_same_after_an_interruption(tmp_path: Path, monkeyp
     setup = RTN.set(*SMALL, "bits=2", *TUNED)
     api.quantize(job(model, RTN.set(*SMALL, "bits=2"), tmp_path / "plain"))
     api.quantize(job(model, setup, tmp_path / "whole"))
-    finish, done = adaquant.BlockTuning.finish, list[int]()
-
-    def cut(self: adaquant.BlockTuning) -> object:
-        if done:
-            raise KeyboardInterrupt
-        done.append(1)
-        return finish(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(adaquant.BlockTuning, "finish", cut)
+    with killed_behind_a_block(monkeypatch, adaquant.BlockTuning):
         api.quantize(job(model, setup, tmp_path / "out"))
     assert api.quantize(job(model, setup, tmp_path / "out"))["resumed_blocks"] == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

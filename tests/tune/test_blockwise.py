@@ -26,6 +26,7 @@ from compress.tune.held_block import Sizes
 from compress.types import Activations, PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest, save_pico
 from runs import GPTQ, Setup, cli, contents, job, report_of, stored_tensors
+from small_block import killed_behind_a_block
 from stored import samples
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -226,16 +227,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(
 ) -> None:
     setup = GPTQ.set(*SMALL, *TUNED, f"tune.codes={codes}")
     api.quantize(job(model, setup, tmp_path / "whole"))
-    finish, done = BlockTuning.finish, list[int]()
-
-    def cut(self: BlockTuning) -> Any:
-        if done:
-            raise KeyboardInterrupt
-        done.append(1)
-        return finish(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(BlockTuning, "finish", cut)
+    with killed_behind_a_block(monkeypatch, BlockTuning):
         api.quantize(job(model, setup, tmp_path / "out"))
     report = api.quantize(job(model, setup, tmp_path / "out"))
     assert report["resumed_blocks"] == 1

@@ -15,7 +15,7 @@ from compress.formats import int as int_format
 from compress.model.blockwise import BlockArgs
 from compress.tune import portions
 from compress.tune.blockwise import BlockTuning, Config
-from compress.tune.codes.latent import MARGIN
+from compress.tune.codes.latent import MARGIN, Rounded
 from compress.tune.descend import descend
 from compress.tune.portions import Portions
 from compress.tune.trained import Rates, TrainedWeight, within
@@ -242,3 +242,23 @@ def test_a_step_takes_some_samples_where_they_do_not_hear_of_each_other() -> Non
     hidden, call, target = portions.part(batches[1], slice(2, 4))
     assert torch.equal(call.args[0].flatten(), torch.tensor([2.0, 3.0])) and call.args[1].shape == (8, 1)
     assert torch.equal(hidden, x[1, 2:]) and torch.equal(target, x[1, 2:])
+
+
+@pytest.mark.parametrize("top", [1, 3, 15, 127, 255])
+def test_rounding_has_the_gradient_of_what_is_rounded(top: int) -> None:
+    """Against the same formula in float64, by the gradients of its parts; latents lie within the range and outside."""
+    generator = torch.Generator().manual_seed(0)
+    latent = torch.randn(6, 3, 16, generator=generator, dtype=torch.float64) * (top + 1)
+    scales = torch.rand(6, 3, 1, generator=generator, dtype=torch.float64) + 0.1
+    zeros = torch.randint(0, top + 1, (6, 3, 1), generator=generator).double()
+    slope = torch.randn(latent.shape, generator=generator, dtype=torch.float64)
+    leaves = [each.clone().requires_grad_() for each in (latent, scales, zeros)]
+    codes = leaves[0] + (leaves[0].round() - leaves[0]).detach() + leaves[2]
+    exact = (codes.clamp(0, top) - leaves[2]) * leaves[1]
+    floats = [each.float().requires_grad_() for each in (latent, scales, zeros)]
+    made = Rounded.apply(*floats, top)
+    assert (codes.detach() < 0).any() and (codes.detach() > top).any()
+    torch.testing.assert_close(made.double(), exact, rtol=1e-6, atol=1e-6)
+    gradients = (torch.autograd.grad(y, x, g) for y, x, g in ((made, floats, slope.float()), (exact, leaves, slope)))
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-4 * top)

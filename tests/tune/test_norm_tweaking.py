@@ -16,7 +16,7 @@ from compress.tune.held_block import Sizes
 from compress.tune.norm_tweaking import Config, distance, norms, workspace
 from pico import save_pico
 from runs import GPTQ, contents, job, report_of, stored_tensors
-from small_block import SmallBlock, batches, held_error, plain_copy, quantized
+from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
 
 TWEAKED = ("tune.method=norm_tweaking", "tune.steps=8", "tune.rate=0.01")
 FEW = {"steps": 24, "rate": 0.02, "held_out": 4}
@@ -149,16 +149,7 @@ def test_a_tweaked_model_is_the_same_after_an_interruption(tmp_path: Path, monke
     setup = GPTQ.set("bits=2", *TWEAKED)
     api.quantize(job(model, GPTQ.set("bits=2"), tmp_path / "plain"))
     api.quantize(job(model, setup, tmp_path / "whole"))
-    finish, done = norm_tweaking.BlockTuning.finish, list[int]()
-
-    def cut(self: norm_tweaking.BlockTuning) -> object:
-        if done:
-            raise KeyboardInterrupt
-        done.append(1)
-        return finish(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(norm_tweaking.BlockTuning, "finish", cut)
+    with killed_behind_a_block(monkeypatch, norm_tweaking.BlockTuning):
         api.quantize(job(model, setup, tmp_path / "out"))
     assert api.quantize(job(model, setup, tmp_path / "out"))["resumed_blocks"] == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

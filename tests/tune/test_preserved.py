@@ -24,6 +24,7 @@ from compress.tune.preserved import Preserved
 from compress.types import Fisher
 from pico import round_to_nearest, save_pico
 from runs import GPTQ, Setup, contents, job, stored_tensors
+from small_block import killed_behind_a_block
 
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32", "quantize.bits=2", "quantize.lowrank={rank: 4}")
 TUNED = "tune={{method: blockwise, codes: clips, steps: {}, between: 0, rate: 0.01, preserve: {}}}"
@@ -149,16 +150,7 @@ def test_a_run_takes_the_gradients_of_all_linears(held: Held) -> None:
 def test_a_killed_run_goes_on_with_the_same_bytes(
     held: Held, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, done = BlockTuning.finish, list[int]()
-
-    def cut(self: BlockTuning) -> Any:
-        if done:
-            raise KeyboardInterrupt
-        done.append(1)
-        return finish(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(BlockTuning, "finish", cut)
+    with killed_behind_a_block(monkeypatch, BlockTuning):
         api.quantize(job(model, tuned(8, 0.5), tmp_path / "out"))
     assert api.quantize(job(model, tuned(8, 0.5), tmp_path / "out"))["resumed_blocks"] == 1
     assert contents(tmp_path / "out") == contents(held.out)

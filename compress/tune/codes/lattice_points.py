@@ -12,13 +12,11 @@ from torch import Tensor
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM
 from compress.quant.e8p_search import Nearest
-from compress.tune.codes.units import Units
+from compress.tune.codes.units import Units, in_scales
 from compress.types import PackedWeight
 
 CANDIDATES = {2: 1, 3: 8, 4: 8}  # bits of a weight -> first points of each shift
-FAR = 1e4  # vectors in units of the scale are cut here, so that squares stay finite
 PART = 1 << 14  # vectors that are encoded at a time
-TINY = 1e-30  # instead of a scale of zero in divisions
 
 
 def serves(packed: PackedWeight) -> bool:
@@ -58,7 +56,7 @@ class LatticePoints(Units):
         for part in chosen.split(PART):
             factor, old = factors[part // blocks], held[part]
             before = e8p_format.lookup(old, bits)
-            x = (vectors[part] / torch.where(factor.abs() < TINY, TINY, factor)).clamp_(-FAR, FAR)
+            x = in_scales(vectors[part], factor)
             is_stored = (part % blocks * DIM)[:, None] + places < wanted.shape[1]
             x = torch.where(is_stored, x, before)
             codes = self.search.staged(x, bits, CANDIDATES[bits])  # vector, candidate, stage

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from compress.formats import trellis as trellis_format
 from compress.quant.viterbi import Search
-from compress.tune.codes.units import Units
+from compress.tune.codes.units import Units, in_scales
 from compress.types import PackedWeight
 
-FAR = 1e4  # weights in units of the scale are cut here: the search takes numbers that are finite
 PART = 1 << 10  # paths that are searched at a time
-TINY = 1e-30  # instead of a scale of zero in divisions
 
 
 def serves(packed: PackedWeight) -> bool:
@@ -72,7 +70,7 @@ class Paths(Units):
             old = trellis_format.unpack(words[tile, :, column].T.contiguous(), params).T  # path, step
             factor = factors[tile]
             before = search.table[old].flatten(1)
-            target = (paths[part] / torch.where(factor.abs() < TINY, TINY, factor)).clamp_(-FAR, FAR)
+            target = in_scales(paths[part], factor)
             is_stored = tile[:, None] * params.tile_rows + rows < wanted.shape[0]
             target = torch.where(is_stored, target, before)
             states = search.encode(target)

@@ -14,6 +14,14 @@ from compress import formats
 from compress.tune.trained import TrainedWeight, around
 from compress.types import PackedWeight
 
+FAR = 1e4  # units in those of their scales are cut here: searches take numbers whose squares are finite
+TINY = 1e-30  # instead of a scale of zero in divisions
+
+
+def in_scales(values: Tensor, factors: Tensor) -> Tensor:
+    """Return units of a matrix in units of their scales, for a search."""
+    return (values / torch.where(factors.abs() < TINY, TINY, factors)).clamp_(-FAR, FAR)
+
 
 class Units(TrainedWeight):
     """One packed weight with its codes, one tensor of integers for each stage or stored plane."""
