@@ -40,7 +40,7 @@ def report(
     """
     with errors():
         paths.check_checkpoint(directory)
-        check_paths(directory, *(text or ()))
+        check_paths(str(directory), *(text or ()))
         if base is None and (text or prompt):
             raise RecipeError("--text and --prompt compare with the uncompressed model; name it with --base")
         if base is not None:
