@@ -12,7 +12,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
     tune       Config, workspace(config, ...) in bytes, SCOPE: "block" with BlockTuning, as compress/tune/blockwise.py
                has, or "model" with train, positions and disk, as compress/tune/end_to_end.py has
-    codes      serves(packed), Codes(packed, target, rates), BYTES: compress/tune/codes/__init__.py
+    codes      serves(packed), Codes(packed, target, rates), BYTES, RATE: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
 
@@ -49,7 +49,7 @@ KINDS = {
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
     "tune": ("Config", "workspace", "SCOPE"),
-    "codes": ("serves", "Codes", "BYTES"),
+    "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors"),
     "export": ("refuses", "write", "SUFFIX"),
 }

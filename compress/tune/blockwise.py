@@ -60,7 +60,8 @@ class Config:
     rate: float = 0.002  # of AdamW, in units of the root mean square of each tensor
     weights_rate: float = 0.02  # the same, of weights that are not yet quantized
     codes: str = "fixed"  # how packed weights are trained: a file of compress/tune/codes
-    codes_rate: float = 2.0  # [steps of the grid] that a number behind an integer code travels, at most
+    codes_rate: float | None = None  # [steps of the grid] that a number behind a code travels, at most; none: RATE of
+    # the file of `codes`
     start: Literal["codes", "weights"] = "weights"  # where these numbers begin in the cell of their code
     tokens: int = 512  # [tokens] of a step, about: at least a sample, at most a batch
     held_out: int = 8  # [batches] of which one is not trained on
@@ -74,7 +75,8 @@ class Config:
         check_rate("weights_rate", self.weights_rate)
         if self.codes not in plugins.names("codes"):
             raise ValueError(f"codes {plugins.unknown('way to train codes', self.codes, plugins.names('codes'))}")
-        check_codes_rate(self.codes_rate)
+        if self.codes_rate is not None:
+            check_codes_rate(self.codes_rate)
         if self.tokens < 1:
             raise ValueError(f"tokens {self.tokens} is not positive")
         if not 0 <= self.preserve < float("inf"):
@@ -177,7 +179,8 @@ class BlockTuning(HeldBlock):
     def _taken(self, name: str) -> tuple[PackedWeight, Tensor, Rates]:
         packed, config = self.packed[name], self.config
         target = self.targets.pop(name) if name in self.targets else torch.empty(0)
-        return packed, target, Rates(config.steps, config.rate, config.codes_rate, config.start)
+        by_way = self._way(packed).RATE if config.codes_rate is None else config.codes_rate
+        return packed, target, Rates(config.steps, config.rate, by_way, config.start)
 
     def _said(self, weights: Mapping[str, TrainedWeight]) -> str:
         """Return how many codes moved, and which could not, in words."""

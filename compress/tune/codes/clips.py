@@ -37,6 +37,7 @@ from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
 BYTES = 16 + 4 * 4  # of a weight, beside what `fixed` takes: what is rounded, its target, what a step keeps
+RATE = 0.5  # of `codes_rate`, unless the settings say otherwise
 MOST = 1.5  # of a clip factor
 BEGIN = -math.log(MOST - 1)  # MOST * sigmoid(BEGIN) = 1
 FACTORS = 4.0  # times the rate of other numbers, of low-rank factors

@@ -12,6 +12,7 @@ from compress.tune.trained import Rates, TrainedWeight, decoded
 from compress.types import PackedWeight
 
 BYTES = 0  # of a weight, beside what `fixed` takes
+RATE = 1.0  # not used: no codes move
 
 
 def serves(packed: PackedWeight) -> bool:

@@ -26,6 +26,7 @@ from compress.tune.trained import Rates, within
 from compress.types import PackedWeight
 
 BYTES = 8 + 4 * 4  # of a weight, beside what `fixed` takes: a gradient, and what the choice of entries takes
+RATE = 2.0  # of `codes_rate`, unless the settings say otherwise
 EVERY = 5  # steps between moves
 SHARE = 0.002  # of the vectors that move at a time, at most
 CONSIDERED = 4  # times as many have their entries scored: those with the largest gradients

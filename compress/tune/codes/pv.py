@@ -45,6 +45,7 @@ from compress.tune.trained import Rates, Trained, TrainedWeight, within
 from compress.types import PackedWeight
 
 BYTES = 24 + 4 * 4  # of a weight, beside what `fixed` takes: a trained number, and what encoding takes
+RATE = 2.0  # of `codes_rate`, unless the settings say otherwise
 EVERY = 5  # steps between moves
 SHARE = {"codebook": 0.01, "e8p": 0.003, "trellis": 0.003}  # of the units that are encoded anew in a move
 STEP = 0.5  # of E8P and trellises: what their weights move by in a move, of `codes_rate`

@@ -25,6 +25,7 @@ from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
 BYTES = 16 + 5 * 4  # of a weight, beside what `fixed` takes: a trained number, and what a backward pass keeps
+RATE = 2.0  # of `codes_rate`, unless the settings say otherwise
 MOST = 1.5  # of a clip factor
 
 

@@ -6,6 +6,10 @@ weight, which it gives to the bit before the first step; the numbers behind the 
 scales and codes are trained apart, and travel `codes_rate` at most; scales are rounded to their stored type in every
 step. Matrices between Hadamard transforms or beside low-rank factors are trained as they are stored.
 
+Measured on tests/models/books-8m, 2 bits, the held-out error of one block behind 200 steps at `codes_rate` 2, 0.5 and
+0.1: first block 0.0487 -> 0.0466, 0.0381, 0.0368; fourth block, unchanged ones before it: 0.00267 -> 0.00267, 0.00250 at
+2 and 0.5. `int2` with 64 samples: KL 0.0296 at 2, 0.0269 at 0.5 (65,408 tokens).
+
 Not done: formats other than `int`, which keep their codes (compress/tune/codes/fixed.py).
 """
 
@@ -18,6 +22,7 @@ from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
 BYTES = 24 + 3 * 4  # of a weight, beside what `fixed` takes: a trained number, its target, what a step keeps
+RATE = 0.5  # [steps of the grid] that a code travels unless the settings say otherwise
 
 
 def serves(packed: PackedWeight) -> bool:
