@@ -100,6 +100,11 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
         raise RecipeError(caches.no_queries(spec.where, coding))
 
 
+def samples(seq_len: int) -> int:
+    """Return how many samples of so many tokens a cache is calibrated on, at most."""
+    return max(1, CALIBRATED // seq_len)
+
+
 def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int]:
     """Return the bytes of the samples of one layer, float32, on so many tokens, and those that learning takes beside.
 
@@ -161,7 +166,7 @@ def _calibrated(
     if settings.needs():
         assert facts.calibration is not None
         tokens = facts.calibration.tokens
-        tokens = tokens[: max(1, CALIBRATED // tokens.shape[1])]
+        tokens = tokens[: samples(tokens.shape[1])]
         file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
         static, found = calibrate(
             skeleton, codings, tokens, asked.device, min(BATCH, facts.prepared.arrangement.batch), file
