@@ -190,6 +190,8 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"experts pruned in {len(pruned)} of {len(experts)} blocks that have any: {share:.1%} of what calibration "
             "tokens were routed to is left out"
         )
+    if found := (report.get("kv_cache") or {}).get("size"):
+        lines.append(cache_bytes_line(found))
     if cache := (report.get("allocation") or {}).get("cache"):
         lines += [cache_line(cache)]
     if report["fallbacks"]:
@@ -197,10 +199,23 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     return lines
 
 
+def cache_bytes_line(found: dict[str, Any]) -> str:
+    """Say what a cache takes at a context, and how much of that is calibrated tensors."""
+    static = ""
+    if found["static"]:
+        share = found["static"] / found["context"]
+        static = f", {share:,.0f} of them calibrated tensors ({size(found['static'])}, once for all sequences)"
+    return (
+        f"cache: {found['bytes_per_token']:,.0f} bytes a token at {found['context']:,} tokens{static}; exact: "
+        f"{found['exact_bytes_per_token']:,.0f}"
+    )
+
+
 def cache_line(found: dict[str, Any]) -> str:
     """Say what a budget gave the cache."""
     bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
-    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])}; bits an element: {bits}"
+    each = f"{found['nbytes'] / found['context']:,.0f} bytes a token, calibrated tensors included"
+    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])} ({each}); bits an element: {bits}"
 
 
 def verify_line(found: dict[str, Any], directory: str) -> str:

@@ -17,6 +17,7 @@ from compress.kv.codec import Spec
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.model.skeleton import Skeleton
+from compress.run import cache_bytes
 from compress.runtime import kv_config
 from compress.storage.checkpoint import open_checkpoint, sha256
 from compress.storage.json_text import OBJECT
@@ -145,7 +146,15 @@ def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str
     section = record["section"]
     if said := left_exact(facts.prepared.skeleton.config):
         facts.notes["kv_cache"] = [said]
-    return section, {"calibration": record["calibration"], **section}
+    return section, {"calibration": record["calibration"], "size": _size(output.model, facts, section), **section}
+
+
+def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any]:
+    """Return what the cache of a checkpoint takes, with its calibrated tensors."""
+    skeleton = facts.prepared.skeleton
+    settings = kv_config.read(section, len(caches.layer_types(skeleton.config)))
+    static = kv_config.read_static(section, directory, skeleton.config, settings)
+    return cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype).plain()
 
 
 def _is_intact(directory: Path, section: dict[str, Any]) -> bool:
