@@ -215,7 +215,9 @@ def cache_line(found: dict[str, Any]) -> str:
     """Say what a budget gave the cache."""
     bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
     each = f"{found['nbytes'] / found['context']:,.0f} bytes a token, calibrated tensors included"
-    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])} ({each}); bits an element: {bits}"
+    window = found.get("measured at") or found["context"]
+    measured = f"; errors measured at {window:,} tokens" if window < found["context"] else ""
+    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])} ({each}); bits an element: {bits}{measured}"
 
 
 def verify_line(found: dict[str, Any], directory: str) -> str:

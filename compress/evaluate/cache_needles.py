@@ -1,6 +1,6 @@
 """Measure whether a model finds through a compressed cache what stands somewhere in a long text (needles).
 
-Each context is a window of the text with a sentence at each of DEPTHS, "The password of Oslo is amber falcon.", names
+Each context is a window of the text with a sentence at each of DEPTHS, "The password of Oslo is amber feather.", names
 and passwords drawn anew. All of them lie outside of what every cache keeps exact. The prompt goes through the model in
 one pass, as in `generate`, then comes a question for each needle, "The password of Oslo is", and what follows is
 scored: the negative log-likelihood of a token of the answer, and whether all its tokens are the likeliest ones, which
@@ -40,7 +40,7 @@ FIRST = (
     *("hidden", "yellow", "bitter", "narrow", "ancient"),
 )
 SECOND = (
-    *("falcon", "river", "candle", "garden", "mirror", "ladder", "basket", "hammer", "window", "pepper", "anchor"),
+    *("feather", "river", "candle", "garden", "mirror", "ladder", "basket", "hammer", "window", "pepper", "anchor"),
     *("bottle", "castle", "button", "needle", "orange"),
 )
 SEED = 0
