@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from compress import recipe
 from compress.allocate import kv_budget, kv_measure, kv_options, kv_sizes
@@ -18,7 +20,9 @@ from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, cache_settings
 from compress.recipe.read import dump
 from compress.run.job import Job
+from compress.runtime import hf  # noqa: F401  # registers the format
 from pico import build, save_pico
+from runs import TEXT, cli
 
 RECIPE = {"method": "kivi", "group_size": 16, "residual_length": 16, "flush": 16, "sink": 2}
 LISTED: list[dict[str, Any]] = [{"bits": 2}, {"method": "lloyd", "bits": 3}, {"bits": 4, "residual_length": 32}]
@@ -119,3 +123,31 @@ def test_options_that_cannot_be(words: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as error:
         load(f"{{target: 90KiB, context: 64, {words}}}")
     assert "\n" not in str(error.value)
+
+
+def test_from_the_recipe_to_a_checkpoint_within_the_target(tmp_path: Path) -> None:
+    """Layers with codecs of their own, read back and used by generate."""
+    path, out, model = tmp_path / "mine.yaml", tmp_path / "out", save_pico("llama", tmp_path / "m")
+    path.write_text(
+        "description: d\ncalibration: {num_samples: 8, seq_len: 96}\n"
+        "kv_cache: {method: kivi, bits: 2, group_size: 8, sink: 2, residual_length: 16, flush: 8}\n"
+        "allocate: {context: 250, cache_options: [{bits: 1}, {method: lloyd, bits: 3, rope: post}, {bits: 8}]}\n"
+    )
+    plain = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    words = [str(model), "--recipe", str(path), "--calib", str(TEXT), "--measurements", str(tmp_path / "measured")]
+    done = cli("quantize", *words, "--target", f"{plain + 30_000}B", "--out", str(out), "--json")
+    assert done.code == 0, done.err
+    cache = json.loads(done.out)["allocation"]["cache"]
+    assert cache["nbytes"] <= 32_000 and cache["measured at"] == 250
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    codings = loaded.kv_cache.settings.by_layer(2)
+    named = {"bits=1": ("kivi", 1), "method=lloyd, bits=3, rope=post": ("lloyd", 3), "bits=8": ("kivi", 8)}
+    for layer, kinds in cache["layers"].items():
+        for kind, option in kinds.items():
+            coding = codings[int(layer)][kind]
+            assert (coding.method, coding.config.bits) == named[option]
+    assert len({option for kinds in cache["layers"].values() for option in kinds.values()}) > 1
+    made = generation.fresh(loaded)
+    with torch.no_grad():
+        loaded(torch.arange(250)[None] % 250, past_key_values=made, use_cache=True)
+    assert made.nbytes().total + made.nbytes().static <= 1.02 * cache["nbytes"]
