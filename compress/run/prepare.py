@@ -82,8 +82,7 @@ def prepare_all(
     needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
     if needs_text or tried or calibrates_cache:
-        longest = positions.most_tokens(skeleton.model)
-        seq_len = min(settings.seq_len, longest or settings.seq_len)
+        seq_len = min(settings.seq_len, positions.most_tokens(skeleton.model) or settings.seq_len)
         few = max(tried, kv_cache.samples(seq_len) if calibrates_cache else 0)
         samples = (settings.num_samples if needs_text else min(few, settings.num_samples)) * settings.rolled
     extras = memory_plan.Extras(

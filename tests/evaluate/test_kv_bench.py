@@ -162,7 +162,7 @@ def lines(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(words))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.output if result.exit_code == 0 else result.stderr
+    return result.exit_code, result.stdout if result.exit_code == 0 else result.stderr
 
 
 def test_the_command(pico_dir: Callable[..., Path], recipes: Callable[[int], str]) -> None:
