@@ -23,7 +23,7 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 # The packages (and the modules that lie beside them) in order: each may import those before it and itself.
 ORDER = [
     *("version", "errors", "types", "plugins", "progress", "process_memory"),  # what everything may use
-    "ranks",
+    *("ranks", "pages"),
     *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime", "serving"),  # what runs a checkpoint
     *("model", "recipe", "calib", "lowrank", "quant", "tune", "transform"),  # what makes one
     *("run", "evaluate", "allocate", "export", "api", "cli"),  # who uses all this
@@ -41,7 +41,7 @@ PLUGINS: dict[str, set[str]] = {
 }
 
 # Model types that are also words of our own or plain English.
-ORDINARY = {"align", "beam", "canary", "clap", "clip", "ctrl", "encoder-decoder", "flint", "funnel", "radio"}
+ORDINARY = {"align", "aria", "beam", "canary", "clap", "clip", "ctrl", "encoder-decoder", "flint", "funnel", "radio"}
 
 
 def sources() -> list[Path]:

@@ -23,6 +23,7 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     lists,
     push,
     quantize,
+    report,
     streams,
 )
 from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note

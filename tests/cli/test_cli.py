@@ -19,7 +19,7 @@ from compress import api, recipe
 from compress.cli.app import app
 from compress.errors import CheckpointError
 from compress.run import verify
-from runs import GPTQ, RTN, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
+from runs import GPTQ, RTN, TEXT, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]  # a group
@@ -47,7 +47,7 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 def test_the_commands() -> None:
     assert (
         " ".join(COMMANDS) == "allocate bench eval export exports generate inspect kv-bench measure merge methods plan "
-        "push quantize recipes transform verify"
+        "push quantize recipes report transform verify"
     )
 
 
@@ -314,3 +314,32 @@ def test_inspect_wants_the_report_of_these_tensors(packed: Path, tmp_path: Path)
     shown = succeeded("inspect", copy)
     assert "because report.json is of an earlier save, or of another model; methods and errors are not known" in shown
     assert f"{report['bpw']:.3f}" in shown and "largest errors" not in shown
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_report(packed: Path, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    page = copy / "report.html"
+    assert succeeded("report", copy) == f"{page}\n"
+    assert "Not scored yet" in page.read_text() and not (copy / "scores.json").exists()
+    asked = ("--base", pico_dir("mixtral"), "--text", TEXT, "--seq-len", 32, "--max-tokens", 64, "--prompt", "Once")
+    succeeded("report", copy, *asked, "--max-new-tokens", 4)
+    kept = json.loads((copy / "scores.json").read_text())
+    assert [row["tokens"] for row in kept["texts"]] == [62] and [x["prompt"] for x in kept["generations"]] == ["Once"]
+    assert "Not scored yet" not in page.read_text() and "What both write" in page.read_text()
+    succeeded("report", copy, *asked[:-2])  # the same text again replaces its row, the prompt stays
+    again = json.loads((copy / "scores.json").read_text())
+    assert again == kept
+    succeeded("verify", copy)  # both files are no part of the checkpoint
+
+
+def test_report_wants_a_base(packed: Path, tmp_path: Path) -> None:
+    result = cli("report", str(packed), "--prompt", "x")
+    assert result.code == 1 and one_line(result).endswith("name it with --base")
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    (copy / "scores.json").write_text('{"texts": [{"text": 3}]}')
+    result = cli("report", str(copy))
+    assert result.code == 1 and one_line(result).endswith("delete it and measure again")
+    assert not (copy / "report.html").exists()

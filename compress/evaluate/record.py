@@ -1,0 +1,62 @@
+"""Keep what was measured of a checkpoint beside it, in scores.json, for its page and for programs.
+
+    {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}]}
+
+A text or a prompt that was measured before is replaced. The file is no part of the checkpoint: nothing that loads a
+model reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.errors import CheckpointError
+from compress.evaluate.scores import Comparison
+from compress.storage import json_text
+from compress.storage.checkpoint import read_json, write_text
+from compress.storage.json_text import INTEGER, NUMBER, TEXT
+
+FILE = "scores.json"
+SOME = (*NUMBER, type(None))
+LAYOUT = {
+    "texts": [
+        {
+            **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
+            **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),
+            **{"same_top1": NUMBER, "kl_se": SOME},
+        }
+    ],
+    "generations": [{"prompt": TEXT, "base": TEXT, "model": TEXT}],
+}
+
+
+def load(directory: Path) -> dict[str, Any]:
+    """Return what is kept of a checkpoint; empty lists without a file. CheckpointError for a damaged one."""
+    path, found = directory / FILE, dict[str, Any](texts=[], generations=[])
+    if path.is_file():
+        found |= read_json(path)
+        if wrong := json_text.mismatch(found, LAYOUT):
+            raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); delete it and measure again")
+    return found
+
+
+def add(
+    directory: Path, texts: Sequence[Comparison] = (), generations: Sequence[Mapping[str, str]] = ()
+) -> dict[str, Any]:
+    """Add scores and generations to what is kept of a checkpoint; return all."""
+    found = load(directory)
+    found["texts"] = _replaced(found["texts"], [dataclasses.asdict(each) for each in texts], ("text", "seq_len"))
+    found["generations"] = _replaced(found["generations"], generations, ("prompt",))
+    write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _replaced(
+    former: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], by: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    names = {tuple(row[key] for key in by) for row in new}
+    return [*(row for row in former if tuple(row[key] for key in by) not in names), *new]

@@ -1,0 +1,250 @@
+"""Write the page of a packed checkpoint from its report.json, its recipe, and scores where there are some.
+
+What is not known is left out: a checkpoint that was never scored has no loss, and its page says how to get one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from compress import process_memory
+from compress.pages import html, svg
+from compress.progress import duration
+
+BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
+WORST = 10  # layers
+SUSPECT = 4.0  # times the median error of the same linear in other blocks
+Report = Mapping[str, Any]
+
+
+def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -> str:
+    """Return the page as HTML. report: report.json; recipe: the text of recipe.yaml; scores: scores.json.
+
+    A report that is "incomplete", made from headers, gives a page of sizes.
+    """
+    scores = scores or {}
+    data = {"report": report, "scores": scores}
+    if "incomplete" in report:
+        missing = html.paragraph(report["incomplete"], "faint")
+        return html.page(
+            "A compressed checkpoint", _headline(report, scores) + missing, [_loss(scores), _sizes(report)], data
+        )
+    title = f"{report['model']}, compressed with {report['recipe']}"
+    sections = [
+        _loss(scores),
+        _layers(report["layers"]),
+        _worst(report["layers"]),
+        _sizes(report),
+        _kept(report),
+        _calibration(report),
+        _cost(report),
+        _generations(scores.get("generations", ())),
+        html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
+        _everything(report["layers"]),
+    ]
+    return html.page(title, _headline(report, scores), sections, data)
+
+
+def _headline(report: Report, scores: Mapping[str, Any]) -> str:
+    """Return the most asked figures: whole bits, loss, size."""
+    whole, total = report.get("whole") or {}, report["nbytes"]["total"]
+    found = [(f"{whole.get('bpw', report['bpw']):.2f}", "bits per weight, whole model")]
+    if whole and abs(whole["bpw"] - report["bpw"]) >= 0.005:
+        found.append((f"{report['bpw']:.2f}", "bits per packed weight"))
+    if (source := report["source_nbytes"]) is not None:
+        found.append((process_memory.show(total), f"of {process_memory.show(source)}"))
+        found.append((f"{source / max(1, total):.1f}×", "smaller"))
+    else:
+        found.append((process_memory.show(total), "stored"))
+    for row in scores.get("texts", ())[:1]:
+        error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
+        found.append((svg.number(row["kl_mean"]), f"KL to the original{error}, nats a token"))
+        found.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of the original)"))
+        found.append((f"{row['same_top1']:.1%}", "same most likely token"))
+    if scores.get("texts"):
+        return html.facts(found)
+    how = "compress report DIR --base ORIGINAL --text FILE measures the loss and adds it here."
+    return html.facts(found) + html.paragraph(f"Not scored yet: {how}", "faint")
+
+
+def _loss(scores: Mapping[str, Any]) -> str:
+    """Return the section of what was lost, by text."""
+    names = ("text", "tokens", "KL", "s.e.", "95%", "99%", "largest", "perplexity", "original", "same top-1")
+    keys = ("text", "tokens", "kl_mean", "kl_se", "kl_p95", "kl_p99", "kl_max", "perplexity", "base_perplexity")
+    rows = [[*(row.get(key) for key in keys), f"{row['same_top1']:.1%}"] for row in scores.get("texts", ())]
+    if not rows:
+        return ""
+    return html.section(
+        "What was lost",
+        html.paragraph(
+            "KL is the divergence of the predictions from those of the original, in nats a token; 0 is no loss. "
+            "The percentiles are over tokens."
+        ),
+        html.table("Divergence and perplexity by text", names, rows),
+    )
+
+
+def _grid(layers: Sequence[Report]) -> tuple[list[str], list[str], dict[tuple[int, int], Report]]:
+    """Return the blocks, the linears of a block, and the layer in each cell."""
+    cells: dict[tuple[str, str], Report] = {}
+    for layer in layers:
+        if (found := BLOCK.match(layer["name"])) is not None:
+            cells[found["block"], found["path"]] = layer
+    rows = sorted({block for block, _ in cells}, key=int)
+    columns = list(dict.fromkeys(path for _, path in cells))
+    places = {(rows.index(block), columns.index(path)): layer for (block, path), layer in cells.items()}
+    return rows, columns, places
+
+
+def _layers(layers: Sequence[Report]) -> str:
+    """Return the heat maps of errors and bits by block and linear."""
+    rows, columns, places = _grid(layers)
+    if not places:
+        return ""
+    short = [column.rpartition(".")[2] for column in columns]
+    labels = [f"block {row}" for row in rows]
+    errors = {place: layer["output_error"] for place, layer in places.items() if layer["output_error"] is not None}
+    kind = "output" if errors else "weight"
+    errors = errors or {place: layer["weight_error"] for place, layer in places.items()}
+    bits = {place: layer["bpw"] for place, layer in places.items()}
+    parts = [
+        html.figure(
+            svg.heat_map(f"Relative squared error of each linear's {kind}", labels, short, errors),
+            f"Relative squared error of each linear's {kind} on the calibration text, when it was quantized. "
+            "Point at a cell for its value; the table at the end has all.",
+        )
+    ]
+    if max(bits.values()) - min(bits.values()) > 0.05:
+        parts.append(
+            html.figure(svg.heat_map("Bits per weight of each linear", labels, short, bits), "Bits per stored weight.")
+        )
+    else:
+        parts.append(
+            html.paragraph(f"All linears of the blocks have {svg.number(min(bits.values()))} bits per weight.")
+        )
+    return html.section("Errors and bits by layer", *parts)
+
+
+def suspects(layers: Sequence[Report]) -> list[tuple[str, float]]:
+    """Return layers whose error is far above that of the same linear in other blocks: (name, times the median)."""
+    _, columns, places = _grid(layers)
+    found = []
+    for column in range(len(columns)):
+        alike = [layer for (_, at), layer in places.items() if at == column]
+        errors = sorted(_error(layer) for layer in alike)
+        median = errors[len(errors) // 2]
+        found += [(x["name"], _error(x) / median) for x in alike if median > 0 and _error(x) > SUSPECT * median]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def _error(layer: Report) -> float:
+    return float(layer["weight_error"] if layer["output_error"] is None else layer["output_error"])
+
+
+def _worst(layers: Sequence[Report]) -> str:
+    """Return the layers with the largest errors, and those that differ from their like."""
+    if not layers:
+        return ""
+    ranked = sorted(layers, key=_error, reverse=True)[:WORST]
+    far = suspects(layers)
+    named = "; ".join(f"{name} ({times:.1f} times)" for name, times in far[:WORST])
+    return html.section(
+        "Worst layers",
+        html.figure(
+            svg.bars("Layers with the largest errors", {x["name"]: _error(x) for x in ranked}, svg.Axis("error")),
+            "Relative squared error, of the output where it was measured, else of the weight.",
+        ),
+        html.paragraph(f"More than {SUSPECT:.0f} times the median error of the same linear: {named}.") if far else "",
+    )
+
+
+def _sizes(report: Report) -> str:
+    """Return where the bytes are."""
+    sizes = {name: size for name, size in report["nbytes"].items() if name != "total" and size}
+    mib = {name: size / 2**20 for name, size in sizes.items()}
+    rows = [
+        [x["pattern"], x["count"], "×".join(map(str, x["shape"])), x["format"], x["bpw"], x["nbytes"]]
+        for x in report["plan"]
+    ]
+    return html.section(
+        "Where the bytes are",
+        html.figure(svg.bars("Stored bytes", mib, svg.Axis("MiB")), "Everything that is stored, in MiB."),
+        html.table("Groups of layers", ("layers", "count", "shape", "format", "bits", "bytes"), rows),
+    )
+
+
+def _kept(report: Report) -> str:
+    """Return what was not packed or fell back to another method, and remarks."""
+    kept = [[name, str(reason)] for name, reason in report["kept"].items()]
+    fell = [[name, str(reason)] for name, reason in report["fallbacks"].items()]
+    notes = [[name, "; ".join(map(str, found))] for name, found in report["notes"].items()]
+    return html.section(
+        "What was kept, and remarks",
+        html.table("Not quantized", ("layer", "reason"), kept) if kept else "",
+        html.table("Fell back to another method", ("layer", "reason"), fell) if fell else "",
+        html.folded(f"{len(notes)} remarks", html.table("Remarks", ("where", "what"), notes)) if notes else "",
+    )
+
+
+def _calibration(report: Report) -> str:
+    """Return the facts of the calibration text."""
+    found = report["calibration"]
+    if not found:
+        return html.section("Calibration", html.paragraph("None: the recipe needs no text."))
+    source = "text that the model wrote itself" if found.get("self_generated") else found["source"]
+    count, length = found["num_samples"], found["seq_len"]
+    remarks = "".join(html.paragraph(str(note), "faint") for note in found.get("notes", ()))
+    said = f"{count:,} samples of {length:,} tokens ({count * length:,} of {found['tokens_available']:,}): {source}."
+    return html.section("Calibration", html.paragraph(said), remarks)
+
+
+def _cost(report: Report) -> str:
+    """Return time and memory beside what was predicted."""
+    seconds, memory = report["seconds"], report["memory"]
+    rows: list[list[html.Cell]] = []
+    if (predicted := seconds.get("predicted_quantize")) is not None:
+        rows.append(["quantizing", duration(seconds["quantize"]), duration(predicted)])
+    rows.append(["in all", duration(seconds["total"]), None])
+    if memory.get("measured_peak"):
+        shown = [process_memory.show(memory[key]) for key in ("measured_peak", "predicted_peak")]
+        rows.append(["largest memory", *shown])
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return html.section(
+        "Time and memory",
+        html.table("Measured and predicted", ("", "measured", "predicted"), rows),
+        html.paragraph(f"On {report['device']}, with {versions}. Self-check: {report['self_check']}.", "faint"),
+    )
+
+
+def _generations(found: Sequence[Mapping[str, str]]) -> str:
+    """Return what both models write, side by side."""
+    parts = []
+    for row in found:
+        both = "".join(
+            f"<div><h3>{name}</h3><blockquote>{escape(row[key])}</blockquote></div>"
+            for name, key in (("Original", "base"), ("Compressed", "model"))
+        )
+        parts.append(f'{html.paragraph("Prompt: " + row["prompt"])}<div class="beside">{both}</div>')
+    return html.section("What both write", *parts)
+
+
+def _everything(layers: Sequence[Report]) -> str:
+    """Return the table of all layers."""
+    names = ("layer", "shape", "method", "format", "bits", "weight error", "output error", "seconds")
+    rows = [
+        [
+            x["name"],
+            "×".join(map(str, x["shape"])),
+            x["method"],
+            x["format"],
+            x["bpw"],
+            x["weight_error"],
+            x["output_error"],
+            x["seconds"],
+        ]
+        for x in layers
+    ]
+    return html.section("All layers", html.folded(f"{len(rows)} layers", html.table("All layers", names, rows)))

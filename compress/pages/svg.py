@@ -1,0 +1,228 @@
+"""Draw charts as SVG text: bars, a heat map, and points joined by lines.
+
+Colors are the CSS variables of `html.STYLE`, so that a chart follows the page between light and dark. A chart scales to
+the width of its column. Each has a title and a description, which screen readers read, and its marks have tooltips.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+WIDTH = 720.0  # of a drawing, in its own units
+MARGIN = (14.0, 16.0, 46.0, 64.0)  # above, right, below, left
+SERIES = 6  # colors of series: --series-0 ...
+MOST_LABELS = 12  # of an axis
+TICK = 4.0
+
+
+class Point(NamedTuple):
+    """A mark of a series."""
+
+    x: float
+    y: float
+    label: str
+
+
+class Axis(NamedTuple):
+    """Name of an axis, and whether it is logarithmic."""
+
+    name: str
+    is_log: bool = False
+
+
+class _Scale:
+    """Maps numbers of an axis to places of the drawing."""
+
+    def __init__(self, values: Sequence[float], axis: Axis, ends: tuple[float, float], from_zero: bool = False) -> None:
+        self.axis, self.ends = axis, ends
+        known = [value for value in values if math.isfinite(value) and (value > 0 or not axis.is_log)] or [1.0]
+        low, high = min(known), max(known)
+        if axis.is_log:
+            low, high = math.log10(low), math.log10(high)
+        elif from_zero:
+            low, high = min(0.0, low), max(0.0, high)
+        room = (high - low or abs(high) or 1.0) * 0.05
+        self.low = low if from_zero and not axis.is_log else low - room
+        self.high = high + room
+
+    def place(self, value: float) -> float:
+        if self.axis.is_log:
+            value = math.log10(value) if value > 0 else self.low
+        share = (value - self.low) / (self.high - self.low)
+        return self.ends[0] + share * (self.ends[1] - self.ends[0])
+
+    def ticks(self) -> list[float]:
+        """Return round numbers that lie on the axis."""
+        if not self.axis.is_log:
+            return _round_steps(self.low, self.high)
+        marks = (1.0,) if self.high - self.low > 3 else (1.0, 2.0, 5.0) if self.high - self.low > 0.8 else _TENTHS
+        powers = range(math.floor(self.low), math.ceil(self.high) + 1)
+        found = [mark * 10.0**power for power in powers for mark in marks]
+        return [value for value in found if self.low <= math.log10(value) <= self.high]
+
+
+_TENTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+
+
+def _round_steps(low: float, high: float, count: int = 5) -> list[float]:
+    step = 10.0 ** math.floor(math.log10((high - low) / count))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count + 1)
+    first = math.ceil(low / step)
+    return [step * number for number in range(first, math.floor(high / step) + 1)]
+
+
+def number(value: float) -> str:
+    """Write a number for people, with three digits that count."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return text
+    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def text(x: float, y: float, content: str, anchor: str = "start", kind: str = "") -> str:
+    """Return words at a place."""
+    name = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{name}>{escape(content)}</text>'
+
+
+def drawing(height: float, title: str, description: str, body: Sequence[str]) -> str:
+    """Return a whole drawing with its name and description."""
+    said = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+    label = escape(f"{title}. {description}", quote=True)
+    return (
+        f'<svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-label="{label}" '
+        f'xmlns="http://www.w3.org/2000/svg">{said}{"".join(body)}</svg>'
+    )
+
+
+def _frame(x: _Scale, y: _Scale, height: float) -> list[str]:
+    """Return grid, ticks and names of both axes."""
+    top, right, below, left = MARGIN
+    parts = []
+    for value in y.ticks():
+        at = y.place(value)
+        parts.append(f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(text(left - 6, at + TICK, number(value), "end"))
+    floor = height - below
+    for value in x.ticks():
+        at = x.place(value)
+        parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{floor}" y2="{floor + TICK}"/>')
+        parts.append(text(at, floor + 18, number(value), "middle"))
+    parts.append(f'<line class="axis" x1="{left}" x2="{WIDTH - right}" y1="{floor}" y2="{floor}"/>')
+    parts.append(text((left + WIDTH - right) / 2, height - 8, x.axis.name, "middle", "name"))
+    middle = (top + floor) / 2
+    turned = f'<g transform="rotate(-90 14 {middle:.1f})">{text(14, middle, y.axis.name, "middle", "name")}</g>'
+    return [*parts, turned]
+
+
+def points(
+    title: str, series: dict[str, Sequence[Point]], axes: tuple[Axis, Axis], is_joined: bool = True, height: float = 380
+) -> str:
+    """Draw series of points over two axes; each point has its label beside it, points of a series may be joined."""
+    top, right, below, left = MARGIN
+    everything = [point for found in series.values() for point in found]
+    x = _Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
+    y = _Scale([point.y for point in everything], axes[1], (height - below, top + 18))
+    body = _frame(x, y, height)
+    for index, (name, found) in enumerate(series.items()):
+        color = f"var(--series-{index % SERIES})"
+        places = [(x.place(point.x), y.place(point.y)) for point in found]
+        if is_joined and len(places) > 1:
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+            body.append(f'<polyline points="{path}" style="stroke:{color}"/>')
+        for point, (a, b) in zip(found, places, strict=True):
+            tip = f"{point.label}: {axes[0].name} {number(point.x)}, {axes[1].name} {number(point.y)}"
+            body.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4.5" style="fill:{color}"><title>{escape(tip)}</title>')
+            body.append("</circle>")
+        body += _labels([point.label for point in found], places) if len(everything) <= MOST_LABELS * 4 else []
+        if len(series) > 1:
+            at = left + 8 + index * (WIDTH - left - right) / len(series)
+            body.append(f'<rect x="{at:.1f}" y="4" width="10" height="10" style="fill:{color}"/>')
+            body.append(text(at + 15, 13, name))
+    return drawing(height, title, f"{axes[1].name} over {axes[0].name}, {len(everything)} points", body)
+
+
+def _labels(names: Sequence[str], places: Sequence[tuple[float, float]]) -> list[str]:
+    """Return labels beside points, those that would lie on another one moved down or left out."""
+    taken: list[tuple[float, float, float]] = []
+    parts = []
+    for name, (x, y) in zip(names, places, strict=True):
+        width = 6.2 * len(name)
+        for left, at in ((x + 7, y - 6), (x + 7, y + 14), (x - 7 - width, y - 6), (x - 7 - width, y + 14)):
+            inside = left > MARGIN[3] and left + width < WIDTH - MARGIN[1]
+            if inside and all(left + width < a or left > b or abs(at - c) > 11 for a, b, c in taken):
+                taken.append((left, left + width, at))
+                parts.append(text(left, at, name, "start", "label"))
+                break
+    return parts
+
+
+def bars(title: str, values: dict[str, float], axis: Axis, mark: float | None = None) -> str:
+    """Draw one horizontal bar for each name; mark: a line across all of them, such as the mean."""
+    row, left = 20.0, min(260.0, 24 + 6.6 * max(map(len, values), default=1))
+    height = row * len(values) + 50
+    known = [*values.values(), *([] if mark is None else [mark])]
+    scale = _Scale(known, axis, (left, WIDTH - 70), from_zero=True)
+    body = []
+    for place, (name, value) in enumerate(values.items()):
+        y, end = 6 + row * place, scale.place(value)
+        body.append(text(left - 6, y + 13, name, "end"))
+        body.append(
+            f'<rect class="bar" x="{left:.1f}" y="{y:.1f}" width="{max(0.5, end - left):.1f}" height="{row - 5:.1f}">'
+        )
+        body.append(f"<title>{escape(name)}: {number(value)}</title></rect>")
+        body.append(text(end + 5, y + 13, number(value)))
+    bottom = 6 + row * len(values)
+    if mark is not None:
+        at = scale.place(mark)
+        body.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="2" y2="{bottom}"/>')
+    body.append(text((left + WIDTH - 70) / 2, bottom + 24, axis.name, "middle", "name"))
+    return drawing(height, title, f"{axis.name} of {len(values)} items", body)
+
+
+def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], cells: dict[tuple[int, int], float]) -> str:
+    """Draw a cell for each row and column, the darker the larger; cells: (row, column) -> value; others stay empty.
+
+    Colors follow the logarithm where the largest positive value is more than 20 times the smallest.
+    """
+    left, top = min(120.0, 24 + 7.0 * max(map(len, rows), default=1)), 26.0
+    wide = (WIDTH - left - 8) / max(1, len(columns))
+    tall = max(12.0, min(26.0, 700 / max(1, len(rows))))
+    known = sorted(value for value in cells.values() if math.isfinite(value) and value > 0)
+    is_log = bool(known) and known[-1] > 20 * known[0]
+    body = [
+        text(left + wide * (i + 0.5), 16, name[: max(3, int(wide / 6.6))], "middle") for i, name in enumerate(columns)
+    ]
+    every = max(1, math.ceil(len(rows) / 40))
+    for row, name in enumerate(rows):
+        if row % every == 0:
+            body.append(text(left - 6, top + tall * (row + 0.5) + TICK, name, "end"))
+    for (row, column), value in cells.items():
+        share = _share(value, known, is_log)
+        place = f'x="{left + wide * column:.1f}" y="{top + tall * row:.1f}"'
+        tip = f"{rows[row]}, {columns[column]}: {number(value)}"
+        body.append(f'<rect {place} width="{wide - 1:.1f}" height="{tall - 1:.1f}" class="cell"/>')
+        body.append(
+            f'<rect {place} width="{wide - 1:.1f}" height="{tall - 1:.1f}" class="heat" '
+            f'style="opacity:{share:.3f}"><title>{escape(tip)}</title></rect>'
+        )
+        if tall >= 15 and wide >= 46:
+            kind = "on-dark" if share > 0.55 else ""
+            at = (left + wide * (column + 0.5), top + tall * (row + 0.5) + TICK)
+            body.append(text(*at, number(value), "middle", f"value {kind}".strip()))
+    height = top + tall * len(rows) + 8
+    return drawing(height, title, f"{len(rows)} rows by {len(columns)} columns", body)
+
+
+def _share(value: float, known: Sequence[float], is_log: bool) -> float:
+    """Return how dark a cell is, 0.06 to 1."""
+    if not known or value <= 0 or not math.isfinite(value):
+        return 1.0 if math.isinf(value) and value > 0 else 0.06
+    low, high = (math.log(known[0]), math.log(known[-1])) if is_log else (0.0, known[-1])
+    at = math.log(value) if is_log else value
+    return 0.06 + 0.94 * ((at - low) / (high - low) if high > low else 0.5)

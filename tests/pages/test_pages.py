@@ -1,0 +1,200 @@
+"""Pages: charts that are well formed, text that stays text, colors that can be read, layers that are named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from compress.pages import checkpoint, html, svg
+
+HOSTILE = '<script>alert("x")</script> & co'
+VOID = {"meta", "br", "link"}
+
+
+class Balanced(HTMLParser):
+    """Counts what is opened, and stops at what is closed out of order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.references += [value or "" for key, value in attrs if key in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(page: str) -> Balanced:
+    found = Balanced()
+    found.feed(page)
+    assert not found.open
+    return found
+
+
+def elements(drawing: str, name: str) -> list[ElementTree.Element]:
+    return ElementTree.fromstring(drawing).findall(f".//{{http://www.w3.org/2000/svg}}{name}")
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    drawing = svg.bars("Sizes", {"a": 1.0, HOSTILE: 4.0, "zero": 0.0}, svg.Axis("MiB"), mark=2.0)
+    lengths = [float(rect.get("width", "")) for rect in elements(drawing, "rect")]
+    assert lengths[1] / lengths[0] == pytest.approx(4.0, rel=0.01) and lengths[2] == 0.5
+    line = next(x for x in elements(drawing, "line") if x.get("class") == "mark")
+    left = float(elements(drawing, "rect")[0].get("x", ""))
+    assert float(line.get("x1", "")) - left == pytest.approx(2 * lengths[0], rel=0.01)
+    assert HOSTILE in {x.text for x in elements(drawing, "text")} and "alert(" in drawing and "<script" not in drawing
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_points_keep_order_and_distance(is_log: bool) -> None:
+    values = [0.001, 0.01, 0.1]
+    series = {"one": [svg.Point(x, y, f"p{x}") for x, y in zip((1.0, 2.0, 4.0), values, strict=True)]}
+    drawing = svg.points("Frontier", series, (svg.Axis("bytes"), svg.Axis("KL", is_log)))
+    circles = elements(drawing, "circle")
+    across, up = ([float(each.get(key, "")) for each in circles] for key in ("cx", "cy"))
+    assert (across[2] - across[1]) / (across[1] - across[0]) == pytest.approx(2, rel=0.01)
+    share = (up[1] - up[0]) / (up[2] - up[0])
+    assert share == pytest.approx(0.5 if is_log else 0.009 / 0.099, abs=0.01)
+    assert "p0.01" not in drawing and {"p1.0", "p2.0", "p4.0"} <= {x.text for x in elements(drawing, "text")}
+
+
+def test_ticks_are_round_and_on_the_axis() -> None:
+    for low, high in ((0.0, 1.0), (3.2, 3.9), (-5.0, 70000.0), (1e-7, 3e-7)):
+        ticks = svg._round_steps(low, high)
+        steps = {round((b - a) / (ticks[1] - ticks[0]), 6) for a, b in zip(ticks, ticks[1:], strict=False)}
+        assert 3 <= len(ticks) <= 8 and low <= ticks[0] and ticks[-1] <= high * (1 + 1e-9) and steps == {1.0}
+
+
+def test_numbers_for_people() -> None:
+    shown = {0: "0", 0.0123456: "0.0123", 12345.6: "12,346", 1.2345e-6: "1.23e-6", 3.2e7: "3.20e7", math.inf: "inf"}
+    assert {value: svg.number(value) for value in shown} == shown
+
+
+def test_heat_map_has_a_tip_for_each_cell() -> None:
+    cells = {(0, 0): 0.001, (0, 1): 1.0, (1, 1): math.inf}
+    drawing = svg.heat_map("Errors", ["block 0", "block 1"], ["q", "k"], cells)
+    heat = [x for x in elements(drawing, "rect") if x.get("class") == "heat"]
+    dark = [float(re.findall(r"[\d.]+", x.get("style", ""))[0]) for x in heat]
+    tips = ["".join(x.itertext()) for x in heat]
+    assert tips == ["block 0, q: 0.001", "block 0, k: 1", "block 1, k: inf"] and dark == [0.06, 1.0, 1.0]
+
+
+def test_drawings_are_named() -> None:
+    root = ElementTree.fromstring(svg.bars("Sizes", {"a": 1.0}, svg.Axis("MiB")))
+    assert root.get("role") == "img" and root.get("aria-label", "").startswith("Sizes. ")
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["light", "dark", "print"])
+def test_contrast(part: int) -> None:
+    """WCAG 2.2 AA: 4.5 for text; 3 for marks of charts, which the same colors pass anyway."""
+    themes = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in html.STYLE.split(":root")[1:]]
+    theme = themes[part]
+    on_paper = ["ink", "faint", "accent", "good", "bad", "heat", *(f"series-{i}" for i in range(svg.SERIES))]
+    assert all(contrast(theme[name], theme["paper"]) >= 4.5 for name in on_paper)
+    assert all(contrast(theme[name], theme["panel"]) >= 4.5 for name in ("ink", "faint"))
+    assert contrast(theme["on-heat"], theme["heat"]) >= 4.5
+
+
+def test_tables_escape_and_sort_by_numbers() -> None:
+    page = html.page("T", "", [html.section("S", html.table("C", ("what", "n"), [[HOSTILE, 1234567], ["b", 0.5]]))])
+    found = parsed(page)
+    assert found.seen.count("td") == 4 and found.seen.count("script") == 1
+    assert 'data-value="1234567">1,234,567<' in page and 'data-value="0.5">0.5<' in page
+
+
+def test_data_in_a_page_is_read_back() -> None:
+    data = {"text": "</script><b>", "value": 0.1}
+    page = html.page("T", "", [], data)
+    inner = page.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(inner) == data and parsed(page).seen.count("b") == 0
+
+
+def layer(name: str, error: float) -> dict[str, Any]:
+    return {
+        **{"name": name, "shape": [8, 8], "method": "gptq", "format": "int", "bpw": 4.5, "nbytes": 36},
+        **{"weight_error": error, "output_error": error, "tokens": 10, "seconds": 0.1, "notes": []},
+    }
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    layers = [
+        layer(f"model.layers.{block}.{path}", 0.01 + 0.001 * block) for block in range(6) for path in ("q_proj", "o")
+    ]
+    group = {"pattern": "model.layers.*.q_proj", "count": 6, "shape": [8, 8], "method": "gptq", "format": "int"}
+    return {
+        **{"model": HOSTILE, "base": None, "recipe": "int4", "bpw": 4.5, "layers": layers, "kv_cache": None},
+        "whole": {"bpw": 5.25, "share": 0.9, "parameters": 1000},
+        "nbytes": {"quantized linears": 400, "norms and the rest": 24, "total": 424},
+        "source_nbytes": 2000,
+        "calibration": {"source": "t.txt", "num_samples": 4, "seq_len": 16, "tokens_available": 99, "notes": []},
+        "seconds": {"total": 3.0, "quantize": 2.0, "predicted_quantize": 2.5},
+        "memory": {"limit": None, "predicted_peak": 2 << 20, "measured_peak": 1 << 20},
+        "plan": [{**group, "bpw": 4.5, "nbytes": 216}],
+        **{
+            "fallbacks": {"x": "singular"},
+            "notes": {"y": ["said"]},
+            "kept": {"lm_head": "tied"},
+            "self_check": "passed",
+        },
+        **{"device": "cpu", "versions": {"compress": "0.1.0"}},
+    }
+
+
+def test_page_of_a_checkpoint(report: dict[str, Any]) -> None:
+    score = {
+        **{"text": "a.txt", "tokens": 10, "windows": 2, "seq_len": 6, "kl_mean": 0.0123, "kl_se": 0.001, "kl_p95": 1.0},
+        **{"kl_p99": 2.0, "kl_max": 3.0, "perplexity": 20.5, "base_perplexity": 20.0, "same_top1": 0.905},
+    }
+    written = {"prompt": "Once", "base": " upon", "model": HOSTILE}
+    page = checkpoint.page(report, "method: gptq\n", {"texts": [score], "generations": [written]})
+    found = parsed(page)
+    assert found.seen.count("script") == 2 and not found.references  # its own two, and nothing from elsewhere
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import", page)
+    for shown in ("5.25", "4.50", "4.7×", "0.0123", "20.50 (20.00", "90.5%", "lm_head", "tied", "singular", "t.txt"):
+        assert shown.split(" (")[0] in page
+    assert "Not scored yet" not in page and page.count("<svg") >= 3
+    unscored = checkpoint.page(report, "", None)
+    assert "Not scored yet" in unscored and "What both write" not in unscored
+
+
+def test_planted_defect_is_named(report: dict[str, Any]) -> None:
+    assert checkpoint.suspects(report["layers"]) == []
+    damaged = copy.deepcopy(report)
+    damaged["layers"][6]["output_error"] = 0.5
+    assert [name for name, _ in checkpoint.suspects(damaged["layers"])] == ["model.layers.3.q_proj"]
+    assert "model.layers.3.q_proj (" in checkpoint.page(damaged, "")
+
+
+def test_page_from_headers_alone(report: dict[str, Any]) -> None:
+    names = ("bpw", "whole", "nbytes", "plan")
+    page = checkpoint.page({**{name: report[name] for name in names}, "source_nbytes": None, "incomplete": "why"}, "")
+    assert "why" in page and "5.25" in page
+    parsed(page)
