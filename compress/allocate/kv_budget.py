@@ -42,7 +42,7 @@ class CacheOption:
     """Settings laid over the recipe for the keys or the values of a layer."""
 
     name: str
-    bits: float  # nominal, of a code
+    bits: float | None  # nominal, of a code; None: options differ in more than that
     settings: Mapping[str, Any]
 
 
@@ -65,6 +65,7 @@ class CacheCosts:
     units: tuple[TensorCosts, ...]
     fixed_nbytes: int  # of what no option changes: layers that stay exact, rotary rows
     tokens: int  # that divergences were taken over
+    window: int = 0  # [tokens] of the windows on which they were measured
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,17 @@ class CacheOffer:
         return units(self.costs.units, self.options)
 
 
-def options(settings: CacheSettings, bits: Sequence[float] = ()) -> tuple[CacheOption, ...]:
+def options(
+    settings: CacheSettings, bits: Sequence[float] = (), listed: Sequence[Mapping[str, Any]] = ()
+) -> tuple[CacheOption, ...]:
     """Return an option for each of these bits, by default for those that the recipe's methods take.
 
+    listed: settings of the cache, one option each, in their place.
     Raises RecipeError for bits that a method does not take, or that leave no choice.
     """
+    if listed:
+        named = (", ".join(f"{key}={value}" for key, value in each.items()) or "as it is" for each in listed)
+        return tuple(CacheOption(name, None, each) for name, each in zip(named, listed, strict=True))
     if bits and len(set(bits)) < max(2, len(bits)):
         raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
     offered = []
@@ -109,16 +116,12 @@ def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple
     """Return the units that an allocation chooses for, each with an entry for each option."""
     made = []
     for unit in costs:
-        fewest = min(range(len(options)), key=lambda i: options[i].bits)
-        constant = unit.errors[fewest] * 4 ** options[fewest].bits
+        bits = [8 * n / unit.numel if o.bits is None else o.bits for o, n in zip(options, unit.nbytes, strict=True)]
+        fewest = min(range(len(options)), key=lambda i: bits[i])
+        constant = unit.errors[fewest] * 4 ** bits[fewest]
         entries = [
-            Entry(
-                option.name,
-                nbytes,
-                option.bits,
-                {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-option.bits},
-            )
-            for option, nbytes, error, kl in zip(options, unit.nbytes, unit.errors, unit.kls, strict=True)
+            Entry(option.name, nbytes, b, {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-b})
+            for option, b, nbytes, error, kl in zip(options, bits, unit.nbytes, unit.errors, unit.kls, strict=True)
         ]
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
         name = f"{PREFIX}{unit.layer}.{unit.kind}"
@@ -192,6 +195,7 @@ def described(offer: CacheOffer, choice: Choice) -> dict[str, Any]:
         },
         "divergence": sum(entry.damage[DIVERGENCE] for _, entry in chosen),
         "tokens": offer.costs.tokens,
+        "measured at": offer.costs.window,
         "layers": {str(layer): by_kind for layer, by_kind in chosen_options(offer.units, choice).items()},
         "layers of the model": offer.layers,
     }
@@ -222,7 +226,7 @@ def laid_out(
     for layer, kinds in options_by_layer.items():
         said = {}
         for kind, option in kinds.items():
-            own = {**codings[layer][kind].plain(), **named[option].settings}
+            own = codings[layer][kind].over(named[option].settings).plain()
             common = settings.of(kind).plain()
             differs = {key: value for key, value in own.items() if value != common.get(key)}
             said[kind] = own if "method" in differs else differs

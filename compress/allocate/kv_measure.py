@@ -1,8 +1,9 @@
 """Measure the bytes and damages of every option of a cache on the original model.
 
 The whole model is loaded, as it is stored for the bytes and in float32 for the divergence, and a measurement that is
-killed starts over. Half of the calibration text calibrates codecs, the other half is scored. What the loss of weights
-adds to that of the cache is left out.
+killed starts over. Half of the calibration text calibrates codecs, the other half is scored, its samples joined to
+windows of `window_length`: errors grow with the past that they add up over, so that damages at 2,048 tokens say little
+of 8,192. What the loss of weights adds to that of the cache is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,22 @@ from compress.run import source
 from compress.run.job import Job
 
 CALIBRATED = 32  # samples, at most
-SCORED = 8192  # tokens, at most
+SCORED = 8192  # tokens, at most, and of a window
+
+
+def window_length(tokens: Tensor, context: int) -> int:
+    """Return the tokens of the windows that are scored: the context, as far as SCORED and half of the text go.
+
+    tokens int64 [samples, seq_len], of calibration. A sample that is longer than the context is not cut: what stays
+    exact has to fit.
+    """
+    return max(tokens.shape[1], min(context, SCORED, _scored(tokens).numel()))
+
+
+def _scored(tokens: Tensor) -> Tensor:
+    """Return the samples that do not calibrate."""
+    half = min(CALIBRATED, max(1, len(tokens) // 2))
+    return tokens[half:] if len(tokens) > half else tokens
 
 
 def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor, progress: Progress) -> CacheCosts:
@@ -40,9 +56,9 @@ def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor
             f"measuring a cache takes the whole model in float32, {process_memory.show(whole)}, more than --max-memory "
             "leaves; raise it, or give the bits of the cache in the recipe"
         )
-    half = min(CALIBRATED, max(1, len(tokens) // 2))
-    samples, scored = tokens[:half], tokens[half:] if len(tokens) > half else tokens
-    scored = scored[: max(1, SCORED // tokens.shape[1])]
+    samples, scored = tokens[: min(CALIBRATED, max(1, len(tokens) // 2))], _scored(tokens).flatten()
+    length = window_length(tokens, context)
+    scored = scored[: max(1, min(SCORED, scored.numel()) // length) * length].view(-1, length)
     progress("measuring the bytes of caches", 0, 0)
     stored = cache_candidates.load_model(directory, Execution("auto", job.device))
     caches = kv_options.offered(stored, recipe, options, samples)

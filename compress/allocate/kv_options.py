@@ -79,7 +79,7 @@ def measure(
         nbytes = tuple(size.units[layer, kind] for size in sizes)
         units.append(TensorCosts(layer, kind, sizes[0].elements[layer, kind], nbytes, of_layer, shares))
     fixed = max(size.total - sum(size.units.values()) for size in sizes)
-    return CacheCosts(tuple(units), fixed, positions[0, 2, :, start:].numel())
+    return CacheCosts(tuple(units), fixed, positions[0, 2, :, start:].numel(), windows.shape[1])
 
 
 def _over(settings: CacheSettings, option: CacheOption) -> CacheSettings:

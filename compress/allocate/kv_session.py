@@ -36,6 +36,7 @@ COSTS: dict[str, Any] = {  # in a file: `CacheCosts`
     ],
     "fixed_nbytes": INTEGER,
     "tokens": INTEGER,
+    "window": INTEGER,
 }
 
 
@@ -48,12 +49,13 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
     assert recipe is not None and context is not None, "the recipe was checked"
     directory = source.of(job)
     layers = kv_options.check(load.load_config(directory), recipe, context)
-    options = kv_budget.options(recipe, allocation.cache_bits)
+    options = kv_budget.options(recipe, allocation.cache_bits, allocation.cache_options)
     known = {
         "model": fingerprint.fingerprint(open_checkpoint(directory)),
         "kv_cache": recipe.plain(),
-        "options": [option.bits for option in options],
+        "options": [dict(option.settings) for option in options],
         "context": context,
+        "window": kv_measure.window_length(tokens, context),
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "processor": sorted(llvm.features()) if llvm.available() else [],  # compiled readers keep tensors of their own
         "software versions": fingerprint.versions(),
@@ -68,7 +70,7 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
     stored, lists = read_json(path), ("nbytes", "errors", "kls")
     if wrong := json_text.mismatch(stored, {"costs": COSTS}):
         raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); remove it to measure anew")
-    listed, fixed, counted = (stored["costs"][key] for key in COSTS)
+    listed, fixed, counted, window = (stored["costs"][key] for key in COSTS)
     units = tuple(TensorCosts(**{**unit, **{key: tuple(unit[key]) for key in lists}}) for unit in listed)
-    found = CacheCosts(units, fixed, counted)
+    found = CacheCosts(units, fixed, counted, window)
     return CacheOffer(options, found, context, layers)

@@ -78,7 +78,7 @@ def alone(asked: Job, allocation: Allocation, progress: Progress) -> Job:
 def applied(recipe: Recipe, allocation: Allocation, facts: dict[str, Any]) -> Recipe:
     """Return the recipe with the bits that the facts of a cache state, as rules of its layers."""
     assert recipe.kv_cache is not None, "the recipe was checked"
-    options = kv_budget.options(recipe.kv_cache, allocation.cache_bits)
+    options = kv_budget.options(recipe.kv_cache, allocation.cache_bits, allocation.cache_options)
     by_layer = {int(layer): by_kind for layer, by_kind in facts["layers"].items()}
     cache = kv_budget.laid_out(recipe.kv_cache, by_layer, facts["layers of the model"], options)
     return dataclasses.replace(recipe, kv_cache=cache)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.kv import Cache, CacheCalib, cache_recipes
+from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
     AsJson,
@@ -23,6 +23,7 @@ from compress.cli.options import (
     check_paths,
     device_named,
     errors,
+    note,
     text_given,
 )
 
@@ -37,6 +38,7 @@ def evaluate(
     dtype: Dtype = "float32",
     device: Device = "auto",
     kv: Cache = None,
+    overrides: CacheSet = None,
     calib: CacheCalib = None,
     adapter: Adapter = None,
     as_json: AsJson = False,
@@ -54,7 +56,7 @@ def evaluate(
         if base is not None:
             check_model(base)
         check_adapter(adapter)
-        caches = None if kv is None else cache_recipes([kv])
+        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import cache
@@ -63,6 +65,7 @@ def evaluate(
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
         against = None if base is None else resolve(base, adapter)
         directory = resolve(model, adapter if base is None else None)
+        read = None
         with tables.progress_bar() as progress:
             if caches is None:
                 scores = evaluation.evaluate(
@@ -77,9 +80,14 @@ def evaluate(
             else:
                 asked = cache.Request(caches, text, calib, max_tokens=max_tokens)
                 directories = [directory, *([] if against is None else [against])]
-                scores = cache.evaluate(directories, asked, seq_len, execution, progress)
+                scores, read = cache.evaluate(directories, asked, seq_len, execution, progress)
         values = dataclasses.asdict(scores)
-        print(json.dumps(values)) if as_json else tables.out.print(tables.evaluation_table(values))
+        if as_json:
+            print(json.dumps({**values, **({} if read is None else {"cache": read.plain()})}))
+            return
+        tables.out.print(tables.evaluation_table(values))
+        if read is not None:
+            print(f"cache {read.text}")
 
 
 @app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
@@ -91,28 +99,34 @@ def generate(
     seed: Seed = 0,
     device: Device = "auto",
     kv: Cache = None,
+    overrides: CacheSet = None,
     calib: CacheCalib = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, with the cache that the checkpoint stores, if any, or with that of --kv."""
     with errors():
         check_paths(model, calib)
-        caches = None if kv is None else cache_recipes([kv])
-        from compress import evaluate as evaluation
+        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
+        from compress.evaluate import cache as measuring
+        from compress.evaluate import generation
         from compress.run.source import resolve
 
         if caches is None:
-            written = evaluation.generate(
-                resolve(model), prompt, max_new_tokens, temperature=temperature, seed=seed, device=device_named(device)
+            written = generation.written(
+                resolve(model), prompt, max_new_tokens, temperature, seed, "auto", device_named(device)
             )
         else:
-            from compress.evaluate import cache
-
-            asked = cache.Request(caches, "", calib)
-            written = cache.generate(
+            asked = measuring.Request(caches, "", calib)
+            written = measuring.generate(
                 resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
             )
-        print(json.dumps({"prompt": prompt, "text": written}) if as_json else written)
+        if as_json:
+            cache = {} if written.cache is None else {"cache": dataclasses.asdict(written.cache)}
+            print(json.dumps({"prompt": prompt, "text": written.text, **cache}))
+            return
+        print(written.text)
+        if written.cache is not None:
+            note(f"cache: {written.cache.text}")
 
 
 @app.command(epilog="Example: compress bench models_out/my-model-int4 --device cpu")

@@ -16,7 +16,7 @@ from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
-    from compress.run.job import Job
+    from compress.run.job import Job, Prepared
 
 RESUME = "; run the same command again to go on after the last finished block"
 
@@ -162,6 +162,8 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     cache = (job.allocation or {}).get("cache")
     if cache is not None:
         result["cache"] = cache
+    if (nbytes := _cache_bytes(job, prepared)) is not None:
+        result["cache_bytes"] = nbytes
     if as_json:
         print(json.dumps(result))
         return
@@ -173,10 +175,23 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         print(f"base: {base}")
     for line in prepared.says:
         print(line)
+    if nbytes is not None:
+        print(tables.cache_bytes_line(nbytes))
     if cache is not None:
         print(tables.cache_line(cache))
     for name, reason in list(layers.kept.items())[:10]:
         print(f"kept as it is: {name} ({reason})")
+
+
+def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
+    """Return what the recipe's cache takes; None without one, and for one that is still to be calibrated."""
+    from compress.run import cache_bytes
+
+    settings = job.recipe.kv_cache
+    if settings is None or settings.needs() or (job.recipe.packs and not job.pack):
+        return None
+    skeleton = prepared.skeleton
+    return cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
 def _print_unmeasured(found: Unmeasured, as_json: bool, words: list[str]) -> None:

@@ -18,7 +18,6 @@ from compress.progress import duration
 
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
-    from compress.evaluate.cache import Bench, Row
     from compress.evaluate.speed import Speed
     from compress.progress import Progress
     from compress.run.job import Prepared
@@ -31,9 +30,6 @@ PIPE_WIDTH = 160  # columns where there is no terminal that has a width
 WORDS = frozenset(
     ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe"]
 )  # other columns: numbers
-CACHE_QUALITY = ("recipe", "bytes/token", "slope bits", "dNLL", "95%", "KL", "top-1", "recall", "error p50", "p95")
-CACHE_TIMES = ("recipe", "encode us/token", "decode ms", "fused ms", "exact ms")
-CACHE_SPEED = (*CACHE_TIMES, "tok/s decode", "tok/s fused", "tok/s growing", "tok/s fixed")
 
 out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
@@ -87,7 +83,7 @@ def size(nbytes: float) -> str:
     return show(nbytes)
 
 
-def _table(names: Sequence[str], title: str | None = None) -> Table:
+def titled(names: Sequence[str], title: str | None = None) -> Table:
     """Return an empty table: words to the left, numbers to the right, names of layers in full."""
     columns = [
         Column(
@@ -120,7 +116,7 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 
     source: bytes of the original, if they are known.
     """
-    table = _table(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
+    table = titled(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
         table.add_row(
@@ -194,6 +190,8 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"experts pruned in {len(pruned)} of {len(experts)} blocks that have any: {share:.1%} of what calibration "
             "tokens were routed to is left out"
         )
+    if found := (report.get("kv_cache") or {}).get("size"):
+        lines.append(cache_bytes_line(found))
     if cache := (report.get("allocation") or {}).get("cache"):
         lines += [cache_line(cache)]
     if report["fallbacks"]:
@@ -201,10 +199,25 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     return lines
 
 
+def cache_bytes_line(found: dict[str, Any]) -> str:
+    """Say what a cache takes at a context, and how much of that is calibrated tensors."""
+    static = ""
+    if found["static"]:
+        share = found["static"] / found["context"]
+        static = f", {share:,.0f} of them calibrated tensors ({size(found['static'])}, once for all sequences)"
+    return (
+        f"cache: {found['bytes_per_token']:,.0f} bytes a token at {found['context']:,} tokens{static}; exact: "
+        f"{found['exact_bytes_per_token']:,.0f}"
+    )
+
+
 def cache_line(found: dict[str, Any]) -> str:
     """Say what a budget gave the cache."""
     bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
-    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])}; bits an element: {bits}"
+    each = f"{found['nbytes'] / found['context']:,.0f} bytes a token, calibrated tensors included"
+    window = found.get("measured at") or found["context"]
+    measured = f"; errors measured at {window:,} tokens" if window < found["context"] else ""
+    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])} ({each}); bits an element: {bits}{measured}"
 
 
 def verify_line(found: dict[str, Any], directory: str) -> str:
@@ -230,7 +243,7 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
     """Return layers of a report with their errors."""
-    table = _table(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
+    table = titled(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
     for row in layers:
         output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
         table.add_row(
@@ -257,7 +270,7 @@ def speed_lines(speed: Speed) -> list[str]:
 
 def speed_table(speed: Speed) -> Table:
     """Return a row for each shape of packed layer."""
-    table = _table(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
+    table = titled(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
     for row in speed.layers:
         cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
         path = "kernel" if row.kernel else "decoding"
@@ -287,7 +300,7 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
 
 def frontier_table(found: dict[str, Any]) -> Table:
     """Return KL against size: uniform options, allocated models, and the one with the target."""
-    table = _table(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
+    table = titled(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
 
     def add(name: str, row: dict[str, Any], style: str = "") -> None:
         uniform = row.get("kl of uniform")
@@ -322,68 +335,3 @@ def allocation_lines(found: dict[str, Any]) -> list[str]:
             ]
         lines += chosen["notes"]
     return lines
-
-
-def cache_lines(bench: Bench) -> list[str]:
-    """Say in which precision, on which text and device a cache was scored and timed."""
-    return [
-        f"scores in {bench.dtype} on {bench.text}; bytes and speed in {bench.stored_dtype}; {bench.device}"
-        + (f", {bench.threads} threads" if bench.device == "cpu" else "")
-    ]
-
-
-def cache_tables(bench: Bench) -> list[Table]:
-    """Return quality and speed at each context length."""
-    shown = []
-    for context in dict.fromkeys(row.context for row in bench.rows):
-        rows = [row for row in bench.rows if row.context == context]
-        shown.append(_cache_quality(context, rows))
-        if any(row.speed is not None for row in rows):
-            shown.append(_cache_speed(context, rows))
-    return shown
-
-
-def _cache_quality(context: int, rows: list[Row]) -> Table:
-    first = rows[0]
-    gain = "" if first.recall_gain is None else f", needles worth {first.recall_gain:.3f} nats a token"
-    title = (
-        f"{context} tokens: {first.tokens} scored, exact cache {first.exact_nll:.4f} nats a token, "
-        f"{first.size.exact_per_token:,.0f} bytes{gain}"
-    )
-    table = _table(CACHE_QUALITY, title)
-    for row in rows:
-        static = f" + {row.size.static / 2**20:.2f} MiB" if row.size.static else ""
-        interval = "" if row.delta_interval is None else "{:+.5f} {:+.5f}".format(*row.delta_interval)
-        table.add_row(
-            row.recipe + (f" +{row.extra} exact" if row.extra else ""),
-            f"{row.size.bytes_per_token:,.0f}{static}",
-            f"{row.size.bits_per_element:.3f}",
-            f"{row.delta_nll:+.5f}",
-            interval,
-            f"{row.kl:.2e}",
-            f"{row.same_top1:.1%}",
-            "" if row.recalled is None else f"{row.recalled:.1%}",
-            f"{row.error_p50:.2e}",
-            f"{row.error_p95:.2e}",
-        )
-    return table
-
-
-def _cache_speed(context: int, rows: list[Row]) -> Table:
-    table = _table(CACHE_SPEED, f"{context} tokens: speed of one sequence")
-    for row in rows:
-        if (speed := row.speed) is None:
-            continue
-        table.add_row(
-            row.recipe,
-            f"{speed.encode_us:.1f}",
-            _number(speed.read_ms, 2),
-            _number(speed.attend_ms, 2),
-            f"{speed.exact_attend_ms:.2f}",
-            *(_number(x, 1) for x in (speed.decoded_rate, speed.fused_rate, speed.growing_rate, speed.fixed_rate)),
-        )
-    return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"

@@ -24,9 +24,11 @@ from transformers import PreTrainedModel
 
 from compress.calib.documents import source_name
 from compress.errors import CalibrationError
-from compress.evaluate import scores
+from compress.evaluate import cache_needles, scores
 from compress.evaluate.cache_candidates import candidates, fitting, load_model
 from compress.evaluate.cache_error import output_errors
+from compress.evaluate.cache_needles import NeedleScore
+from compress.evaluate.cache_reading import Readings, readings
 from compress.evaluate.cache_scores import (
     Candidate,
     Recall,
@@ -38,7 +40,7 @@ from compress.evaluate.cache_scores import (
     spans,
 )
 from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
-from compress.evaluate.generation import continued
+from compress.evaluate.generation import Written, continued
 from compress.evaluate.scores import Comparison, Execution
 from compress.kv import generation
 from compress.kv.settings import CacheSettings
@@ -71,6 +73,7 @@ class Row:
     recall_gain: float | None  # nats a token that they are worth through the exact cache
     size: CacheBytes
     speed: CacheSpeed | None
+    needles: NeedleScore | None = None  # None where they were not asked for, or there is no room for them
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Bench:
     device: str
     threads: int
     rows: list[Row]
+    readings: dict[str, Readings]  # by recipe
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Request:
     max_tokens: int = 16384  # of the text, for each context
     equal_bytes: bool = True
     speed: bool = True
+    needles: int = 0  # contexts with needles, for each length
     # is told, in a line, of recipes that do not fit the model; None: such are an error
     left_out: Callable[[str], None] | None = None
 
@@ -113,6 +118,7 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
             raise CalibrationError(f"a context of {length} tokens needs two windows of text or more; give more text")
     model = load_model(directory, execution)
     found = candidates(model, directory, recipes, asked.calib, progress)
+    read = {candidate.name: readings(model, candidate) for candidate in found}
     stored = load_model(directory, Execution("auto", execution.device)) if execution.dtype != "auto" else model
     rows = []
     for length, windows in texts.items():
@@ -132,9 +138,13 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
         if asked.speed:
             progress(f"timing at {length} tokens", 0, 0)
             timed[: len(found)] = speeds(stored, windows[:1], found, lambda done: None)
-        rows += _context(model, windows, own, (measured, timed), progress)
+        found_needles = _needles(model, directory, windows, found, asked.needles, progress)
+        scored_rows = _context(model, windows, own, (measured, timed), progress)
+        rows += [
+            replace(row, needles=found_needles[i] if i < len(found) else None) for i, row in enumerate(scored_rows)
+        ]
     scored, kept = (str(each.dtype).removeprefix("torch.") for each in (model, stored))
-    return Bench(source_name(asked.text), scored, kept, execution.device, torch.get_num_threads(), rows)
+    return Bench(source_name(asked.text), scored, kept, execution.device, torch.get_num_threads(), rows, read)
 
 
 def default_contexts(limit: int | None) -> tuple[int, ...]:
@@ -147,8 +157,11 @@ def default_contexts(limit: int | None) -> tuple[int, ...]:
 
 def evaluate(
     directories: Sequence[Path], asked: Request, seq_len: int, execution: Execution, progress: Progress = silent
-) -> Comparison:
-    """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact one."""
+) -> tuple[Comparison, Readings]:
+    """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact one.
+
+    And how the cache is read.
+    """
     recipes = fitting(lm.load_config(directories[0]), asked.recipes, asked.left_out)
     windows = scores.text_windows(list(directories), asked.text, seq_len, asked.max_tokens)
     models = [load_model(directory, execution) for directory in directories]
@@ -157,12 +170,18 @@ def evaluate(
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
     summary = scores.summary(positions[0], source_name(asked.text), seq_len)
     assert isinstance(summary, Comparison)
-    return summary
+    return summary, readings(models[0], found[0])
 
 
 def generate(
-    directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, device: str, asked: Request
-) -> str:
+    directory: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    asked: Request,
+) -> Written:
     """Return what the model writes with one cache; the arguments are those of compress/evaluate/generation.py."""
 
     def load() -> PreTrainedModel:
@@ -173,6 +192,24 @@ def generate(
         return model
 
     return continued(directory, load, prompt, max_new_tokens, temperature, seed)
+
+
+def _needles(
+    model: Any, directory: Path, windows: Tensor, found: Sequence[Candidate], count: int, progress: Progress
+) -> Sequence[NeedleScore | None]:
+    """Return how well each cache keeps needles in so many contexts as long as the windows."""
+    if not count:
+        return [None] * len(found)
+    tokenizer = lm.load_tokenizer(directory)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    planted = cache_needles.contexts(windows, encode, count, found, model.config)
+    if not planted:
+        return [None] * len(found)
+    say = counter(progress, f"asking for needles at {windows.shape[1]} tokens", len(planted))
+    return cache_needles.measure(model, planted, found, say)
 
 
 def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[CacheBytes], length: int) -> list[Candidate]:
@@ -200,7 +237,7 @@ def _context(
     say = counter(progress, f"scoring at {length} tokens", count)
     positions = compare(model, windows, found, batch, say)
     makes = [lambda c=candidate: c.cache(model.config) for candidate in found]
-    errors = output_errors(model, windows[:ERROR_WINDOWS], makes)
+    errors = output_errors(model, windows[:ERROR_WINDOWS], makes, max(1, min(4, BATCH_TOKENS // length)))
     planted = windows[: 2 * max(1, min(count // 2, RECALL_TOKENS // length))]
     recalled = recall(model, planted, found, batch, lambda done: None) or Recall(0.0, [0.0] * len(found), 0, 0)
     base = [candidate for candidate in found if not candidate.extra]

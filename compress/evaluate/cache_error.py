@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from compress.errors import UnsupportedModelError
+from compress.evaluate.feed import fed
 from compress.kv import attention
 from compress.kv.cache import KVCache
 
@@ -47,7 +48,7 @@ def output_errors(model: Any, windows: Tensor, makes: Sequence[Make], batch: int
             exact = DynamicCache(config=model.config)
             with torch.no_grad():
                 for part in (tokens[:, :-QUERIES], tokens[:, -QUERIES:]):
-                    model(input_ids=part.to(model.device), past_key_values=exact, use_cache=True)
+                    fed(model, part.to(model.device), exact)
         finally:
             for handle in handles:
                 handle.remove()

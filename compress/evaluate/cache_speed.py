@@ -21,6 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 from compress.errors import RecipeError
 from compress.evaluate.cache_scores import Candidate, Say
+from compress.evaluate.feed import fed
 from compress.evaluate.speed import now
 from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache
@@ -35,12 +36,13 @@ REPEATS = 3  # of each part of the codec
 class CacheBytes:
     """Bytes of one sequence."""
 
-    bytes_per_token: float  # of everything but static, at the context's length
+    bytes_per_token: float  # of everything, static tensors included, at the context's length
+    context: int  # [tokens]
     slope: float  # bytes that a token more takes; too large where half of the context is all exact
     exact_per_token: float  # of the uncompressed cache
     bits_per_element: float  # of the slope: the coded part, from the exact cache's slope and type
     parts: dict[str, int]  # Bytes of compress/kv/token_store.py
-    static: int  # calibrated tensors, once for a model
+    static: int  # calibrated tensors, once for a model however many sequences there are
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say)
         slope, exact_slope = (after - before) / half, whole / (2 * half)
         bits = 8 * model.dtype.itemsize * slope / exact_slope
         numbers = {key: value for key, value in held._asdict().items() if value}
-        found.append(CacheBytes(after / (2 * half), slope, exact_slope, bits, numbers, held.static))
+        whole_bytes = (after + held.static) / (2 * half)
+        found.append(CacheBytes(whole_bytes, 2 * half, slope, exact_slope, bits, numbers, held.static))
         say(1)
     return found
 
@@ -91,7 +94,7 @@ def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say
         if getattr(model, "_can_compile_fullgraph", False):
             plain["static"] = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + STEPS + 2)
         for cache in plain.values():
-            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            fed(model, tokens, cache)
         caches |= plain
         steps = _steps(model, tokens[:, -1:], caches)
         coded = caches.get("decode") or caches["fused"]
@@ -115,7 +118,7 @@ def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say
 
 def _fed(model: Any, tokens: Tensor, cache: Any) -> int:
     """Bytes in use after these tokens."""
-    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    fed(model, tokens, cache)
     if isinstance(cache, KVCache):
         return cache.nbytes().total
     tensors = [t for layer in cache.layers for t in (getattr(layer, kind, None) for kind in KINDS) if t is not None]
@@ -128,7 +131,7 @@ def _filled(model: Any, tokens: Tensor, candidate: Candidate) -> KVCache | None:
         return None
     cache = candidate.cache(model.config)
     try:
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        fed(model, tokens, cache)
     except (RecipeError, AttributeError, TypeError):
         return None
     return cache

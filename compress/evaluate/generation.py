@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from compress.errors import CalibrationError, shown
+from compress.kv import reading
+from compress.kv.reading import Reading
 from compress.model import load as lm
+
+
+class Written(NamedTuple):
+    """What a model has written."""
+
+    text: str
+    cache: Reading | None  # how its compressed cache was read; None without one
 
 
 def generate(
@@ -27,6 +36,19 @@ def generate(
     temperature 0 takes the likeliest token each time; above that tokens are drawn, seeded by `seed`. The generation
     settings stored with the checkpoint do not count.
     """
+    return written(model_directory, prompt, max_new_tokens, temperature, seed, dtype, device).text
+
+
+def written(
+    model_directory: str | Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    dtype: str,
+    device: str,
+) -> Written:
+    """Return what `generate` does, and how the checkpoint's own cache was read."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens {max_new_tokens} is not positive")
     if temperature < 0:
@@ -46,7 +68,7 @@ def continued(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-) -> str:
+) -> Written:
     """Return the same of the model that `load` gives, which is called once the prompt is known to have tokens."""
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of the command line, or half a pair
         raise CalibrationError(f"the prompt {shown(prompt)} is not Unicode text; give it in UTF-8")
@@ -56,7 +78,7 @@ def continued(
         raise CalibrationError(f"the prompt {shown(prompt)} has no tokens; give at least one word")
     model = load()
     draw = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
-    written = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()
+    found = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()
     # decoded together with the prompt: some tokenizers drop the space before a first word
-    whole, start = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (written, ids))
-    return whole.removeprefix(start)
+    whole, start = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (found, ids))
+    return Written(whole.removeprefix(start), reading.of_model(model))

@@ -19,6 +19,7 @@ ALL = 1 << 40  # tokens that a compiled reader takes at once: all of them
 
 Block = Mapping[str, Tensor]  # name -> rows of the stored fields of some tokens; with the state and, pre-RoPE, cos, sin
 Part = Literal["codes", "scales", "extras"]
+GroupSize = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,30 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits {bits} is not between 1 and 8")
 
 
+def check_group_size(group_size: GroupSize) -> None:
+    """Raise ValueError unless groups may have so many numbers."""
+    if group_size != "auto" and group_size < 2:
+        raise ValueError(f"group_size {group_size} is not 2 or more")
+
+
 def check_groups(spec: Spec, group_size: int, count: int, what: str) -> None:
     """Raise RecipeError unless groups of this size fill `count` of something."""
     if count % group_size:
         raise RecipeError(
-            f"{spec.where}: group_size {group_size} does not divide the {what}; set kv_cache.{spec.kind}.group_size"
+            f"{spec.where}: group_size {group_size} does not divide the {what}; set kv_cache.{spec.kind}.group_size to "
+            "one that does, or to auto"
         )
+
+
+def group_of(given: GroupSize, most: int, count: int) -> int:
+    """Return the group size that is given; "auto": the largest up to `most` whose groups fill `count` of something.
+
+    Where only groups of one would, all of `count` are one group.
+    """
+    if given != "auto":
+        return given
+    fitting = max(size for size in range(1, min(most, count) + 1) if count % size == 0)
+    return fitting if fitting > 1 else count
 
 
 def token_rows(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from yaml import MappingNode, Node
 
 from compress import plugins
 from compress.errors import RecipeError, cut
+from compress.kv.settings import POLICY_KEYS, SECTION_KEYS
 from compress.recipe.blocks import RULE_KEYS, SCHEME_KEYS, fields, method
 from compress.recipe.schema import ALLOCATE_KEYS, RENAMED, TOP_KEYS, CalibrationConfig
 from compress.recipe.yaml import OVERRIDE, changed, compose, is_override, mapping, say_renamed, sequence
@@ -48,6 +49,8 @@ def _replaced(root: Node, override: str) -> Node:
         root = _fitted(root, path[:-1], method({"method": (new, new)}).Config, source)
     if path == ["allocate", "method"]:
         root = _fitted(root, path[:-1], method({"method": (new, new)}, "allocate").Config, source)
+    if path == ["kv_cache", "method"]:
+        root = _fitted(root, path[:-1], method({"method": (new, new)}, "kv").Config, source)
     return root
 
 
@@ -62,7 +65,8 @@ def _is_bare(key: str) -> bool:
 
 def _fitted(root: Node, path: Sequence[str], config: type, source: str) -> Node:
     """Return the tree without the settings, at `path` and in rules that build on it, that `config` does not have."""
-    known = [*(ALLOCATE_KEYS if path == ["allocate"] else RULE_KEYS), *fields(config)]
+    sections = {"allocate": ALLOCATE_KEYS, "kv_cache": ("method", *SECTION_KEYS, *POLICY_KEYS)}
+    known = [*sections.get(path[0], RULE_KEYS), *fields(config)]
 
     def fitting(block: MappingNode) -> Node:
         pairs = [(key, content) for key, content in block.value if key.value in known or is_override(key)]

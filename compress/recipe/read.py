@@ -31,6 +31,7 @@
       units: fused             # what gets one option together: fused, linear, expert, block
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
+      cache_options: [{bits: 2}, {method: lloyd, bits: 3}]  # or any settings of the cache, in place of cache_bits
       cache_estimator: kl_one_at_a_time  # how the cache's share is spent; or output_error, rule (KV-AdaQuant)
     tune:                      # train what lies beside the codes: methods of compress/tune and their `Config`, or one
       - method: blockwise
@@ -70,6 +71,7 @@ from compress import plugins
 from compress.errors import RecipeError, shown
 from compress.recipe import table_options
 from compress.recipe.blocks import built, cache, is_kept, method, scheme, table, table_default
+from compress.recipe.cache_options import cache_options
 from compress.recipe.overrides import overridden
 from compress.recipe.renamed import current
 from compress.recipe.schema import (
@@ -185,6 +187,7 @@ def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
         "samples": allocation.samples,
         "context": allocation.context,
         "cache_bits": list(allocation.cache_bits),
+        **({"cache_options": [dict(each) for each in allocation.cache_options]} if allocation.cache_options else {}),
         "cache_estimator": allocation.cache_estimator,
         **dataclasses.asdict(allocation.config),
     }
@@ -327,7 +330,8 @@ def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
     except ValueError as error:
         raise error_at(block["target"][0], f"allocate: {error}") from error
     estimator = value(block, "cache_estimator", CacheEstimator, Allocation.cache_estimator)
-    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator, tables)
+    offered = cache_options(block, entries, estimator)
+    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator, offered, tables)
 
 
 def _context(block: Entries, entries: Entries) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,7 +21,7 @@ KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
 TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
-CACHE_KEYS = ("context", "cache_bits", "cache_estimator")
+CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
 ALLOCATE_KEYS = (
     "method",
     "target",
@@ -145,6 +146,8 @@ class Allocation:
     cache_estimator: CacheEstimator = (
         "kl_one_at_a_time"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
     )
+    cache_options: tuple[Mapping[str, Any], ...] = ()  # settings of kv_cache offered to the keys and values of each
+    # layer in place of cache_bits: {bits: 2}, {method: lloyd, bits: 3}
     tables: tuple[Scheme | None, ...] = ()  # what the token embeddings and the output head may get, like the sections
     # embeddings and head: {bits: 8}, {keep: true}; they then count in the target; empty: they are not allocated
 

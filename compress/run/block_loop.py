@@ -100,7 +100,7 @@ class BlockLoop:
         count, last = len(self.skeleton.blocks), self._last_read()
         if consumer.finished < count:
             self._gradients()
-        self.stream.embed()
+        self.stream.embed(last >= 0 or self.reads_head is not None)
         process_memory.trim()
         process_memory.check(self.job.max_memory)
         with torch.no_grad():

@@ -68,11 +68,11 @@ class CalibrationStream:
         self.transforms = [step for step in steps if plugins.load("transform", step.method).SCOPE == "block"]
         self.graph: graph.Graph | None = None  # traced when a transform of blocks needs it
 
-    def embed(self) -> None:
-        """Fill the stream with what reaches the first block."""
+    def embed(self, is_read: bool = True) -> None:
+        """Fill the stream with what reaches the first block, unless nothing will read it."""
         if self.skeleton.edits is not None:
             self.skeleton.edits.begin(self.device)
-        if self.tokens is not None:
+        if self.tokens is not None and is_read:
             self.meter.say("embedding the calibration text")
             batch = self.prepared.arrangement.batch
             self.calls = blockwise.record_inputs(self.skeleton, self.tokens, batch, self.states, self.device)

@@ -17,6 +17,7 @@ from compress.kv.codec import Spec
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.model.skeleton import Skeleton
+from compress.run import cache_bytes
 from compress.runtime import kv_config
 from compress.storage.checkpoint import open_checkpoint, sha256
 from compress.storage.json_text import OBJECT
@@ -100,6 +101,11 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
         raise RecipeError(caches.no_queries(spec.where, coding))
 
 
+def samples(seq_len: int) -> int:
+    """Return how many samples of so many tokens a cache is calibrated on, at most."""
+    return max(1, CALIBRATED // seq_len)
+
+
 def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int]:
     """Return the bytes of the samples of one layer, float32, on so many tokens, and those that learning takes beside.
 
@@ -140,7 +146,15 @@ def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str
     section = record["section"]
     if said := left_exact(facts.prepared.skeleton.config):
         facts.notes["kv_cache"] = [said]
-    return section, {"calibration": record["calibration"], **section}
+    return section, {"calibration": record["calibration"], "size": _size(output.model, facts, section), **section}
+
+
+def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any]:
+    """Return what the cache of a checkpoint takes, with its calibrated tensors."""
+    skeleton = facts.prepared.skeleton
+    settings = kv_config.read(section, len(caches.layer_types(skeleton.config)))
+    static = kv_config.read_static(section, directory, skeleton.config, settings)
+    return cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype).plain()
 
 
 def _is_intact(directory: Path, section: dict[str, Any]) -> bool:
@@ -161,7 +175,7 @@ def _calibrated(
     if settings.needs():
         assert facts.calibration is not None
         tokens = facts.calibration.tokens
-        tokens = tokens[: max(1, CALIBRATED // tokens.shape[1])]
+        tokens = tokens[: samples(tokens.shape[1])]
         file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
         static, found = calibrate(
             skeleton, codings, tokens, asked.device, min(BATCH, facts.prepared.arrangement.batch), file

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from compress import process_memory
+from compress.kv.settings import KINDS
 from compress.model.opener import opener
 from compress.run.job import RunState
 from compress.storage.paths import HUB_ID
@@ -76,6 +77,30 @@ and whether it changed the function, is under `notes` in `report.json`.
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
 """
 
+CACHED = """# {model}, with a compressed key-value cache (recipe `{recipe}`)
+
+The weights are those of the original ({total}; the original: {source}), not quantized. What was added is how the keys
+and values of earlier tokens are kept during generation.
+
+```
+pip install {package}
+```
+
+```python
+import compress  # registers the cache; not needed where torch loads installed backends by itself
+from transformers import {opener}
+
+model = {opener}.from_pretrained("path/to/this/directory")
+model.generate(...)  # keeps its keys and values as described here
+```
+
+Without the package, transformers loads the weights and keeps an exact cache.
+{base}{made}
+Not measured by the run that wrote this: divergence through the cache, memory, speed. `compress kv-bench DIR --text
+FILE` compares it with the exact cache. `recipe.yaml` is the recipe with every default, `report.json` what happened,
+`compress verify DIR` checks the files.
+"""
+
 BASE = """
 base: {base}. The weights were decoded while they were read: the size of the original, and all errors, are those of the
 decoded weights.
@@ -86,7 +111,7 @@ def text(run: RunState, report: Mapping[str, Any]) -> str:
     """Return the card of a run with this report."""
     checkpoint, opened_by = run.prepared.skeleton.checkpoint, opener(run.prepared.skeleton.config).__name__
     front = front_matter(run, report, base_card(checkpoint.directory), opened_by)
-    body = (PACKED if run.layers else TRANSFORMED).format(
+    body = _body(run, report).format(
         model=report["model"],
         recipe=report["recipe"],
         bpw=report["bpw"],
@@ -99,6 +124,13 @@ def text(run: RunState, report: Mapping[str, Any]) -> str:
         opener=opened_by,
     )
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{body}"
+
+
+def _body(run: RunState, report: Mapping[str, Any]) -> str:
+    """Return the text of a card for what a run has made."""
+    if run.layers:
+        return PACKED
+    return CACHED if report["kv_cache"] and not run.job.recipe.transform else TRANSFORMED
 
 
 def front_matter(run: RunState, report: Mapping[str, Any], base: Mapping[str, Any], opened_by: str) -> dict[str, Any]:
@@ -156,8 +188,20 @@ def _is_words(value: object) -> bool:
     return bool(words) and all(isinstance(word, str) and WORD.fullmatch(word) for word in words)
 
 
+def _cache(section: Mapping[str, Any]) -> str:
+    """Return how keys and values are kept, in a line; `section`: that of config.json."""
+    said = []
+    for kind in KINDS:
+        coding = section[kind]
+        bits = f", {coding['bits']:g} bits" if isinstance(coding.get("bits"), int | float) else ""
+        said.append(f"{kind} by `{coding['method']}`{bits}, the last {coding['residual_length']} tokens exact")
+    said = [said[0].replace("keys by", "keys and values by", 1)] if section["keys"] == section["values"] else said
+    others = f"; {len(section['layers'])} layers have settings of their own" if section["layers"] else ""
+    return f"Cache of generation: {'; '.join(said)}, and the first {section['keys']['sink']}{others}."
+
+
 def _made(run: RunState, report: Mapping[str, Any]) -> str:
-    """Return how the weights were made, in a few lines."""
+    """Return how the weights and the cache were made, in a few lines."""
     lines, calibration = [], report["calibration"]
     if calibration is None:
         lines.append("No calibration text was used.")
@@ -166,6 +210,8 @@ def _made(run: RunState, report: Mapping[str, Any]) -> str:
         lines.append(
             f"Calibrated on {calibration['num_samples']} samples of {calibration['seq_len']} tokens: {source}."
         )
+    if report["kv_cache"]:
+        lines.insert(0, _cache(report["kv_cache"]))
     if run.job.adapter is not None:
         lines.append("A LoRA adapter was merged in first.")
     if report["fallbacks"]:

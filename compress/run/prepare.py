@@ -77,14 +77,14 @@ def prepare_all(
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     layers = [layer for each in plans for layer in each.packed]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
-    needs_text = every or calibrates_cache or "block" in scopes.values() or any(map(layer_needs.needs_text, layers))
+    needs_text = every or "block" in scopes.values() or any(map(layer_needs.needs_text, layers))
     tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
     needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
-    if needs_text or tried:
-        longest = positions.most_tokens(skeleton.model)
-        seq_len = min(settings.seq_len, longest or settings.seq_len)
-        samples = (settings.num_samples if needs_text else min(tried, settings.num_samples)) * settings.rolled
+    if needs_text or tried or calibrates_cache:
+        seq_len = min(settings.seq_len, positions.most_tokens(skeleton.model) or settings.seq_len)
+        few = max(tried, kv_cache.samples(seq_len) if calibrates_cache else 0)
+        samples = (settings.num_samples if needs_text else min(few, settings.num_samples)) * settings.rolled
     extras = memory_plan.Extras(
         samples > 0 and job.is_paired,
         "block" in scopes.values(),

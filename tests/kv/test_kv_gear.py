@@ -183,7 +183,7 @@ def test_errors() -> None:
     with pytest.raises(RecipeError, match="layer 1, keys: group_size 48 does not divide the block_tokens 64"):
         codec(group_size=48)
     with pytest.raises(RecipeError, match="layer 1, values: group_size 32 does not divide the head's 80"):
-        codec("values", 80)
+        codec("values", 80, group_size=32)
     for settings in ({"bits": 0}, {"rank": -1}, {"sparse": 0.5}, {"group_size": 1}, {"block_tokens": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             gear.Config(**settings)  # type: ignore[arg-type]

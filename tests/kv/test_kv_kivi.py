@@ -87,7 +87,7 @@ def test_constant_groups() -> None:
 
 def test_a_group_must_divide_the_head() -> None:
     with pytest.raises(RecipeError, match="layer 0, values: group_size 32 does not divide the head's 80"):
-        codec("values", 80)
+        codec("values", 80, group_size=32)
 
 
 COMPILED = [(2, 64, 2), (3, 64, 1), (3, 128, 2), (4, 64, 7), (8, 64, 2)]

@@ -133,3 +133,12 @@ def test_settings() -> None:
         zipvl.Config(low=5)
     with pytest.raises(ValueError, match=r"important 0\.001"):
         zipvl.Config(important=0.001)
+
+
+def test_many_tokens_with_norms_of_16_bits() -> None:
+    """More codes than compiled code for other layouts asks for, which cannot read two tiers."""
+    x = normal(1, 2, 1024, WIDTH)
+    made, p = codec(norm_bits=16), normal(1, 2, 2, 1024, seed=1).softmax(-1)
+    rows = made.encode(x, {})
+    found = made.output(made.mix(p, rows), p.sum(-1, keepdim=True), {})
+    torch.testing.assert_close(found, p @ made.decode(rows), atol=1e-5, rtol=0)

@@ -139,7 +139,11 @@ def test_a_recipe_as_it_is(name: str, tmp_path: Path) -> None:
         ("cohere", "{method: pca}", f"pca {NO_ROPE}"),
         ("deepseek_v3", "{method: kvquant}", f"kvquant {NOT_WATCHED}what it caches is not what its attention reads"),
         ("deepseek_v3", "{method: zipvl, judge: probes}", f"layer 0, keys: zipvl {NO_QUERIES}"),
-        ("llama", "{method: rotatekv}", "keys: group_size 128 does not divide the 64 channels of a token"),
+        (
+            "llama",
+            "{method: rotatekv, group_size: 128}",
+            "keys: group_size 128 does not divide the 64 channels of a token",
+        ),
         ("llama", "{method: squat, group_size: 24}", "values: group_size 24 does not divide the head's 32 channels"),
     ],
 )

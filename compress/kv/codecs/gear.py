@@ -29,10 +29,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kv.codec import Block, Codec, Field, Spec, check_bits, check_groups, head_rows, token_rows
+from compress.kv.codec import (
+    Block,
+    Codec,
+    Field,
+    GroupSize,
+    Spec,
+    check_bits,
+    check_group_size,
+    check_groups,
+    group_of,
+    head_rows,
+    token_rows,
+)
 from compress.kv.codecs import kivi
 
 NEEDS: frozenset[str] = frozenset()
+GROUP = 64  # of a group whose size is not given
 LOOPS = 3  # of the subspace iteration
 SEED = 0  # of its first directions
 EXTRA = 4  # directions beyond the rank that the iteration carries
@@ -41,8 +54,8 @@ EXTRA = 4  # directions beyond the rank that the iteration carries
 @dataclass(frozen=True)
 class Config:
     bits: int = 2  # [bits] of one code: 1 to 8
-    group_size: int | None = 64  # [tokens or channels] of a scale and a minimum: tokens for keys, channels for values;
-    # null: all of them
+    group_size: GroupSize | None = "auto"  # [tokens or channels] of a scale and a minimum: tokens for keys, channels
+    # for values; null: all of them; auto: 64, or the most below that which divide a block or a head
     rank: int = 2  # of the low-rank part of each head; 0: none
     sparse: float = 0.02  # [fraction] of the entries, the extremes, that float16 differences make exact, below 0.5; 0:
     # none
@@ -52,8 +65,8 @@ class Config:
         check_bits(self.bits)
         if self.rank < 0 or not 0 <= self.sparse < 0.5:
             raise ValueError("rank is 0 or more, sparse a share below 0.5")
-        if self.group_size is not None and self.group_size < 2:
-            raise ValueError(f"group_size {self.group_size} is not 2 or more")
+        if self.group_size is not None:
+            check_group_size(self.group_size)
         if self.block_tokens < 2:
             raise ValueError(f"block_tokens {self.block_tokens} is not 2 or more")
 
@@ -200,7 +213,7 @@ class Values(Gear):
 def _base(config: Config, spec: Spec) -> Codec:
     """Return the codec of the integers."""
     whole = config.block_tokens if spec.kind == "keys" else spec.width
-    group = min(config.group_size or whole, whole)
+    group = min(whole if config.group_size is None else group_of(config.group_size, GROUP, whole), whole)
     check_groups(spec, group, whole, f"block_tokens {whole}" if spec.kind == "keys" else f"head's {whole} channels")
     return kivi.build(kivi.Config(config.bits, group), spec, {})
 

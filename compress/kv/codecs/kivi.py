@@ -15,32 +15,43 @@ one can be empty; the first tokens are exact (`sink`). `axis` sets another group
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from compress.kernels import dispatch, kv_contract
-from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits, check_groups
+from compress.kv.codec import (
+    ALL,
+    Block,
+    Codec,
+    Field,
+    GroupSize,
+    Spec,
+    check_bits,
+    check_group_size,
+    check_groups,
+    group_of,
+)
 from compress.kv.codecs.packed import Codes
 
 NEEDS: frozenset[str] = frozenset()
+GROUP = 32  # of a group whose size is not given
 LEAST = 1e-5  # scale of a constant group
 
 
 @dataclass(frozen=True)
 class Config:
     bits: int = 2  # [bits] of one code: 1 to 8
-    group_size: int = 32  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels for values,
-    # at most those of a head
+    group_size: GroupSize = "auto"  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels
+    # for values, at most those of a head; auto: 32, or the most channels below that which divide a head
     axis: Literal["channel", "token"] | None = None  # what a group of numbers lies in; null: the channel for keys, the
     # token for values
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
-        if self.group_size < 2:
-            raise ValueError(f"group_size {self.group_size} is not 2 or more")
+        check_group_size(self.group_size)
 
 
 def fit(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,9 +74,9 @@ class Packed(Codec):
 
     def __init__(self, spec: Spec, config: Config) -> None:
         super().__init__(spec)
-        self.bits, self.group = config.bits, config.group_size
+        self.bits = config.bits
         self.codes = Codes(spec.width, config.bits)
-        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded, config.group_size)
+        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded, self.group)
 
     def at_once(self, rows: Tensor) -> int:
         return ALL if self.reader(rows) is not None else self.block
@@ -103,9 +114,9 @@ class ByChannel(Packed):
     by_token = False
 
     def __init__(self, spec: Spec, config: Config) -> None:
+        self.group = self.granularity = GROUP if config.group_size == "auto" else config.group_size
         super().__init__(spec, config)
-        self.granularity = config.group_size
-        group = Field("scales", config.group_size)
+        group = Field("scales", self.group)
         self.fields = {**self.codes.fields, "scales": group, "minima": group}
         self.block = -(-512 // self.granularity) * self.granularity
 
@@ -150,8 +161,8 @@ class ByToken(Packed):
     by_token = True
 
     def __init__(self, spec: Spec, config: Config) -> None:
-        config = replace(config, group_size=min(config.group_size, spec.width))  # as of the narrow part of latents
-        check_groups(spec, config.group_size, spec.width, f"head's {spec.width} channels")
+        self.group = min(group_of(config.group_size, GROUP, spec.width), spec.width)  # as of the narrow part of latents
+        check_groups(spec, self.group, spec.width, f"head's {spec.width} channels")
         super().__init__(spec, config)
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
 

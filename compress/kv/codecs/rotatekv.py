@@ -24,13 +24,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kv.codec import Block, Codec, Field, Spec, check_groups, head_rows, token_rows
+from compress.kv.codec import Block, Codec, Field, GroupSize, Spec, check_groups, group_of, head_rows, token_rows
 from compress.kv.codecs import kivi
 from compress.kv.codecs.packed import Codes
 from compress.numerics import checks, hadamard
 
 NEEDS = frozenset({"keys_pre"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample
+GROUP = 128  # channels of a group whose size is not given
 ROTATED = 4  # heads that one rotation of keys spans, at most
 CLIP = 0.8  # of a group's range at 2 bits and below
 
@@ -38,7 +39,10 @@ CLIP = 0.8  # of a group's range at 2 bits and below
 @dataclass(frozen=True)
 class Config:
     bits: int = 2  # [bits] of one code: 1 to 8
-    group_size: int = 128  # [channels] of a token, across heads, that share a scale and a minimum
+    group_size: GroupSize = (
+        "auto"  # [channels] of a token, across heads, that share a scale and a minimum; auto: 128, or
+    )
+    # the most below that which divide those of a token
     clip: float | None = None  # [fraction] of the range of a group that is coded; null: 0.8 up to 2 bits, 1 above
 
     def __post_init__(self) -> None:
@@ -93,7 +97,7 @@ class Rotated(Codec):
     def __init__(self, spec: Spec, config: Config, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, static)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        self.bits, self.group = config.bits, config.group_size
+        self.bits, self.group = config.bits, group_of(config.group_size, GROUP, spec.heads * spec.width)
         self.clip = config.clip or (CLIP if config.bits <= 2 else 1.0)
         self.span = spec.width * (heads_together(spec.heads) if spec.kind == "keys" else 1)
         self.codes = Codes(spec.heads * spec.width, config.bits)
@@ -135,7 +139,7 @@ class Rotated(Codec):
 def check_heads(config: Config, spec: Spec) -> None:
     """Raise RecipeError unless heads of this width can be stored."""
     channels = spec.heads * spec.width
-    check_groups(spec, config.group_size, channels, f"{channels} channels of a token")
+    check_groups(spec, group_of(config.group_size, GROUP, channels), channels, f"{channels} channels of a token")
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.kv.codec import Block, Codec, Spec
+from compress.kv.codec import Block, Codec, GroupSize, Spec
 from compress.kv.codecs import kivi
 from compress.numerics import checks
 
@@ -42,7 +42,8 @@ WORK = 8  # bytes that calibrating takes for each number of its largest sample
 @dataclass(frozen=True)
 class Config:
     bits: int = 2  # [bits] of one code: 1 to 8
-    group_size: int = 32  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels for values
+    group_size: GroupSize = "auto"  # [tokens or channels] that share a scale and a minimum: tokens for keys, channels
+    # for values; auto: 32, or the most channels below that which divide a head
     columns: int = 8  # [channels] of keys that are coded before their error is passed on
     strength: float = 10.0  # weight of the queries' second moment (mean diagonal 1) beside the identity
     rank: int | None = None  # [directions] of the queries that count; null: all

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Tiers(lloyd.Lloyd):
     def __init__(self, spec: Spec, config: Config) -> None:
         base = lloyd.Config(bits=config.low, norm_bits=config.norm_bits, seed=config.seed)
         super().__init__(spec, base)
-        self.granularity, self.is_compiled = SPAN, False
+        self.granularity = SPAN
         self.judge = config.judge if spec.kind == "keys" else "length"
         self.needs_queries = config.needs_queries(spec.kind)
         high = round(config.important * SPAN)
@@ -116,6 +116,10 @@ class Tiers(lloyd.Lloyd):
         whole = torch.cat(parts, 3)
         found = whole.gather(3, places.expand_as(whole)).flatten(2, 3)
         return found, self.levels.norms.load(block["norms"])
+
+    def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
+        """No compiled code reads two tiers."""
+        return None
 
     def _order(self, is_high: Tensor) -> Tensor:
         """Tokens of each span, important ones first, else as they come."""

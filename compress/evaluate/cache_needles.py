@@ -1,0 +1,184 @@
+"""Measure whether a model finds through a compressed cache what stands somewhere in a long text (needles).
+
+Each context is a window of the text with a sentence at each of DEPTHS, "The password of Oslo is amber feather.", names
+and passwords drawn anew. All of them lie outside of what every cache keeps exact. The prompt goes through the model in
+one pass, as in `generate`, then comes a question for each needle, "The password of Oslo is", and what follows is
+scored: the negative log-likelihood of a token of the answer, and whether all its tokens are the likeliest ones, which
+is what greedy decoding would write. The past of a question is read as it is stored; questions and answers of other
+needles stand between it and the prompt.
+
+A cell is a needle of a context. Cells that the model does not answer through the exact cache say nothing of a cache:
+they are left out, and counted. Standard errors are over contexts, whose cells are not independent.
+
+The recall of repeated passages (cache_scores.py) needs a model that makes use of a repetition; this one needs one that
+follows a reference.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from compress.errors import CalibrationError
+from compress.evaluate.cache_scores import Candidate, Say, exact_tokens, policies
+from compress.evaluate.feed import fed
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the room for needles
+NAMES = (
+    *("Oslo", "Cairo", "Lima", "Rome", "Delhi", "Paris", "Kiev", "Quito", "Dublin", "Tokyo", "Berlin", "Boston"),
+    *("Madrid", "Athens", "Vienna", "Warsaw", "Moscow", "London"),
+)
+FIRST = (
+    *("amber", "silver", "golden", "crimson", "purple", "hollow", "silent", "frozen", "broken", "gentle", "wooden"),
+    *("hidden", "yellow", "bitter", "narrow", "ancient"),
+)
+SECOND = (
+    *("feather", "river", "candle", "garden", "mirror", "ladder", "basket", "hammer", "window", "pepper", "anchor"),
+    *("bottle", "castle", "button", "needle", "orange"),
+)
+SEED = 0
+
+Encode = Callable[[str], Sequence[int]]  # text -> tokens, none added
+
+
+@dataclass(frozen=True)
+class Context:
+    """A prompt with needles, and the questions for them."""
+
+    prompt: Tensor  # int64 [1, tokens]
+    questions: tuple[tuple[Tensor, int], ...]  # by depth: question with answer int64 [1, n], tokens of the answer
+    order: tuple[int, ...]  # in which they are asked
+
+
+@dataclass(frozen=True)
+class DepthScore:
+    """The needles at one depth that the exact cache finds."""
+
+    depth: float
+    cells: int
+    right: float | None  # share of them; None without any
+    nll: float | None  # nats a token of the answer, above those through the exact cache
+
+
+@dataclass(frozen=True)
+class NeedleScore:
+    """How well one cache keeps needles."""
+
+    asked: int  # cells
+    kept: int  # of them, that are answered through the exact cache; the figures below are of these
+    exact_nll: float | None  # nats a token of the answer
+    right: float | None  # share of cells
+    right_se: float | None  # standard error over contexts; None with fewer than two that have such cells
+    nll: float | None  # above exact_nll
+    nll_se: float | None
+    depths: tuple[DepthScore, ...]
+
+
+def contexts(
+    windows: Tensor, encode: Encode, count: int, candidates: Sequence[Candidate], config: Any
+) -> list[Context]:
+    """Return so many contexts, each as long as a window with its questions; windows int64 [n, seq_len].
+
+    None of them where the windows have no room outside of what these caches keep exact.
+    """
+    codings = [candidate.codings(config) for candidate in candidates]
+    sink = max(policy.sink for each in codings for policy in policies(each))
+    found = [
+        _context(windows[i % len(windows)], encode, i, (sink, max(map(exact_tokens, codings)))) for i in range(count)
+    ]
+    return [context for context in found if context is not None]
+
+
+def _context(window: Tensor, encode: Encode, number: int, exact: tuple[int, int]) -> Context | None:
+    """exact: tokens at the start and at the end that stay exact."""
+    draw = random.Random(f"{SEED} {number}")
+    names = draw.sample(NAMES, len(DEPTHS))
+    answers = [
+        f" {a} {b}" for a, b in zip(draw.sample(FIRST, len(DEPTHS)), draw.sample(SECOND, len(DEPTHS)), strict=True)
+    ]
+    planted, questions = [], []
+    for name, answer in zip(names, answers, strict=True):
+        cue, said = list(encode(f" The password of {name} is")), list(encode(answer))
+        if not cue or not said:
+            raise CalibrationError("the tokenizer gives no tokens for the text of a needle; measure without needles")
+        planted.append([*cue, *said, *encode(".")])
+        questions.append((torch.tensor([[*cue, *said]]), len(said)))
+    order = draw.sample(range(len(DEPTHS)), len(DEPTHS))  # of the questions
+    filler = len(window) - sum(map(len, planted)) - sum(question.shape[1] for question, _ in questions)
+    room = filler - sum(exact)
+    if room < len(DEPTHS):
+        return None
+    at = [exact[0] + round(depth * room) for depth in DEPTHS]
+    text, pieces, start = window[:filler].tolist(), [], 0
+    for needle, stop in zip(planted, at, strict=True):
+        pieces += [*text[start:stop], *needle]
+        start = stop
+    prompt = torch.tensor([[*pieces, *text[start:]]])
+    return Context(prompt, tuple(questions), tuple(order))
+
+
+def measure(model: Any, found: Sequence[Context], candidates: Sequence[Candidate], say: Say) -> list[NeedleScore]:
+    """Return the scores of each cache; one pass through the model for each context and cache, and for the exact one."""
+    cells = torch.zeros(1 + len(candidates), 2, len(found), len(DEPTHS), dtype=torch.float64)
+    for column, context in enumerate(found):
+        for row, candidate in enumerate((None, *candidates)):
+            cache = DynamicCache(config=model.config) if candidate is None else candidate.cache(model.config)
+            cells[row, :, column] = answers(model, context, cache)
+        say(1)
+    return [score(cells[0], of_cache) for of_cache in cells[1:]]
+
+
+@torch.no_grad()
+def answers(model: Any, context: Context, cache: Any) -> Tensor:
+    """Return nll of a token of the answer, and whether it is right, by depth: float64 [2, DEPTHS]."""
+    fed(model, context.prompt.to(model.device), cache)
+    cells = torch.zeros(2, len(DEPTHS), dtype=torch.float64)
+    for index in context.order:
+        tokens, count = context.questions[index]
+        tokens = tokens.to(model.device)
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -count - 1 : -1].float()
+        answer = tokens[:, -count:]
+        cells[0, index] = -logits.log_softmax(-1).gather(-1, answer[..., None]).double().mean().cpu()
+        cells[1, index] = float((logits.argmax(-1) == answer).all())
+    return cells
+
+
+def score(exact: Tensor, found: Tensor) -> NeedleScore:
+    """Return the score of one cache; exact, found float64 [2, contexts, DEPTHS]: nll and whether it is right."""
+    kept, more = exact[1] > 0, found[0] - exact[0]
+    count = int(kept.sum())
+    by_depth = tuple(
+        DepthScore(depth, int(own.sum()), _mean(found[1, :, i][own]), _mean(more[:, i][own]))
+        for i, depth in enumerate(DEPTHS)
+        for own in (kept[:, i],)
+    )
+    return NeedleScore(
+        kept.numel(),
+        count,
+        _mean(exact[0][kept]),
+        _mean(found[1][kept]),
+        _error(found[1], kept),
+        _mean(more[kept]),
+        _error(more, kept),
+        by_depth,
+    )
+
+
+def _mean(values: Tensor) -> float | None:
+    return float(values.mean()) if values.numel() else None
+
+
+def _error(values: Tensor, kept: Tensor) -> float | None:
+    """Return the standard error of the mean of the kept values [contexts, DEPTHS], rows being what is independent."""
+    rows = int(kept.any(1).sum())
+    if rows < 2:
+        return None
+    apart = torch.where(kept, values - values[kept].mean(), 0).sum(1)
+    return math.sqrt(float(apart.square().sum()) * rows / (rows - 1)) / int(kept.sum())
