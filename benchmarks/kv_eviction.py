@@ -56,7 +56,9 @@ ENTRIES: dict[str, dict[str, Any]] = {
 State = tuple[list[tuple[Tensor, Tensor]], Any]  # keys and values of each layer, and what an engine needs beside
 
 
-def samples(model: Any, tokenizer: Any, text: str, windows: int, context: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def samples(
+    model: Any, tokenizer: Any, text: str, windows: int, context: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield prompts [1, context], what follows [1, SCORED], and the passage that was planted [1, NEEDLE]."""
     tokens = torch.tensor(tokenizer(text)["input_ids"])
     length = context + SCORED
@@ -70,7 +72,9 @@ def samples(model: Any, tokenizer: Any, text: str, windows: int, context: int) -
         yield prompt[None], row[context:][None], needle[None]
 
 
-def scores(model: Any, cache: Any, crop: Callable[[int], None], following: Tensor, needle: Tensor) -> tuple[Tensor, float]:
+def scores(
+    model: Any, cache: Any, crop: Callable[[int], None], following: Tensor, needle: Tensor
+) -> tuple[Tensor, float]:
     """Return the log-probabilities of the tokens that follow [SCORED, vocab], and the nll of the passage."""
     found = model(needle, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)
     target = needle[0, CUE:]

@@ -90,7 +90,9 @@ def test_expected_attention(covariance: bool) -> None:
 def test_expected_attention_is_the_expectation_over_gaussian_queries() -> None:
     mean, root = normal(WIDTH).double() * 0.3, normal(WIDTH, WIDTH, seed=1).double() * 0.3
     key = normal(WIDTH, seed=2).double()
-    queries = mean + torch.randn(200_000, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64) @ root.T
+    queries = (
+        mean + torch.randn(200_000, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64) @ root.T
+    )
     sampled = float((queries @ key).mul(SCALING).exp().mean())
     stated = math.exp(SCALING * float(mean @ key) + SCALING**2 / 2 * float(key @ root @ root.T @ key))
     assert abs(sampled / stated - 1) < 0.01
@@ -193,7 +195,9 @@ def test_merging() -> None:
     found = merged(keys, values, kept, 0)
     cosine = [float(torch.cosine_similarity(keys[a], keys[b], 0)) for a, b in ((2, 0), (4, 1))]
     # token 3 is less similar to any than the mean
-    torch.testing.assert_close(found[0], torch.stack([(keys[0] + cosine[0] * keys[2]) / 2, (keys[1] + cosine[1] * keys[4]) / 2]))
+    torch.testing.assert_close(
+        found[0], torch.stack([(keys[0] + cosine[0] * keys[2]) / 2, (keys[1] + cosine[1] * keys[4]) / 2])
+    )
     torch.testing.assert_close(found[1][0], (values[0] + cosine[0] * values[2]) / 2)
     same = merged(keys, values, kept, 1)
     torch.testing.assert_close(same[0][0], keys[0])  # a sink takes nothing

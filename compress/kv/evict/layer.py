@@ -36,8 +36,8 @@ from compress.kv.settings import KINDS
 from compress.kv.token_store import Bytes, Store
 
 UNSEEN = (
-    "kv_cache.evict: a forward pass went by unseen; call compress.kv.hooks.attach(model) before it, and give the cache by "
-    "name to the whole model, past_key_values=..."
+    "kv_cache.evict: a forward pass went by unseen; call compress.kv.hooks.attach(model) before it, and give the cache "
+    "by name to the whole model, past_key_values=..."
 )
 
 
@@ -277,9 +277,9 @@ class EvictingLayer(CodedLayer):
         if all(len(x) == self.seen - each.first for own, each in zip(rows, judged, strict=True) for x in own):
             self._append(new, queries)
             return
-        self._place(new, Kept(rows, self.sink, self.eviction.budget.merge), queries)
         if self.stores["keys"].codec.rope == "pre":
             self.rope.place(aligned(rows)[0][:, 0], self.seen)
+        self._place(new, Kept(rows, self.sink, self.eviction.budget.merge), queries)
 
     def _place(self, dense: tuple[Tensor, Tensor], kept: Kept, queries: Tensor | None) -> None:
         """Store these rows of keys and values [B, h, n, width] in stores that are empty."""
@@ -311,9 +311,9 @@ class EvictingLayer(CodedLayer):
         columns = self.rope.all_columns(dense[0].shape[2], len(rows))
         for store in self.stores.values():
             store.clear()
-        self._place(dense, Kept(rows, self.sink, False), None)
         if self.stores["keys"].codec.rope == "pre":
             self.rope.place(columns.gather(1, aligned(rows)[0][:, 0].to(columns.device)), self.seen)
+        self._place(dense, Kept(rows, self.sink, False), None)
 
     @property
     def stored(self) -> int:
@@ -323,7 +323,9 @@ class EvictingLayer(CodedLayer):
         self._settle()
         count = min(-tokens_to_remove, self.seen)
         if count > 0 and self.eviction.budget.decode and not self.is_exempt:
-            raise CompressError("kv_cache.evict: decode: true cannot take tokens back (assisted decoding); set it to false")
+            raise CompressError(
+                "kv_cache.evict: decode: true cannot take tokens back (assisted decoding); set it to false"
+            )
         if count > self.newest and self.pads is not None:
             raise CompressError(
                 f"kv_cache.evict: cannot take back {count} tokens, because others were evicted among them; "

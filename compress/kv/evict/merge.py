@@ -1,8 +1,8 @@
 """Merge evicted keys and values into similar ones that stay: D2O, arXiv 2406.13035.
 
-Each evicted key finds the kept key of largest cosine. Those whose cosine is at least the mean over all evicted tokens of
-the head are merged: the kept key becomes the mean of itself and of the merged keys, each times its cosine, and the value
-likewise. The others are forgotten. As in the authors' code; sinks are no targets here, which keeps them exact.
+Each evicted key finds the kept key of largest cosine. Those whose cosine is at least the mean over all evicted tokens
+of the head are merged: the kept key becomes the mean of itself and of the merged keys, each times its cosine, and the
+value likewise. The others are forgotten. As in the authors' code; sinks are no targets here, which keeps them exact.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ class Seen:
     queries: Tensor | None  # [H, m, width] after the rotary embedding, of the newest m tokens
     scaling: float  # of the products of queries and keys
     sink: int  # first tokens, which stay
-    moments: tuple[Tensor, Tensor] | None = None  # of queries at coming positions: mean [H, width], covariance [H, w, w]
+    moments: tuple[Tensor, Tensor] | None = (
+        None  # of queries at coming positions: mean [H, width], covariance [H, w, w]
+    )
 
     @property
     def grouped(self) -> Tensor:

@@ -1,8 +1,8 @@
 """Hold the settings of eviction: the `evict` section of a compressed cache.
 
-    evict:
-      method: snapkv           # a file of compress/kv/evict and the settings of its `Config`
-      keep: 0.5                # the rest: `Budget`
+evict:
+  method: snapkv           # a file of compress/kv/evict and the settings of its `Config`
+  keep: 0.5                # the rest: `Budget`
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Budget:
     keep: float | None = None  # fraction of the tokens that stays, mean over layers and heads; this or tokens
     tokens: int | None = None  # [tokens] that stay, mean over layers and heads; this or keep
     recent: int = 64  # [tokens] newest, which always stay; so do those of kv_cache.sink
-    heads: Heads = "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same tokens
+    heads: Heads = (
+        "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same tokens
+    )
     # in all heads of a layer; ada: heads keep different numbers (AdaKV, arXiv 2407.11550)
     critical: bool = False  # half of the tokens by score, the others by score times the norm of what their value adds
     # to the output (CriticalKV, arXiv 2502.03805)
