@@ -4,9 +4,9 @@
     python benchmarks/kv_eviction.py MODEL TEXT --kvpress       # in an environment that has kvpress and not compress
 
 A window is a prompt of --context tokens and the 64 that follow. A passage of 32 tokens from elsewhere in the text is
-put into the prompt, at a depth that goes from 10% to 80% over the windows. The prompt goes through the model once, with
-an exact cache; each entry evicts from what that cache holds. Then, teacher forced in one step each and from the same
-state: the passage again, of which 24 tokens are scored after a cue of 8 (recall: nll above that of the exact cache), and
+put into the prompt, at a depth that goes from 10% to 80% over the windows. The prompt goes through the model once,
+with an exact cache; each entry evicts from what that cache holds. Then, teacher forced in one step each and from the
+same state: the passage again, of which 24 tokens are scored after a cue of 8 (recall: nll above that of the exact cache), and
 the 64 tokens (KL to the exact cache). Everything is float32. Bytes are a token's, of those of the prompt, as stored in
 bfloat16. kvpress keeps all bytes where heads keep different tokens; its bytes are those that stay in name.
 """

@@ -10,8 +10,8 @@ with gaps between them, merge.py merges evicted tokens, moments.py and attention
 A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as `method`. It defines:
 
 1.  `Config`, a frozen dataclass: its settings. It raises ValueError for impossible ones, the field's name first.
-2.  `NEEDS`, a frozenset of what it reads beside keys and values: "queries" (after the rotary embedding, of the pass that
-    evicts or, while decoding, of the newest `window` tokens), "moments" (mean and covariance of queries).
+2.  `NEEDS`, a frozenset of what it reads beside keys and values: "queries" (after the rotary embedding, of the prompt
+    or, while decoding, of the newest `keeps` tokens), "moments" (mean and covariance of queries).
 3.  `score(config, seen) -> Tensor` of a `select.Seen`, one sequence without padding: float32 [h, n], larger for tokens
     that are kept, positive.
 4.  Where it keeps newest tokens of its own accord, `keeps(config, kept) -> int`: their number where a head keeps `kept`

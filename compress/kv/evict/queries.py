@@ -29,8 +29,8 @@ def attach(model: nn.Module, cache_of: Callable[[dict[str, Any]], KVCache | None
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache, own = cache_of(kwargs), getattr(getattr(module, "config", None), "_attn_implementation", None)
-        evicts = cache is not None and cache.path == "decode" and any(hasattr(x, "eviction") for x in cache.layers)
-        if not evicts or own is None or own.startswith(NAME):
+        is_watched = cache is not None and cache.path == "decode" and evicts(cache)
+        if not is_watched or own is None or own.startswith(NAME):
             before.append(None)
             return
         before.append(own)
@@ -45,6 +45,11 @@ def attach(model: nn.Module, cache_of: Callable[[dict[str, Any]], KVCache | None
 
     entered = model.register_forward_pre_hook(enter, with_kwargs=True)
     return [entered, model.register_forward_hook(leave, always_call=True)]
+
+
+def evicts(cache: KVCache) -> bool:
+    """Return whether layers of a cache evict tokens."""
+    return any(hasattr(layer, "eviction") for layer in cache.layers)
 
 
 def registered(own: str) -> str:
