@@ -6,7 +6,7 @@
 A window is a prompt of --context tokens and the 64 that follow. A passage of 32 tokens from elsewhere in the text is
 put into the prompt, at a depth that goes from 10% to 80% over the windows. The prompt goes through the model once,
 with an exact cache; each entry evicts from what that cache holds. Then, teacher forced in one step each and from the
-same state: the passage again, of which 24 tokens are scored after a cue of 8 (recall: nll above that of the exact cache), and
+same state: the passage again, of which 24 tokens are scored after a cue of 8 (recall: nll above the exact cache's), and
 the 64 tokens (KL to the exact cache). Everything is float32. Bytes are a token's, of those of the prompt, as stored in
 bfloat16. kvpress keeps all bytes where heads keep different tokens; its bytes are those that stay in name.
 """
@@ -86,7 +86,8 @@ def scores(
 def measured(model: Any, args: argparse.Namespace, engine: Any) -> dict[str, dict[str, float]]:
     """Return KL, recall, bytes and seconds of every entry, means over windows."""
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
-    text = Path(args.text).read_text(encoding="utf-8")
+    needed = 16 * args.windows * (args.context + SCORED)  # characters
+    text = Path(args.text).read_text(encoding="utf-8")[:needed]
     for prompt, following, needle in samples(model, engine.tokenizer, text, args.windows, args.context):
         exact = engine.prefilled(prompt)
         base, base_nll = scores(model, exact, lambda n: exact.crop(-n), following, needle)  # noqa: B023
