@@ -15,6 +15,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     codes      serves(packed), Codes(packed, target, rates), BYTES, RATE: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
+    evict      Config, score(config, seen), NEEDS: compress/kv/evict/__init__.py
 
 Adding one changes no existing line. Listing reads the sources and runs nothing, so that it is instant and imports no
 torch; `load` imports one file and checks its contract.
@@ -48,6 +49,7 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
+    "evict": ("Config", "score", "NEEDS"),
     "tune": ("Config", "workspace", "SCOPE"),
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors"),
@@ -56,7 +58,13 @@ KINDS = {
 SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export"))  # with settings
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "codes": "tune.codes", "export": "export.targets"}
+_FOLDERS = {
+    "allocate": "allocate.methods",
+    "kv": "kv.codecs",
+    "evict": "kv.evict",
+    "codes": "tune.codes",
+    "export": "export.targets",
+}
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
 
 LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly

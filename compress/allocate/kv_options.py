@@ -33,6 +33,8 @@ def check(config: Any, settings: CacheSettings, context: int) -> int:
     the model or codes no layer.
     """
     check_length(config, context)
+    if settings.evict is not None:
+        raise RecipeError("kv_cache.evict: a budget chooses bits, not tokens; remove evict, or give no context")
     layers = kv_cache.check(config, settings)
     if all(coding.method == EXACT for layer in layers for coding in layer.values()):
         raise RecipeError("kv_cache: skip_layers leaves no layer to code; name fewer, or give no context")

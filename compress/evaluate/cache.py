@@ -8,7 +8,8 @@ Recipes of different size are compared at equal measured bytes, too: the smaller
 exact tokens that the cache of this context takes as many bytes as that of the largest recipe, or a flush less.
 
 Scores are of the tokens whose past is at least four flushes longer than what stays exact (at most half of the context
-is left out); those before are mostly untouched, whatever the recipe. `kl_all` is of all tokens.
+is left out); those before are mostly untouched, whatever the recipe. `kl_all` is of all tokens. Where a recipe evicts
+tokens, the scores of all recipes are of the last tokens of each window, and that recipe is not timed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from compress.evaluate.cache_reading import Readings, readings
 from compress.evaluate.cache_scores import (
     Candidate,
     Recall,
+    chunks_of,
     compare,
     exact_tokens,
     interval,
     policies,
+    prompt_tokens,
     recall,
-    spans,
 )
 from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
 from compress.evaluate.generation import Written, continued
@@ -137,7 +139,9 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
         timed: list[CacheSpeed | None] = [None] * len(own)
         if asked.speed:
             progress(f"timing at {length} tokens", 0, 0)
-            timed[: len(found)] = speeds(stored, windows[:1], found, lambda done: None)
+            for index, candidate in enumerate(found):
+                if candidate.settings.evict is None:  # their layers are made of other parts
+                    (timed[index],) = speeds(stored, windows[:1], [candidate], lambda done: None)
         found_needles = _needles(model, directory, windows, found, asked.needles, progress)
         scored_rows = _context(model, windows, own, (measured, timed), progress)
         rows += [
@@ -168,7 +172,8 @@ def evaluate(
     found = candidates(models[0], directories[0], recipes, asked.calib, progress)
     say = counter(progress, "scoring", len(windows))
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
-    summary = scores.summary(positions[0], source_name(asked.text), seq_len)
+    after = positions[0][:, :, prompt_tokens(found, seq_len) :]
+    summary = scores.summary(after, source_name(asked.text), seq_len)
     assert isinstance(summary, Comparison)
     return summary, readings(models[0], found[0])
 
@@ -242,6 +247,7 @@ def _context(
     recalled = recall(model, planted, found, batch, lambda done: None) or Recall(0.0, [0.0] * len(found), 0, 0)
     base = [candidate for candidate in found if not candidate.extra]
     start = min(length // 2, max(exact_tokens(c.codings(model.config)) for c in base))
+    start = max(start, prompt_tokens(found, length))
     rows = []
     for i, candidate in enumerate(found):
         nll, exact_nll, kl, top1 = positions[i][:, :, start:]
@@ -271,7 +277,7 @@ def _context(
 
 def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
     """Return how many windows to take at a time: the logits of a chunk through all caches fit in BATCH_NBYTES."""
-    chunks = spans([candidate.codings(model.config) for candidate in found], length)
+    chunks = chunks_of(model.config, found, length)
     longest = max(stop - start for start, stop in chunks)
     vocabulary = model.config.get_text_config().vocab_size
     window = longest * vocabulary * model.dtype.itemsize * (1 + len(found))

@@ -21,6 +21,7 @@ from compress.errors import UnsupportedModelError
 from compress.evaluate.feed import fed
 from compress.kv import attention
 from compress.kv.cache import KVCache
+from compress.kv.evict import queries
 
 QUERIES = 32  # of each window, at its end
 
@@ -91,6 +92,8 @@ class _reading:
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.config, self.own = model.config, model.config._attn_implementation
         self.needed = attention.NAME if cache.path == "fused" else self.own
+        if cache.path == "decode" and queries.evicts(cache):
+            self.needed = queries.registered(self.own)
 
     def __enter__(self) -> None:
         self.config._attn_implementation = self.needed

@@ -3,7 +3,8 @@
 Windows are fed in chunks: the past is read as it is stored, the chunk itself exactly, then it is stored. With chunks
 that divide `flush` and `residual_length`, the first of them as long as nothing is coded, this is what token-by-token
 decoding reads (tests compare them), so `exact_prefill` plays no part. The uncompressed cache of transformers goes
-through the same chunks beside it.
+through the same chunks beside it. Where one of the caches evicts tokens, all but the last AFTER tokens of a window are
+the prompt, and come in one chunk; only those last ones tell what eviction costs.
 
 Recall. A passage (the needle) is put into other text at several depths, all outside of what stays exact, and comes
 again at the end. How much less surprising it is there is what the cache has kept: kept = (nll without the needles - nll
@@ -30,6 +31,7 @@ from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, 
 NEEDLE = 32  # tokens
 CUE = 8  # of them, not scored
 COPIES = 4  # a model of a few million weights does little with one
+AFTER = 64  # tokens of a window that follow the prompt, where tokens are evicted
 RESAMPLED = 2000  # times, for the confidence interval
 
 Say = Callable[[int], None]  # is told how many windows more are done
@@ -99,6 +101,20 @@ def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+def prompt_tokens(candidates: Sequence[Candidate], tokens: int) -> int:
+    """Return how many tokens of a window are the prompt of caches that evict; 0 where none does."""
+    evicts = any(candidate.settings.evict is not None for candidate in candidates)
+    return tokens - min(AFTER, tokens // 2) if evicts else 0
+
+
+def chunks_of(config: Any, candidates: Sequence[Candidate], tokens: int) -> list[tuple[int, int]]:
+    """Return the chunks of `spans` for a model of this configuration, the prompt in one where tokens are evicted."""
+    found, prompt = spans([c.codings(config) for c in candidates], tokens), prompt_tokens(candidates, tokens)
+    if not prompt:
+        return found
+    return [(0, prompt), *((max(start, prompt), stop) for start, stop in found if stop > prompt)]
+
+
 def exact_tokens(codings: Codings) -> int:
     """Return how many tokens of past it takes until at least four flushes are coded everywhere."""
     return max(p.sink + p.residual_length + 4 * p.flush for p in policies(codings))
@@ -121,7 +137,7 @@ def compare(
     """
     base = base or model
     length = windows.shape[1]
-    chunks = spans([c.codings(model.config) for c in candidates], length)
+    chunks = chunks_of(model.config, candidates, length)
     found = []
     for tokens in windows.split(batch):
         tokens = tokens.to(model.device)
@@ -173,7 +189,7 @@ def recall(model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: 
     room = length - NEEDLE - max(map(exact_tokens, codings)) - first
     if room < COPIES * NEEDLE or not count:
         return None
-    chunks = spans(codings, length)
+    chunks = chunks_of(model.config, candidates, length)
     plain = windows[:count].clone()
     plain[:, -NEEDLE:] = windows[count : 2 * count, -NEEDLE:]
     planted = plain.clone()

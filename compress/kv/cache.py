@@ -16,7 +16,7 @@ padding and rotary embeddings; without, pads are coded as tokens are, and codecs
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -347,6 +347,18 @@ def named_path(path: str) -> CachePath:
     return cast(CachePath, path)
 
 
+def evicting(decoder: Any, settings: CacheSettings) -> Callable[[int, KVCache], CodedLayer]:
+    """Return what makes the layers of a cache that evicts tokens, from their numbers; those to be skipped keep all."""
+    from compress.kv.evict.layer import EvictingLayer  # which is a CodedLayer
+
+    assert settings.evict is not None, "the caller has checked"
+    if getattr(decoder, "num_kv_shared_layers", 0):
+        raise RecipeError("kv_cache.evict: layers of this model share keys and values; remove evict")
+    skipped = {index % decoder.num_hidden_layers for index in settings.skip_layers}
+    eviction = settings.evict
+    return lambda index, cache: EvictingLayer(index, cache, eviction, index in skipped)
+
+
 def make_cache(
     config: Any,
     settings: CacheSettings | Mapping[str, Any],
@@ -362,9 +374,10 @@ def make_cache(
     settings = cache_settings(settings)
     codings = settings.by_layer(len(kinds))
     cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
+    make_layer = CodedLayer if settings.evict is None else evicting(decoder, settings)
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
-            cache.layers.append(CodedLayer(index, cache))
+            cache.layers.append(make_layer(index, cache))
             continue
         if settings.other_layers == "error" and kind != "dummy":
             raise RecipeError(

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.evict import queries
+from compress.kv.evict.layer import Call, EvictingLayer
 from compress.kv.rope import sources
 
 _MARK = "_compress_kv_hooks"
@@ -23,13 +25,14 @@ def attach(model: nn.Module) -> None:
     handles = [model.register_forward_pre_hook(_padding, with_kwargs=True)]
     makers = sources(model)
 
-    def rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         _rotation(module, kwargs, makers)
+        return _eviction(module, args, kwargs, makers)
 
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             handles.append(module.register_forward_pre_hook(rotation, with_kwargs=True))
-    setattr(model, _MARK, handles)
+    setattr(model, _MARK, handles + queries.attach(model, _cache))
 
 
 def detach(model: nn.Module) -> None:
@@ -59,6 +62,24 @@ def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]
         layer.turns = turns
         if isinstance(positions, Tensor) and positions.dim() == 2 and len(cache.rope) == layer.seen:
             cache.rope.announce(positions, makers)
+
+
+def _eviction(module: nn.Module, args: Any, kwargs: dict[str, Any], makers: list[nn.Module]) -> Any:
+    """Tell a layer that evicts of a forward pass; return its arguments with a mask of its own."""
+    cache, index = _cache(kwargs), module.layer_idx
+    layer = cache.layers[index] if cache is not None and isinstance(index, int) and index < len(cache.layers) else None
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    if not isinstance(layer, EvictingLayer) or not isinstance(hidden, Tensor):
+        return None
+    turns, positions = kwargs.get("position_embeddings"), kwargs.get("position_ids")
+    call = Call(
+        module,
+        turns if isinstance(turns, tuple) else None,
+        positions if isinstance(positions, Tensor) else None,
+        makers,
+    )
+    setattr(module, queries.LAYER, layer)
+    return args, {**kwargs, "attention_mask": layer.before(call, kwargs.get("attention_mask"), hidden.shape[1])}
 
 
 def _cache(kwargs: dict[str, Any]) -> KVCache | None:

@@ -12,6 +12,7 @@
       - {match: -1, keys: {bits: 8}}         # the last layer
     skip_layers: [0, -1]       # stay exact
     exact_prefill: true        # tokens attend to others of the same forward pass exactly; false: as later steps do
+    evict: {method: snapkv, keep: 0.5}   # half of the tokens are forgotten, the others coded: compress/kv/evict
     other_layers: exact        # sliding, linear ... layers stay as transformers has them; error: they are refused
 
 `cache_settings` checks this, as plain data, and makes the `CacheSettings` that every part of the program uses. `layers`
@@ -29,6 +30,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from compress import plugins
 from compress.errors import RecipeError, shown
+from compress.kv.evict.settings import BUDGET_KEYS, Budget, Eviction
+from compress.kv.evict.settings import check as check_eviction
 
 KINDS = ("keys", "values")
 EXACT = "identity"  # codec of layers that are skipped
@@ -137,6 +140,7 @@ class CacheSettings:
     # them
     other_layers: OtherLayers = "exact"  # sliding, linear and such layers: exact: they stay as transformers has them,
     # where others are coded; or error
+    evict: Eviction | None = None  # which tokens are forgotten, {method: ..., keep: ...}; null: none
 
     def of(self, kind: str) -> Coding:
         """Return the coding of "keys" or "values" where no rule says otherwise."""
@@ -163,6 +167,7 @@ class CacheSettings:
             "skip_layers": list(self.skip_layers),
             "exact_prefill": self.exact_prefill,
             "other_layers": self.other_layers,
+            **({"evict": self.evict.plain()} if self.evict is not None else {}),
         }
 
     def needs(self) -> frozenset[str]:
@@ -209,7 +214,35 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         whole.value("skip_layers", tuple[int, ...], ()),
         whole.value("exact_prefill", bool, True),
         whole.value("other_layers", OtherLayers, "exact"),
+        _eviction(whole),
     )
+
+
+def _eviction(whole: _Block) -> Eviction | None:
+    """Return the settings of `evict`; None without it."""
+    given = whole.settings.get("evict")
+    if given is None:
+        return None
+    block = whole.inner("evict", given, "kv_cache.evict")
+    method = block.value("method", str, "")
+    if not method:
+        raise block.error((), f"kv_cache.evict has no method; set one of {', '.join(plugins.names('evict'))}")
+    try:
+        plugin = plugins.load("evict", method)
+    except RecipeError as error:
+        raise block.error(("method",), str(error)) from error
+    own = block.without(("method", *BUDGET_KEYS))._replace(where=f"kv_cache.evict ({method})")
+    config = _replaced(plugin.Config(), own, ("method", *BUDGET_KEYS))
+    budget = block.without([key for key in block.settings if key not in BUDGET_KEYS])
+    eviction = Eviction(method, config, _replaced(Budget(**getattr(plugin, "DEFAULTS", {})), budget))
+    try:
+        check_eviction(eviction)
+    except ValueError as error:
+        key = str(error).partition(" ")[0]
+        raise block.error((key,) if key in given else (), f"kv_cache.evict: {error}") from error
+    if not whole.value("exact_prefill", bool, True):
+        raise block.error((), "kv_cache.evict needs exact_prefill: true; tokens are chosen after the prompt")
+    return eviction
 
 
 def exact(sink: int = 0) -> Coding:

@@ -14,6 +14,7 @@ from compress.calib.kv import calibrate
 from compress.errors import RecipeError
 from compress.kv import cache as caches
 from compress.kv.codec import Spec
+from compress.kv.evict import settings as eviction
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.model.skeleton import Skeleton
@@ -65,7 +66,9 @@ def check(config: Any, settings: CacheSettings) -> Codings:
             if heads is not None and coding.method != EXACT:
                 shape = heads.keys if kind == "keys" else heads.values
                 queries = max(1, cached.queries // shape[0])
-                _check_coding(coding, Spec(kind, index, len(codings), *shape, queries), heads, cached)  # type: ignore[arg-type]
+                spec = Spec(kind, index, len(codings), *shape, queries)  # type: ignore[arg-type]
+                is_before_rope = _check_coding(coding, spec, heads, cached)
+                _check_eviction(settings, coding, spec, heads, is_before_rope)
     return codings
 
 
@@ -79,8 +82,21 @@ def left_exact(config: Any) -> str:
     return f"the cache of {sum(counts.values())} of {len(types)} layers ({said}) stays as it is; the others' is coded"
 
 
-def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: CachedLayers) -> None:
-    """Raise RecipeError unless the keys or the values of a layer can be stored like this."""
+def _check_eviction(
+    settings: CacheSettings, coding: Coding, spec: Spec, heads: CachedHeads, is_before_rope: bool
+) -> None:
+    """Raise RecipeError where tokens of a layer cannot be evicted as the settings ask."""
+    if settings.evict is None:
+        return
+    reason = eviction.refusal(settings.evict, coding, spec.kind, is_before_rope)
+    if heads.unwatched:
+        reason = f"tokens cannot be evicted from this model, because {heads.unwatched}; remove kv_cache.evict"
+    if reason is not None:
+        raise RecipeError(f"{spec.where}: {reason}")
+
+
+def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: CachedLayers) -> bool:
+    """Return whether the keys of a layer are stored before RoPE; RecipeError unless it can be stored like this."""
     plugin = plugins.load("kv", coding.method)
     is_before_rope = spec.kind == "keys" and "keys_pre" in plugin.NEEDS
     if not plugin.NEEDS:
@@ -99,6 +115,7 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
         )
     if caches.needs_queries(coding, spec.kind) and not cached.is_fused:
         raise RecipeError(caches.no_queries(spec.where, coding))
+    return is_before_rope
 
 
 def samples(seq_len: int) -> int:

@@ -49,6 +49,7 @@ def plain_section(settings: CacheSettings, layer_count: int) -> dict[str, Any]:
         "layers": {str(index): layer for index, layer in enumerate(layers) if layer != common},
         "exact_prefill": settings.exact_prefill,
         "other_layers": settings.other_layers,
+        **({"evict": settings.evict.plain()} if settings.evict is not None else {}),
     }
 
 

@@ -1,0 +1,21 @@
+"""Evict tokens from a compressed cache: which tokens a layer forgets, and the layer that forgets them.
+
+    kv_cache: {evict: {method: snapkv, keep: 0.5}, method: kivi, bits: 4}
+
+Tokens are chosen after the prompt, removed, and the survivors are coded as any tokens are. settings.py holds the
+settings, select.py turns scores into survivors, layer.py is the cache layer, queries.py shows it the queries where
+attention reads tensors, head_stores.py stores heads of different lengths, kept_rope.py finds the rotary rows of tokens
+with gaps between them, merge.py merges evicted tokens, moments.py and attention_mass.py are statistics of queries.
+
+A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as `method`. It defines:
+
+1.  `Config`, a frozen dataclass: its settings. It raises ValueError for impossible ones, the field's name first.
+2.  `NEEDS`, a frozenset of what it reads beside keys and values: "queries" (after the rotary embedding, of the prompt
+    or, while decoding, of the newest `keeps` tokens), "moments" (mean and covariance of queries).
+3.  `score(config, seen) -> Tensor` of a `select.Seen`, one sequence without padding: float32 [h, n], larger for tokens
+    that are kept, positive.
+4.  Where it keeps newest tokens of its own accord, `keeps(config, kept) -> int`: their number where a head keeps `kept`
+    tokens, and with kept = 0 the least there is.
+5.  Where its defaults of the common settings differ, `DEFAULTS`, a mapping of fields of `settings.Budget`.
+6.  Where it cannot evict while decoding, `PROMPT_ONLY = True`.
+"""

@@ -1,0 +1,76 @@
+"""Show the queries to a cache that evicts, where its keys and values are read as tensors (path="decode").
+
+While a forward pass holds such a cache, the model's attention function is one that calls the model's own and then hands
+the queries to the layer. With path="fused" attention is ours anyway (compress/kv/attention.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from compress.errors import CompressError
+from compress.kv.cache import KVCache
+
+NAME = "compress_kv_queries_"  # and the name of the model's own attention
+LAYER = "_compress_kv_layer"  # of an attention module: the cache layer of this forward pass
+
+
+def attach(model: nn.Module, cache_of: Callable[[dict[str, Any]], KVCache | None]) -> list[Any]:
+    """Add hooks to a model and return their handles; cache_of finds a cache among the arguments of a forward pass."""
+    before: list[str | None] = []
+    modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+
+    def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache, own = cache_of(kwargs), getattr(getattr(module, "config", None), "_attn_implementation", None)
+        is_watched = cache is not None and cache.path == "decode" and evicts(cache)
+        if not is_watched or own is None or own.startswith(NAME):
+            before.append(None)
+            return
+        before.append(own)
+        module.config._attn_implementation = registered(own)
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        own = before.pop() if before else None
+        if own is not None:
+            module.config._attn_implementation = own
+        for each in modules:
+            vars(each).pop(LAYER, None)
+
+    entered = model.register_forward_pre_hook(enter, with_kwargs=True)
+    return [entered, model.register_forward_hook(leave, always_call=True)]
+
+
+def evicts(cache: KVCache) -> bool:
+    """Return whether layers of a cache evict tokens."""
+    return any(hasattr(layer, "eviction") for layer in cache.layers)
+
+
+def registered(own: str) -> str:
+    """Return the name of the attention function that calls the one named `own` and shows its queries."""
+    name = NAME + own
+    AttentionInterface.register(name, partial(_attention, own))
+    if own in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    return name
+
+
+def _attention(own: str, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Attend as the model does; query [B, H, n, width]."""
+    if own in ALL_ATTENTION_FUNCTIONS:
+        attend = ALL_ATTENTION_FUNCTIONS[own]
+    else:
+        attend = getattr(sys.modules[type(module).__module__], f"{own}_attention_forward", None)
+    if attend is None:
+        raise CompressError(f"kv_cache.evict: attention {own!r} of this model cannot be watched; use sdpa")
+    found = attend(module, query, *args, **kwargs)
+    layer = vars(module).pop(LAYER, None)
+    if layer is not None:
+        layer.commit(query)
+    return found

@@ -1,0 +1,119 @@
+"""Choose the tokens that stay: budgets of layers and of heads, and the best tokens within them.
+
+All functions are of one sequence without padding and have no state, so that what a row of a batch keeps does not depend
+on the rows beside it. Ties go to the earlier token.
+
+Shapes: scores float32 [h, n] (KV heads, tokens), larger for tokens that stay.
+
+Papers: AdaKV, arXiv 2407.11550 (`head_counts`); CriticalKV, arXiv 2502.03805 (`critical`); PyramidKV, arXiv 2406.02069
+(`pyramid`); D2O, arXiv 2406.13035 (`by_variance`). Formulas of the first three are those of kvpress. Where a share of a
+layer would be more than all of its tokens, the excess goes to the other layers here, so that the mean stays what was
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SAFE = 0.2  # of a head's equal share, which AdaKV leaves to it
+FIRST_STAGE = 0.5  # of a head's tokens, which CriticalKV chooses by score alone
+EPSILON = 1e-4  # added to a score before it is multiplied (CriticalKV)
+STEEPNESS = 20  # the last layer of a pyramid keeps 1/20 of the mean
+LEAST = 0.01  # of a layer's tokens (D2O)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a method scores: the tokens of one sequence in one layer."""
+
+    keys: Tensor  # [h, n, width] after the rotary embedding
+    values: Tensor  # [h, n, value width]
+    queries: Tensor | None  # [H, m, width] after the rotary embedding, of the newest m tokens
+    scaling: float  # of the products of queries and keys
+    sink: int  # first tokens, which stay
+    moments: tuple[Tensor, Tensor] | None = (
+        None  # of queries at coming positions: mean [H, width], covariance [H, w, w]
+    )
+
+    @property
+    def grouped(self) -> Tensor:
+        """Return the queries by KV head, float32 [h, H / h, m, width]."""
+        assert self.queries is not None, "the method says that it needs them"
+        return self.queries.float().unflatten(0, (self.keys.shape[0], -1))
+
+
+def count(tokens: int, fraction: float, least: int) -> int:
+    """Return how many of so many tokens stay: a fraction, at least `least` or all."""
+    return min(tokens, max(int(fraction * tokens + 1e-9), least))
+
+
+def pyramid(layers: int) -> list[float]:
+    """Return the shares of layers, mean 1, that fall from the first to the last in equal steps."""
+    last = 1 / STEEPNESS
+    step = (2 - 2 * last) / max(1, layers - 1)
+    return [1.0] if layers == 1 else [2 - last - index * step for index in range(layers)]
+
+
+def by_variance(variances: Sequence[float]) -> list[float]:
+    """Return the shares of layers, mean 1: softmax(-variance) of the attention that a layer's tokens are given."""
+    return (torch.tensor(variances, dtype=torch.float64).neg().softmax(0) * len(variances)).tolist()
+
+
+def fractions(keep: float, shares: Sequence[float], whole: Collection[int] = ()) -> list[float]:
+    """Return the fraction of its tokens that each layer keeps: in proportion to its share, at most all, mean `keep`.
+
+    whole: layers that keep all. Where these are more than the budget allows, they are treated as the others.
+    """
+    total = keep * len(shares)
+    fixed = set(whole) if total - len(whole) >= LEAST * (len(shares) - len(whole)) else set()
+    while True:
+        rest = [index for index in range(len(shares)) if index not in fixed]
+        scale = (total - len(fixed)) / max(sum(shares[index] for index in rest), 1e-12)
+        over = {index for index in rest if scale * shares[index] > 1}
+        if not over:
+            return [1.0 if i in fixed else max(LEAST, scale * share) for i, share in enumerate(shares)]
+        fixed |= over
+
+
+def protected(scores: Tensor, sink: int, recent: int) -> Tensor:
+    """Return the scores with the first and the newest tokens above all others."""
+    scores = scores.clone()
+    scores[:, :sink] = torch.inf
+    scores[:, max(0, scores.shape[1] - recent) :] = torch.inf
+    return scores
+
+
+def head_counts(scores: Tensor, kept: int) -> list[int]:
+    """Return how many tokens each head keeps, h x kept in all: the best of all heads (AdaKV).
+
+    The best SAFE x kept tokens of each head are safe. Scores are `protected`.
+    """
+    heads, tokens = scores.shape
+    safe = scores.clone()
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    safe.scatter_(1, order[:, : int(kept * SAFE)], torch.inf)
+    best = safe.flatten().argsort(dim=0, descending=True, stable=True)[: heads * kept] // tokens
+    counts: list[int] = best.bincount(minlength=heads).tolist()
+    return counts
+
+
+def critical(scores: Tensor, norms: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the scores of the second stage of CriticalKV; `norms` [h, n] of what values add to the output.
+
+    The best half of a head's count stands above all others, and these have (score + EPSILON) x norm.
+    """
+    second = (scores + EPSILON) * norms
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    for head, number in enumerate(counts):
+        second[head, order[head, : int(number * FIRST_STAGE)]] = torch.inf
+    return second
+
+
+def best(scores: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return the indices of the best tokens of each head in token order, int64 [counts[head]] each."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return [row[:number].sort().values for row, number in zip(order, counts, strict=True)]

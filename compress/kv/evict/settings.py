@@ -1,0 +1,102 @@
+"""Hold the settings of eviction: the `evict` section of a compressed cache.
+
+evict:
+  method: snapkv           # a file of compress/kv/evict and the settings of its `Config`
+  keep: 0.5                # the rest: `Budget`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from compress import plugins
+
+Heads = Literal["equal", "shared", "ada"]
+Layers = Literal["equal", "pyramid", "variance"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens stay, and how they are divided among layers and heads."""
+
+    keep: float | None = None  # fraction of the tokens that stays, mean over layers and heads; this or tokens
+    tokens: int | None = None  # [tokens] that stay, mean over layers and heads; this or keep
+    recent: int = 64  # [tokens] newest, which always stay; so do those of kv_cache.sink
+    heads: Heads = (
+        "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same tokens
+    )
+    # in all heads of a layer; ada: heads keep different numbers (AdaKV, arXiv 2407.11550)
+    critical: bool = False  # half of the tokens by score, the others by score times the norm of what their value adds
+    # to the output (CriticalKV, arXiv 2502.03805)
+    layers: Layers = "equal"  # pyramid: early layers keep more (PyramidKV, arXiv 2406.02069); variance: layers of even
+    # attention keep more (D2O, arXiv 2406.13035)
+    merge: bool = False  # evicted keys and values are added to similar ones that stay (D2O)
+    decode: bool = False  # evict while decoding, too; false: after the prompt, which is the first forward pass
+    interval: int = 512  # [tokens] between two evictions while decoding
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise ValueError(f"keep {self.keep} is not a fraction above 0 and at most 1")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError("tokens must be 1 or more")
+        if self.keep is not None and self.tokens is not None:
+            raise ValueError("tokens and keep are both set; set one of them")
+        if self.recent < 1:
+            raise ValueError("recent must be 1 or more: the newest token stays")
+        if self.interval < 1:
+            raise ValueError("interval must be 1 or more")
+
+
+BUDGET_KEYS = tuple(f.name for f in dataclasses.fields(Budget))
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A method with its settings, and how much it keeps."""
+
+    method: str  # a file of compress/kv/evict
+    config: Any  # of the method: its `Config`
+    budget: Budget
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain data, with every default."""
+        chosen = {key: value for key, value in dataclasses.asdict(self.budget).items() if value is not None}
+        return {"method": self.method, **dataclasses.asdict(self.config), **chosen}
+
+
+def refusal(eviction: Eviction, coding: Any, kind: str, is_before_rope: bool) -> str | None:
+    """Return why the keys or the values of a layer cannot be stored so where tokens are evicted; None: they can.
+
+    coding: a `Coding` of compress/kv/settings.py.
+    """
+    budget, plugin = eviction.budget, plugins.load("kv", coding.method)
+    if is_before_rope and budget.heads != "shared":
+        return (
+            f"{coding.method} stores keys before the rotary embedding, for which all heads must keep the same tokens; "
+            "set kv_cache.evict.heads: shared, or choose keys after it"
+        )
+    if budget.heads == "ada" and plugin.NEEDS:
+        return f"{coding.method} is calibrated for all heads together; with kv_cache.evict.heads: ada choose another"
+    asks = getattr(coding.config, "needs_queries", None)
+    if asks is not None and asks(kind) and (budget.decode or budget.heads == "ada"):
+        return (
+            f"{coding.method} with these settings reads the queries of the prompt; with kv_cache.evict.decode or "
+            "heads: ada choose other settings"
+        )
+    return None
+
+
+def check(eviction: Eviction) -> None:
+    """Raise ValueError, which begins with a field's name, for settings that do not go together."""
+    budget = eviction.budget
+    if budget.keep is None and budget.tokens is None:
+        raise ValueError("keep or tokens is needed: how much stays")
+    if budget.decode and getattr(plugins.load("evict", eviction.method), "PROMPT_ONLY", False):
+        raise ValueError(f"decode is not possible with {eviction.method}, which judges the prompt; choose another")
+    for name, value, plain in (("heads", budget.heads, "ada"), ("layers", budget.layers, "variance")):
+        if budget.decode and value == plain:
+            raise ValueError(f"decode is not possible with {name}: {value}, which is decided on the prompt")
+    if budget.decode and budget.merge:
+        raise ValueError("decode is not possible with merge, which works on the prompt")
