@@ -139,9 +139,13 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
         timed: list[CacheSpeed | None] = [None] * len(own)
         if asked.speed:
             progress(f"timing at {length} tokens", 0, 0)
-            for index, candidate in enumerate(found):
-                if candidate.settings.evict is None:  # their layers are made of other parts
-                    (timed[index],) = speeds(stored, windows[:1], [candidate], lambda done: None)
+            whole = [
+                i for i, each in enumerate(found) if each.settings.evict is None
+            ]  # others have layers of other parts
+            for i, speed in zip(
+                whole, speeds(stored, windows[:1], [found[i] for i in whole], lambda done: None), strict=True
+            ):
+                timed[i] = speed
         found_needles = _needles(model, directory, windows, found, asked.needles, progress)
         scored_rows = _context(model, windows, own, (measured, timed), progress)
         rows += [
