@@ -15,6 +15,8 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     codes      serves(packed), Codes(packed, target, rates), BYTES: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
+    read       Config, build(config, spec, static), NEEDS, and calibrate, specs, WORK where it is calibrated:
+               compress/kv/sparse/__init__.py
 
 Adding one changes no existing line. Listing reads the sources and runs nothing, so that it is instant and imports no
 torch; `load` imports one file and checks its contract.
@@ -48,6 +50,7 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
+    "read": ("Config", "build", "NEEDS"),
     "tune": ("Config", "workspace", "SCOPE"),
     "codes": ("serves", "Codes", "BYTES"),
     "importers": ("describe", "tensors"),
@@ -56,7 +59,13 @@ KINDS = {
 SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export"))  # with settings
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-_FOLDERS = {"allocate": "allocate.methods", "kv": "kv.codecs", "codes": "tune.codes", "export": "export.targets"}
+_FOLDERS = {
+    "allocate": "allocate.methods",
+    "kv": "kv.codecs",
+    "read": "kv.sparse",
+    "codes": "tune.codes",
+    "export": "export.targets",
+}
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
 
 LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly

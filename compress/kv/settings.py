@@ -13,6 +13,7 @@
     skip_layers: [0, -1]       # stay exact
     exact_prefill: true        # tokens attend to others of the same forward pass exactly; false: as later steps do
     other_layers: exact        # sliding, linear ... layers stay as transformers has them; error: they are refused
+    read: {method: double_sparsity, keep: 0.0625}   # a file of compress/kv/sparse: which stored tokens attention reads
 
 `cache_settings` checks this, as plain data, and makes the `CacheSettings` that every part of the program uses. `layers`
 may be a mapping, too: {"2-5": {...}}. A model's number of layers is known later: `CacheSettings.by_layer` takes it.
@@ -110,6 +111,19 @@ Codings = tuple[dict[str, Coding], ...]  # for each layer of a model: "keys" and
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Which of the stored tokens attention reads: a method of compress/kv/sparse and its settings."""
+
+    method: str
+    config: Any  # of the method: its `Config`
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain data, with every default."""
+        config = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.config).items()}
+        return {"method": self.method, **config}
+
+
+@dataclass(frozen=True)
 class LayerRule:
     """Settings of some layers: those of both kinds, and under "keys" and "values" those of one."""
 
@@ -137,6 +151,10 @@ class CacheSettings:
     # them
     other_layers: OtherLayers = "exact"  # sliding, linear and such layers: exact: they stay as transformers has them,
     # where others are coded; or error
+    read: Reading | None = (
+        None  # {method: double_sparsity, keep: 0.0625}: which stored tokens attention reads; without,
+    )
+    # all of them
 
     def of(self, kind: str) -> Coding:
         """Return the coding of "keys" or "values" where no rule says otherwise."""
@@ -163,13 +181,15 @@ class CacheSettings:
             "skip_layers": list(self.skip_layers),
             "exact_prefill": self.exact_prefill,
             "other_layers": self.other_layers,
+            **({} if self.read is None else {"read": self.read.plain()}),
         }
 
     def needs(self) -> frozenset[str]:
         """Return the samples that calibration must bring; none if no codec is calibrated."""
         blocks = [block for rule in self.layers for block in (rule.settings, *map(rule.settings.get, KINDS)) if block]
         methods = {self.keys.method, self.values.method, *(block["method"] for block in blocks if "method" in block)}
-        return frozenset().union(*(plugins.load("kv", method).NEEDS for method in methods))
+        read = [] if self.read is None else [plugins.load("read", self.read.method).NEEDS]
+        return frozenset().union(*(plugins.load("kv", method).NEEDS for method in methods), *read)
 
 
 SECTION_KEYS = tuple(f.name for f in dataclasses.fields(CacheSettings))
@@ -209,12 +229,28 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         whole.value("skip_layers", tuple[int, ...], ()),
         whole.value("exact_prefill", bool, True),
         whole.value("other_layers", OtherLayers, "exact"),
+        _reading(whole.inner("read", section["read"], "kv_cache.read")) if "read" in section else None,
     )
+
+
+def _reading(block: _Block) -> Reading:
+    """Return the settings of `read`."""
+    method = block.value("method", str, "")
+    try:
+        config = plugins.load("read", method).Config()
+    except RecipeError as error:
+        raise block.error(("method",) if method else (), f"{block.where}: {error}") from error
+    return Reading(method, _replaced(config, block.without(["method"])._replace(where=f"{block.where} ({method})")))
 
 
 def exact(sink: int = 0) -> Coding:
     """Return the coding of what stays as it is."""
     return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(sink=sink, residual_length=0, flush=1))
+
+
+def reading_layers(codings: Codings) -> list[int]:
+    """Return the layers that may choose which tokens they read: all but those that stay as they are as a whole."""
+    return [index for index, layer in enumerate(codings) if any(coding != exact() for coding in layer.values())]
 
 
 def _laid_over(coding: Coding, block: _Block, beside: Collection[str] = ()) -> Coding:
