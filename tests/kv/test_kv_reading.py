@@ -1,0 +1,198 @@
+"""Reading chosen tokens only: what each method chooses and what comes out, against slow references in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from compress import plugins
+from compress.errors import CompressError, RecipeError
+from compress.kv import attention
+from compress.kv.cache import KVCache, make_cache
+from compress.kv.codec import Spec
+from compress.kv.settings import cache_settings
+from compress.kv.sparse import picking, reading
+from compress.kv.sparse.tally import Tally
+
+WIDTH = 32
+POLICY = {"sink": 3, "residual_length": 20, "flush": 1}
+CODECS: dict[str, dict[str, Any]] = {
+    "identity": {"method": "identity"},
+    "kivi": {"method": "kivi", "bits": 4, "group_size": 32},
+    "lloyd": {"method": "lloyd", "bits": 4, "keys": {"rope": "post"}},
+    "gear": {"method": "gear", "bits": 4, "group_size": 16, "rank": 1, "block_tokens": 32},
+}
+SIZES = [150, 1, 1, 30, 1, 1]
+Chunks = list[tuple[Tensor, Tensor, Tensor]]
+
+
+def channels(heads: int, count: int) -> Tensor:
+    """Label channels of each head, in a random order."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randperm(WIDTH, generator=generator)[:count] for _ in range(heads)]
+    return torch.stack(rows).to(torch.int16)
+
+
+def cache(read: Mapping[str, Any] | None, codec: str = "identity", layers: int = 1, **kwargs: Any) -> KVCache:
+    heads, kv_heads = kwargs.pop("heads", (4, 2))
+    config = LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * WIDTH
+    )
+    recipe = {**CODECS[codec], **POLICY, **({} if read is None else {"read": dict(read)}), **kwargs}
+    static = {}
+    if read is not None and read["method"] == "double_sparsity":
+        count = min(read.get("channels", 16), WIDTH)
+        static = {f"layers.{i}.read.channels": channels(kv_heads, count) for i in range(layers)}
+    return make_cache(config, recipe, static, "fused")
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chunks(sizes: list[int], batch: int = 2, heads: tuple[int, int] = (4, 2)) -> Chunks:
+    """Queries, keys and values of each forward pass; queries are large, so that attention is uneven."""
+    made = []
+    for i, n in enumerate(sizes):
+        q, k, v = (normal(batch, h, n, WIDTH, seed=3 * i + j) for j, h in enumerate((heads[0], heads[1], heads[1])))
+        made.append((2 * q, k, v))
+    return made
+
+
+def step(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """One call of attention, [B, H, n, width] -> [B, n, H, width]."""
+    keys, values = layer.update(k, v)
+    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
+    return attention.attention(module, q, keys, values, mask, scaling=WIDTH**-0.5, **kwargs)[0]
+
+
+def attended(q: Tensor, keys: Tensor, values: Tensor, read: Tensor) -> Tensor:
+    """Attention in float64 of q [H, width] over keys and values [h, n, width], to the tokens read, bool [h, n]."""
+    out = []
+    for head in range(q.shape[0]):
+        own = head * keys.shape[0] // q.shape[0]
+        places = read[own].nonzero()[:, 0]
+        scores = keys[own, places].double() @ q[head].double() * WIDTH**-0.5
+        out.append(scores.softmax(0) @ values[own, places].double())
+    return torch.stack(out)
+
+
+class Case:
+    """A cache fed step by step, and for each query after the first pass what dense attention would have read."""
+
+    def __init__(self, read: Mapping[str, Any], codec: str, heads: tuple[int, int], layer: int = 0) -> None:
+        self.made = cache(read, codec, layer + 1, heads=heads)
+        self.layer: Any = self.made.layers[layer]
+        self.heads, self.config = heads, self.made.reading.config if self.made.reading else None
+        self.data = chunks(SIZES, 2, heads)
+
+    def run(self, chosen: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs found and expected, [queries, H, width]; chosen(self, row, queries so far, keys, coded) gives
+        the candidates that the last query reads, bool [h, coded].
+        """
+        pairs = []
+        past: list[list[Tensor]] = [[], []]
+        for q, k, v in self.data:
+            stores = self.layer.stores
+            coded = reading.candidates(self.layer)
+            before = [store.read() for store in stores.values()] if stores else None
+            found = step(self.layer, q, k, v)
+            if before is not None:
+                keys, values = (torch.cat((b, x), 2) for b, x in zip(before, (k, v), strict=True))
+                stored = before[0].shape[2]
+                for row in range(q.shape[0]):
+                    for n in range(q.shape[2]):
+                        queries = torch.cat([*past[row], q[row, :, : n + 1]], 1)
+                        read = torch.ones(self.heads[1], stored + n + 1, dtype=torch.bool)
+                        read[:, 3 : 3 + coded] = chosen(self, row, queries, keys[row, :, 3 : 3 + coded], coded)
+                        here = slice(0, stored + n + 1)
+                        pairs.append(
+                            (found[row, n], attended(q[row, :, n], keys[row, :, here], values[row, :, here], read))
+                        )
+            for row in range(q.shape[0]):
+                past[row].append(q[row])
+        return pairs
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """The `count` largest of scores [h, n], bool."""
+    found = torch.zeros_like(scores, dtype=torch.bool)
+    for head in range(len(scores)):
+        for place in sorted(range(scores.shape[1]), key=lambda i: -float(scores[head, i]))[:count]:  # noqa: B023
+            found[head, place] = True
+    return found
+
+
+def shared(q: Tensor, keys: Tensor) -> Tensor:
+    """Mean over query heads of the softmax of q [H, width] over keys [h, n, width], [h, n] float64."""
+    heads = []
+    for own in range(keys.shape[0]):
+        group = q.unflatten(0, (keys.shape[0], -1))[own].double()
+        heads.append((group @ keys[own].double().T * WIDTH**-0.5).softmax(-1).mean(0))
+    return torch.stack(heads)
+
+
+def rounded(keys: Tensor, bits: int) -> Tensor:
+    """Min-max integers of groups of 32 tokens of a channel, keys [h, n, c]."""
+    found = keys.double().clone()
+    for head in range(keys.shape[0]):
+        for start in range(0, keys.shape[1], 32):
+            for c in range(keys.shape[2]):
+                x = keys[head, start : start + 32, c]
+                scale = ((x.max() - x.min()) / (2**bits - 1)).clamp(min=1e-5).half().double()
+                low = x.min().half().double()
+                codes = ((x.double() - low) / scale).round().clamp(0, 2**bits - 1)
+                found[head, start : start + 32, c] = codes * scale + low
+    return found
+
+
+def by_labels(case: Case, row: int, queries: Tensor, keys: Tensor, coded: int) -> Tensor:
+    own = channels(case.heads[1], case.config.channels).long()
+    labels = torch.stack([keys[h][:, own[h]] for h in range(case.heads[1])])
+    if case.config.labels == "store":
+        labels = rounded(labels, case.config.label_bits)
+    q = queries[:, -1].unflatten(0, (case.heads[1], -1))
+    q = torch.stack([q[h][:, own[h]] for h in range(case.heads[1])]).flatten(0, 1)
+    return best(shared(q, labels), math.ceil(case.config.keep * coded))
+
+
+def by_block(case: Case, row: int, queries: Tensor, keys: Tensor, coded: int) -> Tensor:
+    """ActQKV with equal budgets."""
+    size, scores = case.config.block, []
+    window = queries[:, -case.config.window :].double()  # H, up to window, width
+    for head in range(case.heads[1]):
+        means = keys[head].double().unflatten(0, (-1, size)).mean(1)
+        weights = []
+        for q in window.unflatten(0, (case.heads[1], -1))[head]:
+            bias = (q - q.mean(0)).norm(dim=-1)
+            anchors = [i for i in range(len(q)) if bias[i] >= bias.mean() or i == len(q) - 1]
+            probe = torch.stack([q[i] for i in anchors]).mean(0)
+            weights.append((means @ probe * WIDTH**-0.5).softmax(0))
+        scores.append(torch.stack(weights).mean(0))
+    blocks = math.ceil(math.ceil(case.config.keep * coded) / size)
+    return best(torch.stack(scores), blocks).repeat_interleave(size, 1)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
+@pytest.mark.parametrize("codec", ["identity", "kivi", "lloyd", "gear"])
+@pytest.mark.parametrize("labels", ["store", "codes"])
+def test_double_sparsity(heads: tuple[int, int], codec: str, labels: str) -> None:
+    if labels == "codes" and codec != "kivi":
+        pytest.skip("only kivi stores channels")
+    read = {"method": "double_sparsity", "keep": 0.2, "channels": 8, "dense_layers": 0, "labels": labels}
+    for found, expected in Case(read, codec, heads).run(by_labels):
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("codec", ["identity", "kivi"])
+def test_actqkv(codec: str) -> None:
+    read = {"method": "actqkv", "keep": 0.3, "window": 5, "block": 32, "budget": "equal", "dense_layers": 0}
+    for found, expected in Case(read, codec, (4, 2)).run(by_block):
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
