@@ -150,9 +150,8 @@ def _mixed(piece: Piece, store: Store, way: Codec | None, choice: Choice | None,
     """Return the sum of the values of the chosen candidates, weighted by p [B, h, m, chosen]: [B, h, m, width]."""
     reader = piece.layer.reader
     assert reader is not None and way is not None
-    kept = reader.kept(p[:, :, :, None]) if choice is None else None
-    if kept is not None:
-        p, choice = _narrowed(p, kept[:, :, 0])
+    if reader.drops_values:
+        p, choice = _narrowed(p, reader.kept(p[:, :, :, None])[:, :, 0])
     if reader.tally is not None:
         reader.tally.read(piece, choice, ("values",))
     if choice is None:

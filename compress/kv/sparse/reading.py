@@ -70,6 +70,7 @@ class Reader:
     """Base of all methods of reading: the reader of one layer, with what it keeps of the sequences."""
 
     unit = 1  # candidates are a multiple of it
+    drops_values = False  # `kept` says whose values are read
 
     def __init__(self, config: Any, spec: Spec) -> None:
         self.config, self.spec = config, spec
@@ -82,12 +83,12 @@ class Reader:
         """Choose among piece.count > 0 candidates; None: all are read."""
         return None
 
-    def kept(self, p: Tensor) -> Tensor | None:
+    def kept(self, p: Tensor) -> Tensor:
         """Of probabilities of candidates, [B, h, query heads, n, count]: whose values are read, bool [B, h, n, count].
 
-        None: all values whose keys are read.
+        Asked only where `drops_values`; else all values whose keys are read are read, too.
         """
-        return None
+        raise NotImplementedError
 
     def crop(self, coded: int, removed: int) -> None:
         """Forget the newest tokens: `coded` coded ones stay, `removed` tokens were forgotten."""
@@ -201,11 +202,11 @@ def read(
         return None, mask
     choice = reader.choose(piece)
     ways = [picking.picker(store.codec) for store in stores.values()]
-    picks = choice is not None or type(reader).kept is not Reader.kept
+    picks = choice is not None or reader.drops_values
     if picks and query.shape[2] == 1 and all(ways) and (mask is None or mask.dtype == torch.bool):
         return picking.attend(piece, choice, ways, new, mask, logits[1]).to(query.dtype), mask
     if reader.tally is not None:
-        kinds = ("keys", "values") if type(reader).kept is Reader.kept else ("keys",)
+        kinds = ("keys",) if reader.drops_values else ("keys", "values")
         reader.tally.read(piece, choice, kinds)
     if choice is None:
         return None, mask
@@ -216,17 +217,16 @@ def read(
 def forget_values(layer: CodedLayer, p: Tensor, count: int) -> None:
     """Set probabilities [B, h, query heads x count, tokens] to 0, in place, where the method reads no value."""
     reader = layer.reader
-    if reader is None or type(reader).kept is Reader.kept:
+    if reader is None or not reader.drops_values:
         return
     first, number = layer.stores["keys"].sink.length if layer.stores else 0, candidates(layer)
     if number:
         own = p[..., first : first + number].unflatten(2, (-1, count))
         kept = reader.kept(own)
-        if kept is not None:
-            if reader.tally is not None:
-                places = torch.arange(number, device=p.device).expand_as(kept)
-                reader.tally.read(Piece(layer, own, number, None, 0), Choice(places, kept), ("values",))
-            own.masked_fill_(~kept[:, :, None], 0)
+        if reader.tally is not None:
+            places = torch.arange(number, device=p.device).expand_as(kept)
+            reader.tally.read(Piece(layer, own, number, None, 0), Choice(places, kept), ("values",))
+        own.masked_fill_(~kept[:, :, None], 0)
 
 
 def grouped(query: Tensor, heads: int, scaling: float) -> Tensor:

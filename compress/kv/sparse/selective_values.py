@@ -38,9 +38,11 @@ class Config:
 class SelectiveValues(Reader):
     """It keeps nothing."""
 
-    def kept(self, p: Tensor) -> Tensor | None:
-        if self.spec.layer < self.config.dense_layers or not self.config.eps:
-            return None
+    def __init__(self, config: Config, spec: Spec) -> None:
+        super().__init__(config, spec)
+        self.drops_values = config.eps > 0 and spec.layer >= config.dense_layers
+
+    def kept(self, p: Tensor) -> Tensor:
         kept: Tensor = p.amax(2) > self.config.eps
         return kept
 
