@@ -36,6 +36,8 @@ def run(made: Any, data: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
 @pytest.mark.parametrize("method", PARTS)
 def test_after_cropping_it_reads_as_if_the_tokens_had_never_come(method: str) -> None:
     read, data = {"method": method, **PARTS[method]}, chunks([150, 40, 1, 1, 1])
+    if method == "actqkv":  # of a window, the queries before those that were cropped are not kept
+        read["window"] = 1
     one, other = (cache(read, layers=2, residual_length=0) for _ in range(2))
     run(one, data[:2])
     one.crop(-40)
