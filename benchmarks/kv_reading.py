@@ -29,7 +29,7 @@ from measure import ROOT
 sys.path.insert(0, str(ROOT))
 
 CHUNK = 32  # tokens that are scored in one pass
-SAMPLES = (4, 512)  # of calibration: windows and their length
+SAMPLES = (2, 512)  # of calibration: windows and their length
 COUNTED = 2  # chunks whose reading is counted
 CODEC = {"method": "kivi", "bits": 4}
 DOUBLE, TIDAL, ACTQKV, VALUES = "double_sparsity", "tidal", "actqkv", "selective_values"
@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     f"{ACTQKV} 1/16, budget: equal, window: 1": {"method": ACTQKV, "keep": 1 / 16, "budget": "equal", "window": 1},
     f"{DOUBLE} 1/16, channels: 8": {"method": DOUBLE, "keep": 1 / 16, "channels": 8},
     f"{DOUBLE} 1/16, labels: codes": {"method": DOUBLE, "keep": 1 / 16, "labels": "codes"},
+    f"{DOUBLE} 1/16, mean: scores": {"method": DOUBLE, "keep": 1 / 16, "mean": "scores"},
 }
 HEADER = "| reading | KL | tokens scored | same top 1 | keys read | values read | bytes read | seconds |"
 

@@ -105,7 +105,11 @@ def by_labels(case: Case, row: int, queries: Tensor, keys: Tensor, coded: int) -
         labels = rounded(labels, case.config.label_bits)
     q = queries[:, -1].unflatten(0, (case.heads[1], -1))
     q = torch.stack([q[h][:, own[h]] for h in range(case.heads[1])]).flatten(0, 1)
-    return best(shared(q, labels), math.ceil(case.config.keep * coded))
+    scores = shared(q, labels)
+    if case.config.mean == "scores":
+        mean = q.unflatten(0, (case.heads[1], -1)).double().mean(1)
+        scores = torch.stack([labels[h].double() @ mean[h] for h in range(case.heads[1])])
+    return best(scores, math.ceil(case.config.keep * coded))
 
 
 def by_block(case: Case, row: int, queries: Tensor, keys: Tensor, coded: int) -> Tensor:
@@ -127,11 +131,11 @@ def by_block(case: Case, row: int, queries: Tensor, keys: Tensor, coded: int) ->
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
 @pytest.mark.parametrize("codec", ["identity", "kivi", "lloyd", "gear"])
-@pytest.mark.parametrize("labels", ["store", "codes"])
-def test_double_sparsity(heads: tuple[int, int], codec: str, labels: str) -> None:
-    if labels == "codes" and codec != "kivi":
-        pytest.skip("only kivi stores channels")
-    read = {"method": "double_sparsity", "keep": 0.2, "channels": 8, "dense_layers": 0, "labels": labels}
+@pytest.mark.parametrize("own", [{}, {"labels": "codes"}, {"mean": "scores"}], ids=str)
+def test_double_sparsity(heads: tuple[int, int], codec: str, own: dict[str, Any]) -> None:
+    if own and codec != "kivi":
+        pytest.skip("once is enough; only kivi stores channels")
+    read = {"method": "double_sparsity", "keep": 0.2, "channels": 8, "dense_layers": 0, **own}
     for found, expected in Case(read, codec, heads).run(by_labels):
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
 

@@ -11,9 +11,10 @@ channel, contiguous, so that all that is read of other tokens is channels x (lab
 them out of the stored keys instead, where a codec stores channels (kivi, squat): no byte more is kept, but the label
 channels of a token lie in the same lines of memory as its other ones, so that less is computed and not much less read.
 
-Differences from the published code: one selection for all query heads of a KV head, by the mean of their softmax over
-the approximate scores, where it chooses for each query head; sinks and the exact tail are always read, and come on top
-of `keep`; labels of tokens are taken from their codes, which are what attention reads.
+Differences from the published code: one selection for all query heads of a KV head, by the mean of the softmax of their
+approximate scores (`mean: scores`: by the mean of the scores), where it chooses for each query head; sinks and the
+exact tail are always read, and come on top of `keep`; labels of tokens are taken from their codes, which are what
+attention reads.
 What it does not do: the label channels of a GPU kernel; offloading of the cache.
 """
 
@@ -48,6 +49,8 @@ class Config:
     channels: int = 16  # label channels of each KV head, at most those of a head; compiled code reads multiples of 16
     labels: Literal["store", "codes"] = "store"  # where labels are read: in a store of their own, or in the stored keys
     label_bits: int = 4  # [bits] of a label in the store
+    mean: Literal["softmax", "scores"] = "softmax"  # what query heads of a KV head add up: the softmax of their
+    # approximate scores, or the scores, which is one product for all of them
     dense_layers: int = 2  # first layers of the model, which read everything
 
     def __post_init__(self) -> None:
@@ -100,7 +103,8 @@ class DoubleSparsity(Reader):
     def choose(self, piece: Piece) -> Choice | None:
         if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
             return None
-        query = _of_channels(piece.rows, self.channels)
+        is_one = self.config.mean == "scores"
+        query = _of_channels(piece.q.mean(2) if is_one else piece.rows, self.channels)
         scores = query.new_empty(*query.shape[:3], piece.count)
         if self.config.labels == "codes":
             self._read_codes(piece.layer.stores["keys"], query, scores)
@@ -110,7 +114,7 @@ class DoubleSparsity(Reader):
                 self.codec.write_scores(query, block, scores[..., tokens])
             if self.tally is not None:
                 self.tally.extra += sum(x.numel() * x.element_size() for x in self.held()) * piece.q.shape[3]
-        return top(piece.shared(scores), piece, self.config.keep)
+        return top(scores if is_one else piece.shared(scores), piece, self.config.keep)
 
     def crop(self, coded: int, removed: int) -> None:
         self.labelled = min(self.labelled, coded // GROUP * GROUP)
