@@ -34,7 +34,7 @@ from compress import plugins
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
-from compress.kv.settings import KINDS, Codings
+from compress.kv.settings import KINDS, Codings, Reading, reading_layers
 from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
 from compress.numerics import kl
@@ -71,16 +71,17 @@ def calibrate(
     device: str | torch.device | None = None,
     batch: int = 4,
     file: Path | None = None,
+    reading: Reading | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return static tensors of all layers on the CPU, "layers.<i>.<keys|values>.<name>", and facts for the report.
+    """Return static tensors of all layers on the CPU, "layers.<i>.<keys|values|read>.<name>", and facts for the report.
 
     tokens: int64 [samples, seq_len]. device: where blocks run (a loaded model stays where it is). batch: samples in a
     forward pass. file: for the hidden states, which stay in memory without one: samples x seq_len x hidden, with
-    gradients once for each block.
+    gradients once for each block. reading: what chooses the tokens that attention reads.
     Raises CalibrationError for too few tokens, NumericalError for a model whose states are not finite.
     """
     started = time.monotonic()
-    needs = _needed(codings)
+    needs = _needed(codings, reading)
     static: dict[str, Tensor] = {}
     layers = [index for index, names in enumerate(needs) if names]
     if layers:
@@ -96,6 +97,7 @@ def calibrate(
         made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, sink)
         for index, samples, heads in made.layers(needs, file):
             static |= _static(codings, index, samples, heads)
+            static |= _static_of_reading(codings, index, samples, heads, reading)
     facts = {
         "tokens": tokens.numel() if layers else 0,
         "layers": len(layers),
@@ -105,11 +107,14 @@ def calibrate(
     return static, facts
 
 
-def _needed(codings: Codings) -> list[frozenset[str]]:
+def _needed(codings: Codings, reading: Reading | None) -> list[frozenset[str]]:
     """Return the names of the samples that each layer needs."""
     needs = []
-    for kinds in codings:
+    read = frozenset() if reading is None else plugins.load("read", reading.method).NEEDS
+    readers = reading_layers(codings)
+    for index, kinds in enumerate(codings):
         names = frozenset().union(*(plugins.load("kv", coding.method).NEEDS for coding in kinds.values()))
+        names |= read if index in readers else frozenset()
         assert names <= frozenset(SAMPLES), names
         needs.append(names)
     return needs
@@ -137,6 +142,19 @@ def _static(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: 
         learned = plugin.calibrate(coding.config, spec, own)
         found |= {f"layers.{index}.{kind}.{name}": tensor.cpu() for name, tensor in learned.items()}
     return found
+
+
+def _static_of_reading(
+    codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads, reading: Reading | None
+) -> dict[str, Tensor]:
+    """Return what a layer learns from its samples about which tokens to read."""
+    plugin = None if reading is None else plugins.load("read", reading.method)
+    if plugin is None or reading is None or not plugin.NEEDS or index not in reading_layers(codings):
+        return {}
+    _, count, width = samples["keys"].shape
+    spec = Spec("read", index, len(codings), count, width, max(1, heads.queries // count), heads.dtype)
+    learned = plugin.calibrate(reading.config, spec, {name: samples[name] for name in plugin.NEEDS})
+    return {f"layers.{index}.read.{name}": tensor.cpu() for name, tensor in learned.items()}
 
 
 class _Pass:

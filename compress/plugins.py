@@ -16,6 +16,8 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
     evict      Config, score(config, seen), NEEDS: compress/kv/evict/__init__.py
+    read       Config, build(config, spec, static), NEEDS, and calibrate, specs, WORK where it is calibrated:
+               compress/kv/sparse/__init__.py
 
 Adding one changes no existing line. Listing reads the sources and runs nothing, so that it is instant and imports no
 torch; `load` imports one file and checks its contract.
@@ -50,6 +52,7 @@ KINDS = {
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
     "evict": ("Config", "score", "NEEDS"),
+    "read": ("Config", "build", "NEEDS"),
     "tune": ("Config", "workspace", "SCOPE"),
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors"),
@@ -62,6 +65,7 @@ _FOLDERS = {
     "allocate": "allocate.methods",
     "kv": "kv.codecs",
     "evict": "kv.evict",
+    "read": "kv.sparse",
     "codes": "tune.codes",
     "export": "export.targets",
 }

@@ -71,7 +71,7 @@ def candidates(
         if settings.needs():
             progress(f"calibrating {name}", 0, 0)
             tokens = _calibration_tokens(model, directory, name, calib)
-            static, _ = calibrate(model, coded_layers(model.config, settings), tokens)
+            static, _ = calibrate(model, coded_layers(model.config, settings), tokens, reading=settings.read)
         found.append(readable(model, Candidate(name, settings, static)))
     return found
 

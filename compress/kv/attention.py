@@ -25,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 from compress.errors import CompressError
 from compress.kv import fused
 from compress.kv.cache import CodedLayer, Handle
+from compress.kv.sparse import reading
 
 NAME = "compress_kv"
 SCORES = 1 << 24  # float32 scores held at a time
@@ -62,6 +63,8 @@ def attention(
         found = _attend(layer, query, None, attention_mask, (scaling, softcap))
     elif is_first and softcap is None:
         found, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
+        if layer.reader is not None:
+            layer.reader.watch(reading.grouped(query, layer.reader.spec.heads, scaling))
     else:
         found = _attend(layer, query, new, attention_mask, (scaling, softcap))
     layer.commit(query)
@@ -84,14 +87,18 @@ def _attend(
         mask = torch.ones(count, tokens, dtype=torch.bool, device=query.device).tril(tokens - count)[None, None]
     if mask is not None:
         mask = _in_order(layer, mask[..., :tokens])
-    if count == 1 and logits[1] is None:
+    chooses = layer is not None and layer.reader is not None
+    if count == 1 and logits[1] is None and not chooses:
         found = fused.attend(layer, query, new, mask, logits[0])
         if found is not None:
             return found
     pieces = []
     for start in range(0, count, step):
-        part = None if mask is None else mask[:, :, start : start + step]
-        pieces.append(_piece(layer, query[:, :, start : start + step], new, part, logits))
+        part, queries = None if mask is None else mask[:, :, start : start + step], query[:, :, start : start + step]
+        chosen = None
+        if layer is not None and chooses:
+            chosen, part = reading.read(layer, queries, new, part, logits, start)
+        pieces.append(_piece(layer, queries, new, part, logits) if chosen is None else chosen)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
@@ -118,6 +125,8 @@ def _piece(
     if mask is not None:
         _mask(scores.view(batch, kv_heads, -1, count, scores.shape[-1]), mask)
     p = scores.softmax(-1)
+    if layer is not None and layer.reader is not None:
+        reading.forget_values(layer, p, count)
     mixed = None
     if values is not None and stored:
         mixed = values.mix(p[..., :stored])

@@ -33,7 +33,8 @@ from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv import static as calibrated
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
-from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
+from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, Reading, cache_settings, exact
+from compress.kv.sparse.reading import Reader, build_reader
 from compress.kv.token_store import Bytes, Store
 
 CachePath = Literal["decode", "fused"]
@@ -86,6 +87,7 @@ class CodedLayer(CacheLayerMixin):
         self.stores: dict[str, Store] = {}
         self.turns: tuple[Tensor, Tensor] | None = None  # cos and sin of the next tokens, from compress/kv/hooks.py
         self._pending: tuple[Tensor, Tensor] | None = None  # "fused": what attention has not read yet
+        self.reader: Reader | None = None  # chooses what attention reads; None: everything is read
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.stores:
@@ -93,6 +95,7 @@ class CodedLayer(CacheLayerMixin):
                 coding = self.cache.codings[self.index][kind]
                 codec = self.cache.codec(self.index, kind, states)
                 self.stores[kind] = Store(codec, coding.policy, self.cache.rope)
+            self.reader = self.cache.reader(self.index, self.stores["keys"].codec.spec)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +152,7 @@ class CodedLayer(CacheLayerMixin):
         for store in self.stores.values():
             store.clear()
         self.seen, self._pending, self.stores, self.is_initialized = 0, None, {}, False
+        self.reader = None
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
@@ -157,6 +161,8 @@ class CodedLayer(CacheLayerMixin):
         count = min(-tokens_to_remove, self.seen)
         for store in self.stores.values():
             store.crop(count)
+        if self.reader is not None:
+            self.reader.crop(min(store.coded for store in self.stores.values()), count)
         self.seen -= count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -182,10 +188,13 @@ class CodedLayer(CacheLayerMixin):
         self.commit()
         for store in self.stores.values():
             store.select(index)
+        if self.reader is not None:
+            self.reader.select(index)
 
     def nbytes(self) -> Bytes:
         self.commit()
-        return sum((store.nbytes() for store in self.stores.values()), Bytes())
+        read = Bytes() if self.reader is None else self.reader.nbytes()
+        return sum((store.nbytes() for store in self.stores.values()), read)
 
 
 class KVCache(Cache):
@@ -198,6 +207,7 @@ class KVCache(Cache):
         self.queries = queries  # query heads of the model
         self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
         self.rope = Rope()
+        self.reading: Reading | None = None  # which of the stored tokens attention reads
         self.codecs: dict[Spec, Codec] = {}  # caches of one model and one recipe may share it
         super().__init__(layers=[])
 
@@ -210,6 +220,13 @@ class KVCache(Cache):
             self.codecs[spec] = build(self.codings[index][kind], spec, self.static)
         check(self.codecs[spec], self.path)
         return self.codecs[spec]
+
+    def reader(self, index: int, spec: Spec) -> Reader | None:
+        """Return what chooses the tokens that a layer reads; RecipeError where nothing can choose."""
+        is_left = all(coding == exact() for coding in self.codings[index].values())
+        if self.reading is None or is_left:
+            return None
+        return build_reader(self.reading, spec, self.static, self.path == "fused")
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -375,6 +392,7 @@ def make_cache(
     codings = settings.by_layer(len(kinds))
     cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
     make_layer = CodedLayer if settings.evict is None else evicting(decoder, settings)
+    cache.reading = settings.read
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:
             cache.layers.append(make_layer(index, cache))

@@ -26,7 +26,7 @@ GroupSize = int | Literal["auto"]
 class Spec:
     """The place of a codec: one for each layer and each of keys and values."""
 
-    kind: Literal["keys", "values"]
+    kind: Literal["keys", "values", "read"]  # read: what chooses the tokens that attention reads
     layer: int
     layers: int  # of the model
     heads: int  # KV heads, h

@@ -71,9 +71,15 @@ def attach(
     model.kv_cache = use  # type: ignore[assignment]
     setattr(model, _METHOD, MethodType(_prepare, model))
     asking = [(kind, layer[kind]) for layer in codings for kind in KINDS if needs_queries(layer[kind], kind)]
-    if asking and not (use.path == "fused" and (model.device.type == "meta" or _works(model, use))):
+    if asking and not _is_fused(model, use):
         detach(model)
         raise RecipeError(no_queries(f"kv_cache: {asking[0][0]}", asking[0][1]))
+    if settings.read is not None and not _is_fused(model, use):
+        detach(model)
+        raise RecipeError(
+            "kv_cache.read: only attention that reads stored codes can choose tokens (path='fused'), which this model "
+            "does not allow or was not asked for; remove read"
+        )
 
 
 def detach(model: nn.Module) -> None:
@@ -155,6 +161,11 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
     check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
     model_kwargs["past_key_values"] = fresh(model)
     return None
+
+
+def _is_fused(model: Any, use: Use) -> bool:
+    """Return whether the model reads stored codes; on the meta device what it allows is taken for it."""
+    return use.path == "fused" and (model.device.type == "meta" or _works(model, use))
 
 
 @torch.no_grad()

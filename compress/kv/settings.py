@@ -14,6 +14,7 @@
     exact_prefill: true        # tokens attend to others of the same forward pass exactly; false: as later steps do
     evict: {method: snapkv, keep: 0.5}   # half of the tokens are forgotten, the others coded: compress/kv/evict
     other_layers: exact        # sliding, linear ... layers stay as transformers has them; error: they are refused
+    read: {method: double_sparsity, keep: 0.0625}   # a file of compress/kv/sparse: which stored tokens attention reads
 
 `cache_settings` checks this, as plain data, and makes the `CacheSettings` that every part of the program uses. `layers`
 may be a mapping, too: {"2-5": {...}}. A model's number of layers is known later: `CacheSettings.by_layer` takes it.
@@ -113,6 +114,19 @@ Codings = tuple[dict[str, Coding], ...]  # for each layer of a model: "keys" and
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Which of the stored tokens attention reads: a method of compress/kv/sparse and its settings."""
+
+    method: str
+    config: Any  # of the method: its `Config`
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain data, with every default."""
+        config = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.config).items()}
+        return {"method": self.method, **config}
+
+
+@dataclass(frozen=True)
 class LayerRule:
     """Settings of some layers: those of both kinds, and under "keys" and "values" those of one."""
 
@@ -141,6 +155,7 @@ class CacheSettings:
     other_layers: OtherLayers = "exact"  # sliding, linear and such layers: exact: they stay as transformers has them,
     # where others are coded; or error
     evict: Eviction | None = None  # which tokens are forgotten, {method: ..., keep: ...}; null: none
+    read: Reading | None = None  # which stored tokens attention reads, {method: ..., keep: ...}; null: all
 
     def of(self, kind: str) -> Coding:
         """Return the coding of "keys" or "values" where no rule says otherwise."""
@@ -168,13 +183,15 @@ class CacheSettings:
             "exact_prefill": self.exact_prefill,
             "other_layers": self.other_layers,
             **({"evict": self.evict.plain()} if self.evict is not None else {}),
+            **({} if self.read is None else {"read": self.read.plain()}),
         }
 
     def needs(self) -> frozenset[str]:
         """Return the samples that calibration must bring; none if no codec is calibrated."""
         blocks = [block for rule in self.layers for block in (rule.settings, *map(rule.settings.get, KINDS)) if block]
         methods = {self.keys.method, self.values.method, *(block["method"] for block in blocks if "method" in block)}
-        return frozenset().union(*(plugins.load("kv", method).NEEDS for method in methods))
+        read = [] if self.read is None else [plugins.load("read", self.read.method).NEEDS]
+        return frozenset().union(*(plugins.load("kv", method).NEEDS for method in methods), *read)
 
 
 SECTION_KEYS = tuple(f.name for f in dataclasses.fields(CacheSettings))
@@ -207,6 +224,10 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
     counts = Counter(str(match) for rule in rules for match in rule.match)
     if repeated := [match for match, count in counts.items() if count > 1]:
         raise error((), f"kv_cache.layers matches {repeated[0]} in two entries; write one")
+    eviction = _eviction(whole)
+    reading = None if section.get("read") is None else _reading(whole.inner("read", section["read"], "kv_cache.read"))
+    if eviction is not None and reading is not None:
+        raise error(("read",), "kv_cache: evict and read do not go together; remove one")
     return CacheSettings(
         codings["keys"],
         codings["values"],
@@ -214,7 +235,8 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         whole.value("skip_layers", tuple[int, ...], ()),
         whole.value("exact_prefill", bool, True),
         whole.value("other_layers", OtherLayers, "exact"),
-        _eviction(whole),
+        eviction,
+        reading,
     )
 
 
@@ -245,9 +267,24 @@ def _eviction(whole: _Block) -> Eviction | None:
     return eviction
 
 
+def _reading(block: _Block) -> Reading:
+    """Return the settings of `read`."""
+    method = block.value("method", str, "")
+    try:
+        config = plugins.load("read", method).Config()
+    except RecipeError as error:
+        raise block.error(("method",) if method else (), f"{block.where}: {error}") from error
+    return Reading(method, _replaced(config, block.without(["method"])._replace(where=f"{block.where} ({method})")))
+
+
 def exact(sink: int = 0) -> Coding:
     """Return the coding of what stays as it is."""
     return Coding(EXACT, plugins.load("kv", EXACT).Config(), Policy(sink=sink, residual_length=0, flush=1))
+
+
+def reading_layers(codings: Codings) -> list[int]:
+    """Return the layers that may choose which tokens they read: all but those that stay as they are as a whole."""
+    return [index for index, layer in enumerate(codings) if any(coding != exact() for coding in layer.values())]
 
 
 def _laid_over(coding: Coding, block: _Block, beside: Collection[str] = ()) -> Coding:

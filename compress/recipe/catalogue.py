@@ -98,7 +98,9 @@ class Entry(NamedTuple):
         if "allocate" in self.data and _damages(self.data["allocate"]) - BLOCK_SCORES:
             return "search"
         by_block = any(plugins.constant("transform", step["method"], "SCOPE") == "block" for step in transforms)
-        cached = any(plugins.constant("kv", codec, "NEEDS") for codec in _codecs(self.data.get("kv_cache", {})))
+        cache = self.data.get("kv_cache", {})
+        cached = any(plugins.constant("kv", codec, "NEEDS") for codec in _codecs(cache))
+        cached |= any(plugins.constant("read", name, "NEEDS") for name in _codecs(cache.get("read", {})))
         if by_block or cached or "experts" in self.data or any(map(_reads_inputs, schemes)):
             return "one pass"
         return "data-free"

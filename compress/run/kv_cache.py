@@ -59,6 +59,11 @@ def check(config: Any, settings: CacheSettings) -> Codings:
     if not cached.by_layer:
         raise RecipeError(caches.no_layer())
     caches.make_cache(config, settings)
+    if settings.read is not None and not cached.is_fused:
+        raise RecipeError(
+            "kv_cache.read: only attention that reads stored codes can choose tokens, and the attention of this model "
+            "cannot be replaced; remove read"
+        )
     codings = caches.coded_layers(config, settings)
     for index, layer in enumerate(codings):
         heads = cached.by_layer.get(index)
@@ -131,6 +136,7 @@ def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int
     cached, held, learning = cached_layers(config), 0, 0
     for index, kinds in enumerate(caches.coded_layers(config, settings)):
         modules = [plugins.load("kv", coding.method) for coding in kinds.values()]
+        modules += [] if settings.read is None else [plugins.load("read", settings.read.method)]
         needed = frozenset[str]().union(*(module.NEEDS for module in modules))
         heads = cached.by_layer.get(index)
         if not needed or heads is None:
@@ -195,7 +201,13 @@ def _calibrated(
         tokens = tokens[: samples(tokens.shape[1])]
         file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
         static, found = calibrate(
-            skeleton, codings, tokens, asked.device, min(BATCH, facts.prepared.arrangement.batch), file
+            skeleton,
+            codings,
+            tokens,
+            asked.device,
+            min(BATCH, facts.prepared.arrangement.batch),
+            file,
+            settings.read,
         )
         process_memory.check(asked.max_memory)
     section = kv_config.write(directory, settings, len(codings), static)

@@ -5,6 +5,7 @@
         "method": "kivi", "keys": {...}, "values": {...},       every setting, so that later defaults change nothing
         "layers": {"0": {"keys": {...}, "values": {...}}},      layers that differ
         "exact_prefill": true, "other_layers": "error",
+        "read": {"method": "double_sparsity", ...},             only where attention chooses the tokens that it reads
         "static": {"file": "kv_cache.safetensors", "sha256": "..."}     only where a codec is calibrated
     }}
 
@@ -50,6 +51,7 @@ def plain_section(settings: CacheSettings, layer_count: int) -> dict[str, Any]:
         "exact_prefill": settings.exact_prefill,
         "other_layers": settings.other_layers,
         **({"evict": settings.evict.plain()} if settings.evict is not None else {}),
+        **({} if settings.read is None else {"read": settings.read.plain()}),
     }
 
 
@@ -86,7 +88,7 @@ def read_static(section: Mapping[str, Any], directory: Path, config: Any, settin
     heads = head_shape(config) if is_certain else (1, 1, 1)  # of which only names are taken
     if said is None:
         with _refused(directory / CONFIG):
-            calibrated.check_names(codings, heads, {}, is_certain)
+            calibrated.check_names(codings, heads, {}, is_certain, settings.read)
         return {}
     if not isinstance(said, Mapping) or said.get("file") != FILE or not isinstance(said.get("sha256"), str):
         raise CheckpointError(f"quantization_config: kv_cache.static names no {FILE} and its hash; download it again")
@@ -100,10 +102,10 @@ def read_static(section: Mapping[str, Any], directory: Path, config: Any, settin
         )
     with _refused(path):
         stored = read_header(path)
-        calibrated.check_names(codings, heads, stored, is_certain)
+        calibrated.check_names(codings, heads, stored, is_certain, settings.read)
         static = {name: tensor.read() for name, tensor in stored.items()}
         if is_certain:
-            calibrated.check_all(codings, heads, static)
+            calibrated.check_all(codings, heads, static, settings.read)
     return static
 
 
