@@ -142,7 +142,8 @@ class Shrunk(Codec):
         return mixed @ back.mT + mass * mean
 
     def _on(self, name: str, like: Tensor) -> Tensor:
-        return self.static[name].to(like.device)
+        """Return a tensor of the type of `like`, at least float32."""
+        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def _whole(blocks: Tensor) -> Tensor:

@@ -191,7 +191,8 @@ class Nested(Codec):
         return mixed @ self._on("back", mixed).mT + mass * self._on("mean", mixed)
 
     def _on(self, name: str, like: Tensor) -> Tensor:
-        return self.static[name].to(like.device)
+        """Return a tensor of the type of `like`, at least float32."""
+        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

@@ -56,6 +56,7 @@ class Text:
         self.fisher = (slopes.mT @ slopes / slopes.shape[2]).to(queries.dtype)  # h, g, width, width
         self.length = queries.shape[1]
         self.tail = min(exact_tail, self.length // 2)
+        self.measured = min(max(1, MEASURED // self.count), self.length - self.tail)  # queries of a sample
 
     def basis(self, is_weighted: bool) -> tuple[Tensor, Tensor]:
         """Return mean [h, width] and back [h, width, width] float64, x = mean + back z with z of unit variance."""
@@ -72,8 +73,7 @@ class Text:
 
     def damages(self, mean: Tensor, back: Tensor, ranks: Sequence[int]) -> Tensor:
         """mean [h, width], back [h, width, width] -> the damage of each of these ranks, float64 [h, len(ranks)]."""
-        each = max(1, MEASURED // self.count)
-        places = torch.linspace(min(self.tail, self.length - 1), self.length - 1, min(each, self.length)).long()
+        places = torch.linspace(self.tail, self.length - 1, self.measured).long()
         total = torch.zeros(self.spec.heads, len(ranks), dtype=torch.float64)
         for sample in range(self.count):
             seen = self.seen(sample, places)
@@ -129,7 +129,7 @@ class Text:
         """Return mean and back after so many steps of Adam at this rate; the columns of back are orthogonal."""
         width, heads = self.spec.width, self.spec.heads
         ranks = [*range(unit, width, unit)] or [width]
-        base = self.damages(mean, back, ranks) / (self.count * min(max(1, MEASURED // self.count), self.length))
+        base = self.damages(mean, back, ranks) / (self.count * self.measured)
         base = base.clamp(min=LEAST * float(base.max()) + 1e-30).float()
         generator = torch.Generator().manual_seed(seed * 1_000_003 + 2 * self.spec.layer + (self.spec.kind == "keys"))
         with torch.inference_mode(False), torch.enable_grad():
