@@ -16,6 +16,7 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
 from compress.kv.codecs import lloyd, matryoshka, matryoshka_fit
+from compress.kv.codecs.greedy_ranks import greedy, grid
 from compress.kv.settings import cache_settings
 from kv_cases import refusal
 from pico import build
@@ -139,7 +140,7 @@ def slow_damage(kind: str, given: Mapping[str, Tensor], static: Mapping[str, Ten
 def test_damages_against_plain_attention(kind: str) -> None:
     given = samples()
     static = calibrated(kind)
-    ranks = matryoshka.grid(WIDTH, 2)
+    ranks = grid(WIDTH, 2)
     assert ranks == [2, 4, 6, 8]
     for head, column in ((0, 0), (1, 1), (1, 2)):
         expected = slow_damage(kind, given, static, head, ranks[column])
@@ -157,7 +158,7 @@ def test_greedy_is_optimal_on_convex_curves() -> None:
         for size, fall in zip(sizes, falls, strict=True):
             steps = size * fall[1:].flip(0)  # a channel more lowers the damage by less
             curves.append(torch.cat((steps.flip(0).cumsum(0).flip(0), torch.zeros(1))))
-        found = matryoshka.greedy(curves, grids, budget)
+        found = greedy(curves, grids, budget)
         assert sum(found) <= budget
 
         def damage(ranks: Any, curves: list[Tensor] = curves) -> float:
@@ -165,7 +166,7 @@ def test_greedy_is_optimal_on_convex_curves() -> None:
 
         same = [ranks for ranks in itertools.product(*grids) if sum(ranks) <= sum(found)]
         assert damage(found) == pytest.approx(min(map(damage, same)), abs=1e-6)
-    assert matryoshka.greedy(curves, grids, 0) == [2, 2, 3]
+    assert greedy(curves, grids, 0) == [2, 2, 3]
 
 
 def test_layers_and_kinds_share_a_budget() -> None:

@@ -25,43 +25,48 @@ in float32. What it does not do: ranks by layer (set `layers`, or let a budget c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from compress.errors import RecipeError
 from compress.kv.codec import Block, Codec, Spec, head_rows, token_rows
+from compress.kv.codecs.greedy_ranks import greedy, grid
 from compress.kv.codecs.number_rows import Rows
 from compress.numerics import checks
 
-NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
-WORK = 24  # bytes that calibrating takes for each number of its largest sample
-DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
-LEAST = 1e-6  # variance of a coefficient, relative to the mean
+NEEDS = frozenset({"keys_pre", "queries_pre", "values", "gradients"})
+WORK = 32  # bytes that calibrating takes for each number of its largest sample
+DAMP = 1e-3  # of the mean of its diagonal, added to what weighs errors
+LEAST = 1e-3  # deviation of a coefficient, relative to the root mean square of all
+MOST = 2  # times the even rank, that a layer may have
+SMALLEST = 1e-4  # deviation of a coefficient: what divides by it is float16
 
 
 @dataclass(frozen=True)
 class Config:
-    keep: float = 0.5  # [share] of the channels of all heads of a layer that stay
+    keep: float = 0.5  # [share] of the channels of all heads that stay
     bits: Literal[16, 8, 4] = 16  # [bits] of a coefficient: 16 is float16, 8 and 4 are levels times a norm
-    metric: Literal["scores", "states"] = "scores"  # of keys: the least error of scores, or of the keys themselves
+    metric: Literal["loss", "scores", "states"] = "loss"  # the error that the subspace makes least: in the model's
+    # loss, in the scores of keys (values: as states), or in the states themselves, as the paper has it
+    ranks: Literal["model", "even"] = "model"  # greedy over the keys and values of all layers, or the same everywhere
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep {self.keep} is not above 0 and at most 1")
 
 
-def rank(config: Config, spec: Spec) -> int:
-    """Return r, the coefficients of a token."""
+def even(config: Config, spec: Spec) -> int:
+    """Return the coefficients of a token where all layers have the same."""
     return max(1, round(config.keep * spec.heads * spec.width))
 
 
-def has_metric(config: Config, spec: Spec) -> bool:
-    """Return whether the queries play a part."""
-    return spec.kind == "keys" and config.metric == "scores"
+def most(config: Config, spec: Spec) -> int:
+    """Return the coefficients that a token may have at most."""
+    whole = spec.heads * spec.width
+    return even(config, spec) if config.ranks == "even" else min(whole, MOST * even(config, spec))
 
 
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,57 +75,81 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     mean = x.mean(0)
     x = x - mean
     covariance = x.T @ x / x.shape[0]
-    found = {"mean": mean.half()}
-    root = torch.eye(x.shape[1], dtype=torch.float64, device=x.device)
-    if has_metric(config, spec):
-        found["metric"] = moments(samples["queries_pre"], spec.heads).half()
-        values, vectors = torch.linalg.eigh(_whole(found["metric"].double()))
-        root = (vectors * values.clamp(min=1e-9).sqrt()) @ vectors.T
-    variances, vectors = torch.linalg.eigh(root @ covariance @ root)
-    count = rank(config, spec)
-    variances, vectors = variances.flip(0), vectors.flip(1)[:, :count]
-    sizes = variances.clamp(min=LEAST * float(variances.mean())).clamp(min=1e-12)[:count].sqrt()
-    found["back"] = (torch.linalg.solve(root, vectors) * sizes).half()
-    return found
+    slopes = samples["gradients"].flatten(1).double()
+    fisher = slopes.T @ slopes / slopes.shape[0]
+    metric = torch.eye(x.shape[1], dtype=torch.float64, device=x.device)
+    if config.metric == "loss":
+        metric = damped(fisher)
+    elif config.metric == "scores" and spec.kind == "keys":
+        metric = damped(torch.block_diag(*moments(samples["queries_pre"], spec.heads)))
+    values, vectors = torch.linalg.eigh(metric)
+    root, inverse = ((vectors * values.pow(power)) @ vectors.T for power in (0.5, -0.5))
+    variances, turn = torch.linalg.eigh(root @ covariance @ root)
+    turn, variances = turn.flip(1), variances.flip(0).clamp(min=0)
+    sizes = variances.sqrt().clamp(min=LEAST * float(variances.mean().sqrt())).clamp(min=SMALLEST)
+    back, forward = inverse @ turn * sizes, root @ turn / sizes
+    felt = ((fisher @ back) * back).sum(0) * variances / sizes.square()  # the damage of leaving out each
+    count = most(config, spec)
+    damages = felt.flip(0).cumsum(0).flip(0)  # of keeping fewer: damages[r] of r
+    return {
+        "mean": mean.half(),
+        "back": back[:, :count].half(),
+        "forward": forward[:, :count].half(),
+        "damages": torch.cat((damages, damages.new_zeros(1)))[: count + 1].float(),
+        "rank": torch.tensor([even(config, spec)], dtype=torch.int32),
+    }
+
+
+def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
+    """Choose the ranks of all kinds and layers whose settings say so, within one budget; in place."""
+    shared = [(config, spec, static) for config, spec, static in learned if config.ranks == "model"]
+    grids = [grid(most(config, spec), 1) for config, spec, _ in shared]
+    curves = [static["damages"][1:] for _, _, static in shared]
+    chosen = greedy(curves, grids, sum(even(config, spec) for config, spec, _ in shared))
+    for (_, _, static), count in zip(shared, chosen, strict=True):
+        static["rank"] = torch.tensor([count], dtype=torch.int32)
 
 
 def moments(queries: Tensor, heads: int) -> Tensor:
-    """Return second moments float64 [h, width, width] of queries [tokens, H, width], with a mean diagonal of 1."""
+    """Return second moments float64 [h, width, width] of queries [tokens, H, width]."""
     grouped = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).double()
-    found = grouped.mT @ grouped / grouped.shape[1]
-    found = found / found.diagonal(dim1=1, dim2=2).mean().clamp(min=1e-12)  # a factor of the layer changes nothing
-    size = found.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-3)
-    return found + DAMP * size[:, None, None] * torch.eye(found.shape[-1], dtype=torch.float64, device=found.device)
+    return grouped.mT @ grouped / grouped.shape[1]
+
+
+def damped(moment: Tensor) -> Tensor:
+    """Return a second moment [n, n] with a mean diagonal of 1 and no direction without weight."""
+    size = moment.diagonal().mean()
+    one = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    return (moment / size if float(size) > 0 else one) + DAMP * one
 
 
 def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     """Return what `calibrate` gives, for keys and for values."""
-    channels = spec.heads * spec.width
-    found = {"mean": ((channels,), torch.float16), "back": ((channels, rank(config, spec)), torch.float16)}
-    if has_metric(config, spec):
-        found["metric"] = ((spec.heads, spec.width, spec.width), torch.float16)
-    return found
+    channels, count = spec.heads * spec.width, most(config, spec)
+    return {
+        "mean": ((channels,), torch.float16),
+        "back": ((channels, count), torch.float16),
+        "forward": ((channels, count), torch.float16),
+        "damages": ((count + 1,), torch.float32),
+        "rank": ((1,), torch.int32),
+    }
+
+
+def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
+    """Check that the rank is possible; ValueError."""
+    checks.within("rank", static["rank"], 1, most(config, spec))
 
 
 class Shrunk(Codec):
     """Coefficients of all heads together in one row for each token."""
 
     def __init__(self, spec: Spec, config: Config, static: Mapping[str, Tensor]) -> None:
-        back = static["back"].double()
-        metric = back
-        if has_metric(config, spec):
-            metric = _whole(static["metric"].double()) @ back
-        forward, info = torch.linalg.solve_ex(back.T @ metric, metric.T)
-        if bool(info.any()) or not bool(forward.isfinite().all()):
-            raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
-        held = {
-            "mean": static["mean"].float(),
-            "back": back.float(),
-            "forward": forward.T.float().contiguous(),
-        }
+        rank = int(static["rank"])
+        held = {"mean": static["mean"].float()}
+        held |= {name: static[name][:, :rank].float().contiguous() for name in ("back", "forward")}
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        self.rows = Rows([back.shape[1]], config.bits)
+        self.rows = Rows([rank], config.bits)
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
@@ -144,11 +173,6 @@ class Shrunk(Codec):
     def _on(self, name: str, like: Tensor) -> Tensor:
         """Return a tensor of the type of `like`, at least float32."""
         return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
-
-
-def _whole(blocks: Tensor) -> Tensor:
-    """[h, width, width] -> the block-diagonal matrix [h width, h width]."""
-    return torch.block_diag(*blocks)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

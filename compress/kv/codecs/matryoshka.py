@@ -30,7 +30,6 @@ What it does not do: fold U into the model's weights; code keys before the rotar
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -41,6 +40,7 @@ from torch import Tensor
 from compress.errors import RecipeError
 from compress.kv.codec import Block, Codec, Spec
 from compress.kv.codecs import matryoshka_fit
+from compress.kv.codecs.greedy_ranks import greedy, grid
 from compress.kv.codecs.number_rows import Rows
 from compress.numerics import checks
 
@@ -72,37 +72,6 @@ class Config:
             raise ValueError(f"steps {self.steps} train an orthogonal basis; set basis: orthogonal, or steps: 0")
         if self.exact_tail < 0:
             raise ValueError(f"exact_tail {self.exact_tail} is not 0 or more")
-
-
-def grid(width: int, unit: int) -> list[int]:
-    """Return the ranks that a head may have, ascending: multiples of `unit`, and all channels."""
-    return [*range(unit, width, unit), width]
-
-
-def greedy(damages: Sequence[Tensor], grids: Sequence[list[int]], budget: int) -> list[int]:
-    """Return a rank for each head, a sum of at most `budget` where the least ranks allow it.
-
-    damages: for each head, its damage at each rank of its grid. From all channels on, the step down whose damage by
-    channel is least is taken; ties go to the first head.
-    """
-    places = [len(ranks) - 1 for ranks in grids]
-    total = sum(ranks[-1] for ranks in grids)
-    heap: list[tuple[float, int]] = []
-
-    def push(head: int) -> None:
-        at = places[head]
-        if at:
-            size = grids[head][at] - grids[head][at - 1]
-            heapq.heappush(heap, (float(damages[head][at - 1] - damages[head][at]) / size, head))
-
-    for head in range(len(grids)):
-        push(head)
-    while total > budget and heap:
-        _, head = heapq.heappop(heap)
-        total -= grids[head][places[head]] - grids[head][places[head] - 1]
-        places[head] -= 1
-        push(head)
-    return [ranks[at] for ranks, at in zip(grids, places, strict=True)]
 
 
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
