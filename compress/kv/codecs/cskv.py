@@ -49,7 +49,7 @@ SMALLEST = 1e-4  # deviation of a coefficient: what divides by it is float16
 class Config:
     keep: float = 0.5  # [share] of the channels of all heads that stay
     bits: Literal[16, 8, 4] = 16  # [bits] of a coefficient: 16 is float16, 8 and 4 are levels times a norm
-    metric: Literal["loss", "scores", "states"] = "loss"  # the error that the subspace makes least: in the model's
+    metric: Literal["states", "scores", "loss"] = "states"  # the error that the subspace makes least: in the model's
     # loss, in the scores of keys (values: as states), or in the states themselves, as the paper has it
     ranks: Literal["model", "even"] = "model"  # greedy over the keys and values of all layers, or the same everywhere
 
