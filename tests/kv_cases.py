@@ -142,5 +142,5 @@ CASES = (
     Case("matryoshka", {"ranks": "layer"}, _ranks(16)),
     Case("matryoshka", {"ranks": "layer", "bits": 4, "basis": "orthogonal"}, _ranks(4)),
     Case("cskv", {}, _fixed(16 / 2), is_before_rope=True),
-    Case("cskv", {"bits": 4, "metric": "states"}, _fixed(4 / 2 + 8 / (HEADS * WIDTH)), is_before_rope=True),
+    Case("cskv", {"bits": 4, "metric": "loss"}, _fixed(4 / 2 + 8 / (HEADS * WIDTH)), is_before_rope=True),
 )

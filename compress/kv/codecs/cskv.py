@@ -1,26 +1,31 @@
 """Channel shrinking: fewer channels, shared by all heads of a layer (CSKV, arXiv 2409.10593); calibrated.
 
 Keys before the rotary embedding and values of all heads of a layer, C = h width numbers a token, lie close to a
-subspace. A token keeps its r = `keep` C coefficients there, in 16, 8 or 4 bits. The newest tokens stay exact: the
-window of the paper is `residual_length` here.
+subspace. A token keeps its r coefficients there, in 16, 8 or 4 bits. The newest tokens stay exact: the window of the
+paper is `residual_length` here.
 
-    x = mean + back z,   z = forward (x - mean),   back [C, r]
+    x = mean + back z,   z = forward (x - mean),   back and forward [C, r]
 
 Values are read without being rebuilt: probabilities meet the coefficients, and one product turns the sum back. Keys are
 rebuilt at each step, because the rotary embedding stands between, which costs tokens * r * C products.
 
 The paper factors the weights, W = B A, from a start by ASVD (inputs scaled by the square root of their mean magnitude)
-and fine-tunes A and B for the squared error of keys and values. What B A x can be is any rank-r map of x, so that this
-loss cannot be below that of the projection of k = W x on the leading eigenvectors of its second moment, which that
-projection reaches: no gradient descent is needed, and no hidden states, since it depends on keys and values alone.
-`metric: states` is this closed form, about the mean. `metric: scores` takes, for keys, the error of scores in place of
-that of keys: with S the second moments of the queries of each KV head, the leading eigenvectors of S^1/2 cov S^1/2.
+and fine-tunes A and B for the squared error of keys and values. Whatever A and B are, B A x lies in a subspace of r
+dimensions, so that this error is at least that of the projection of k = W x on the leading eigenvectors of its second
+moment. That projection is such a product itself. It needs no gradient descent, and no hidden states, since it depends
+on keys and values alone. `metric: states` is this closed form, about the mean. Other metrics weigh errors with a matrix
+S and take the leading eigenvectors of S^1/2 cov S^1/2. `scores`: for keys, S is the second moment of the queries of
+each KV head. `loss`: S is the second moment of the gradients of the model's loss by the keys or the values.
 
-Differences from the paper: the closed form in place of fine-tuning; a mean; `metric: scores`; the window slides by
-`flush` tokens and is never empty, where the published one empties at each multiple of its length; numbers of fewer bits
-are rounded, without training for it.
-Static: the mean and `back` in float16, C (r + 1) numbers, and S for keys, h width^2; at run time `back` and `forward`
-in float32. What it does not do: ranks by layer (set `layers`, or let a budget choose); folding into weights.
+Ranks are chosen by greedy search: of the keys and values of all layers, that one loses a channel next whose loss hurts
+least, until `keep` of all channels are left. The damage of leaving out a component is the mean of the squared product
+of a gradient of the model's loss with it (`damages`), which has one unit for all layers and both kinds.
+
+Differences from the paper: the closed form in place of fine-tuning; a mean; metrics; ranks by layer and kind; the window
+slides by `flush` tokens and is never empty, where the published one empties at each multiple of its length; numbers of
+fewer bits are rounded, without training for it.
+Static: the mean, `back` and `forward` in float16, 2 C r numbers (in the file up to MOST times that); at run time in
+float32. What it does not do: folding into weights; reading keys without rebuilding them.
 """
 
 from __future__ import annotations

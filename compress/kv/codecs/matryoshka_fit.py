@@ -137,7 +137,8 @@ class Text:
             free = torch.zeros(heads, width, width, requires_grad=True)
             centre = mean.to(self.states.dtype).clone().requires_grad_()
             optimizer = torch.optim.Adam([free, centre], lr=rate)
-            for _ in range(steps):
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
                 sample = int(torch.randint(self.count, (1,), generator=generator))
                 count = min(TRAINED, self.length - self.tail)
                 places = self.tail + torch.randperm(self.length - self.tail, generator=generator)[:count].sort().values
