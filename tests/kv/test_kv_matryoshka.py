@@ -90,8 +90,10 @@ def test_against_a_plain_coder(bits: int) -> None:
     for head, rank in enumerate(ranks):
         back, mean = static["back"][head].double(), static["mean"][head].double()
         z = torch.linalg.solve(back, (x[0, head].double() - mean).T).T[:, :rank]
-        first = table[(z / z.square().mean(1, keepdim=True).sqrt())[..., None].sub(table).abs().argmin(-1)]
-        norms = (z * first).sum(1, keepdim=True) / first.square().sum(1, keepdim=True)
+        weights = back[:, :rank].square().sum(0) / back[:, :rank].square().sum()
+        size = (z.square() * weights).sum(1, keepdim=True).sqrt()
+        first = table[(z / size)[..., None].sub(table).abs().argmin(-1)]
+        norms = (z * first * weights).sum(1, keepdim=True) / (first.square() * weights).sum(1, keepdim=True)
         norms = 2 ** ((norms.log2() * 16).round() / 16)
         expected = table[(z / norms)[..., None].sub(table).abs().argmin(-1)] * norms @ back[:, :rank].T + mean
         wrong = (made.decode(block)[0, head] - expected).abs() > 1e-3 * float(expected.abs().max())

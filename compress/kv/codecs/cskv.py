@@ -154,7 +154,7 @@ class Shrunk(Codec):
         held |= {name: static[name][:, :rank].float().contiguous() for name in ("back", "forward")}
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        self.rows = Rows([rank], config.bits)
+        self.rows = Rows([rank], config.bits, held["back"].square().sum(0)[None])
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

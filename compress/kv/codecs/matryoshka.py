@@ -135,7 +135,7 @@ class Nested(Codec):
             "forward": inverse.mT[..., : max(ranks)].float().contiguous(),
         }
         super().__init__(spec, held)
-        self.rows = Rows(ranks, config.bits)
+        self.rows = Rows(ranks, config.bits, held["back"].square().sum(1))
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

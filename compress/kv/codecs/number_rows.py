@@ -1,8 +1,9 @@
 """Store the numbers of a token as one row for all heads, however many each head has, in 16, 8 or 4 bits.
 
 The numbers of a head are coefficients of unit variance. With 16 bits they are float16. With fewer they are Gaussian
-Lloyd-Max levels times a norm of one byte for each token and head, which is the one of least squared error. A row holds
-the numbers of all heads one after the other, [B, 1, tokens, sum of counts], so that heads may have different counts.
+Lloyd-Max levels times a norm of one byte for each token and head, which is the one of least squared error when each
+number is weighed with what it stands for. A row holds the numbers of all heads one after the other, [B, 1, tokens, sum
+of counts], so that heads may have different counts.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ PLAIN = 16  # bits of numbers that have no norm
 class Rows:
     """Rows of `counts[h]` numbers of each head h."""
 
-    def __init__(self, counts: Sequence[int], bits: int) -> None:
+    def __init__(self, counts: Sequence[int], bits: int, variances: Tensor) -> None:
+        """variances [h, largest count]: the squared error that an error of 1 in a number stands for."""
         self.bits, self.most, total = bits, max(counts), sum(counts)
         self.counts = torch.tensor(counts, device="cpu")
         self.mask = torch.arange(self.most, device="cpu") < self.counts[:, None]  # heads, most
+        self.weights = (variances.cpu() * self.mask)[:, None]
+        self.weights = self.weights / self.weights.sum(-1, keepdim=True).clamp(min=1e-30)
         self.index = self.mask.flatten().nonzero()[:, 0]
         self.is_even = bool(self.mask.all())
         self.norms = Norms(8, STEPS)
@@ -43,11 +47,10 @@ class Rows:
         if self.bits == PLAIN:
             limit = torch.finfo(torch.float16).max
             return {"rows": self._flat(z).clamp(-limit, limit).half()}
-        mask, table = self.mask[:, None].to(z.device), self.table.to(z.device)
-        z = z * mask
-        size = (z.square().sum(-1, keepdim=True) / self.counts[:, None, None].to(z.device)).sqrt()
-        found = table[nearest(z / size.clamp(min=SMALLEST), table)] * mask
-        norms = (z * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)
+        weights, table = self.weights.to(z.device, z.dtype), self.table.to(z.device)
+        size = (z.square() * weights).sum(-1, keepdim=True).sqrt()
+        found = table[nearest(z / size.clamp(min=SMALLEST), table)]
+        norms = (z * found * weights).sum(-1, keepdim=True) / (found.square() * weights).sum(-1, keepdim=True)
         stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
         codes = nearest(z / self.norms.load(stored).clamp(min=SMALLEST), table)
         return {**self.codes.pack(self._flat(codes)), "norms": stored}
