@@ -101,7 +101,9 @@ def calibrate(
             learned += _learned(codings, index, samples, heads)
         for method in sorted({each.coding.method for each in learned}):
             if (balance := getattr(plugins.load("kv", method), "balance", None)) is not None:
-                own = sorted((x for x in learned if x.coding.method == method), key=lambda x: (x.spec.layer, x.spec.kind))
+                own = sorted(
+                    (x for x in learned if x.coding.method == method), key=lambda x: (x.spec.layer, x.spec.kind)
+                )
                 balance([(x.coding.config, x.spec, x.static) for x in own])
         for each in learned:
             names = f"layers.{each.spec.layer}.{each.spec.kind}."

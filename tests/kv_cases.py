@@ -72,7 +72,9 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
     asked = ("queries", "queries_pre", "queries_scaled", "gradients_output")
     samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(asked)}
-    samples |= {name: normal(4, POLICY["sink"], HEADS, WIDTH, seed=i) for i, name in enumerate(("keys_sink", "values_sink"))}
+    samples |= {
+        name: normal(4, POLICY["sink"], HEADS, WIDTH, seed=i) for i, name in enumerate(("keys_sink", "values_sink"))
+    }
     found = {}
     for index, layer in enumerate(cache_settings(recipe).by_layer(layers)):
         for kind in KINDS:

@@ -181,7 +181,9 @@ def test_the_order_of_tokens_does_not_matter() -> None:
         torch.testing.assert_close(one["back"].abs(), other["back"].abs(), rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("settings", [{"keep": 0.5}, {"keep": 1.0}, {"values": {"keep": 0.75}, "keep": 0.25, "bits": 8}])
+@pytest.mark.parametrize(
+    "settings", [{"keep": 0.5}, {"keep": 1.0}, {"values": {"keep": 0.75}, "keep": 0.25, "bits": 8}]
+)
 def test_calibrated_on_a_model(settings: dict[str, Any]) -> None:
     """Both paths give the same logits for a padded batch; all channels stay near the exact cache."""
     model = build("llama", {"max_position_embeddings": 2048})

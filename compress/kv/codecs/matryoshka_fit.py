@@ -90,9 +90,7 @@ class Text:
         at, now = torch.arange(keys.shape[1]), places[:, None] + self.sink
         return Seen(queries, keys, values, at <= now, (at >= self.sink) & (at <= now - self.tail))
 
-    def _of_keys(
-        self, seen: Seen, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]
-    ) -> list[Tensor]:
+    def _of_keys(self, seen: Seen, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Return damages [h] at each rank, which ascend."""
         exact = self._by_query(seen.queries @ seen.keys.mT)
         output = attend(exact, seen.is_seen, seen.values)
@@ -106,9 +104,7 @@ class Text:
             found.append(self.felt(attend(mixed, seen.is_seen, seen.values) - output))
         return found
 
-    def _of_values(
-        self, seen: Seen, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]
-    ) -> list[Tensor]:
+    def _of_values(self, seen: Seen, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Return damages [h] at each rank."""
         p = weights(self._by_query(seen.queries @ seen.keys.mT), seen.is_seen) * seen.is_coded
         z = (seen.values - mean[:, None]) @ forward
