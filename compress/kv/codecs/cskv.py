@@ -21,9 +21,9 @@ Ranks are chosen by greedy search: of the keys and values of all layers, that on
 least, until `keep` of all channels are left. The damage of leaving out a component is the mean of the squared product
 of a gradient of the model's loss with it (`damages`), which has one unit for all layers and both kinds.
 
-Differences from the paper: the closed form in place of fine-tuning; a mean; metrics; ranks by layer and kind; the window
-slides by `flush` tokens and is never empty, where the published one empties at each multiple of its length; numbers of
-fewer bits are rounded, without training for it.
+Differences from the paper: the closed form in place of fine-tuning; a mean; metrics; ranks by layer and kind; the
+window slides by `flush` tokens and is never empty, where the published one empties at each multiple of its length;
+numbers of fewer bits are rounded, without training for it.
 Static: the mean, `back` and `forward` in float16, 2 C r numbers (in the file up to MOST times that); at run time in
 float32. What it does not do: folding into weights; reading keys without rebuilding them.
 """
