@@ -34,13 +34,15 @@ from compress import plugins
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
-from compress.kv.settings import KINDS, Codings, Reading, reading_layers
+from compress.kv.settings import KINDS, Coding, Codings, Reading, reading_layers
 from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
 from compress.numerics import kl
 
 NAME = "compress_kv_samples"
-SAMPLES = ("keys", "keys_pre", "values", "queries", "queries_pre", "gradients")
+SINKS = ("keys_sink", "values_sink")  # float32 [samples, sink, h, width], what the others leave out
+GRADIENTS = frozenset({"gradients", "gradients_output"})
+SAMPLES = ("keys", "keys_pre", "values", "queries", "queries_pre", "queries_scaled", *SINKS, *sorted(GRADIENTS))
 Samples = dict[str, list[Tensor]]  # "gradients" under their kind's name, "gradients.keys"
 
 
@@ -95,9 +97,19 @@ def calibrate(
         else:
             skeleton = model
         made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, sink)
+        learned: list[Learned] = []
         for index, samples, heads in made.layers(needs, file):
-            static |= _static(codings, index, samples, heads)
+            learned += _learned(codings, index, samples, heads)
             static |= _static_of_reading(codings, index, samples, heads, reading)
+        for method in sorted({each.coding.method for each in learned}):
+            if (balance := getattr(plugins.load("kv", method), "balance", None)) is not None:
+                own = sorted(
+                    (x for x in learned if x.coding.method == method), key=lambda x: (x.spec.layer, x.spec.kind)
+                )
+                balance([(x.coding.config, x.spec, x.static) for x in own])
+        for each in learned:
+            names = f"layers.{each.spec.layer}.{each.spec.kind}."
+            static |= {names + name: tensor for name, tensor in each.static.items()}
     facts = {
         "tokens": tokens.numel() if layers else 0,
         "layers": len(layers),
@@ -127,9 +139,17 @@ class _Heads(NamedTuple):
     dtype: torch.dtype
 
 
-def _static(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> dict[str, Tensor]:
+class Learned(NamedTuple):
+    """What one codec learned from its samples."""
+
+    coding: Coding
+    spec: Spec
+    static: dict[str, Tensor]  # on the CPU
+
+
+def _learned(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> list[Learned]:
     """Return what the codecs of a layer learn from its samples."""
-    found: dict[str, Tensor] = {}
+    found = []
     for kind in KINDS:
         coding = codings[index][kind]
         plugin = plugins.load("kv", coding.method)
@@ -139,8 +159,8 @@ def _static(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: 
         _, count, width = next(samples[name] for name in (kind, "keys") if name in samples).shape
         layers = len(codings)
         spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
-        learned = plugin.calibrate(coding.config, spec, own)
-        found |= {f"layers.{index}.{kind}.{name}": tensor.cpu() for name, tensor in learned.items()}
+        static = plugin.calibrate(coding.config, spec, own)
+        found.append(Learned(coding, spec, {name: tensor.cpu() for name, tensor in static.items()}))
     return found
 
 
@@ -167,7 +187,7 @@ class _Pass:
     def layers(self, needs: list[frozenset[str]], file: Path | None) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
         """Yield (layer, its samples, its attention) for each layer of which samples are needed."""
         needed = [index for index, names in enumerate(needs) if names]
-        is_backward = any("gradients" in names for names in needs)
+        is_backward = any(names & GRADIENTS for names in needs)
         blocks = len(self.skeleton.blocks)
         if blocks != len(needs):
             raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(needs)} layers")
@@ -282,14 +302,18 @@ class _Tap:
     ) -> tuple[Tensor, None]:
         """Attend: query [B, H, n, width], key and value [B, h, n, width] after RoPE -> [B, n, H, width]."""
         if self.names:
-            self._keep(query, key, value)
-        if kwargs.get("softcap") is not None:
-            return _capped(query, key, value, attention_mask, **kwargs), None
+            self._keep(query, key, value, kwargs.get("scaling"))
         if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedModelError("kv_cache: attention with sink logits or position biases cannot be calibrated")
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        if kwargs.get("softcap") is not None:
+            output = _capped(query, key, value, attention_mask, **kwargs)
+        else:
+            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        if "gradients_output" in self.names:
+            output.register_hook(lambda slope: self._add("gradients_output", slope.transpose(1, 2)))
+        return output, None
 
-    def _keep(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _keep(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> None:
         self.heads = _Heads(query.shape[1], key.dtype)
         for name, x in (("keys", key), ("values", value), ("queries", query)):
             if name in self.names or name in KINDS:
@@ -297,6 +321,12 @@ class _Tap:
         for name, x in (("keys_pre", key), ("queries_pre", query)):
             if name in self.names:
                 self._add(name, unrotate(x.detach(), *self._turns()))
+        if "queries_scaled" in self.names:
+            self._add("queries_scaled", query.detach() * (query.shape[-1] ** -0.5 if scaling is None else scaling))
+        for name, x in zip(SINKS, (key, value), strict=True):
+            if name in self.names:
+                first = x.detach()[:, :, : self.sink].transpose(1, 2).float().contiguous()
+                self.found.setdefault(name, []).append(first)
         if "gradients" in self.names:
             cos, sin = self._turns()  # of this batch, for when the gradient comes
             key.register_hook(lambda slope: self._add("gradients.keys", rotate(slope, cos, -sin)))

@@ -70,7 +70,11 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
     fall, mean = torch.logspace(0, -1, WIDTH), normal(HEADS, WIDTH, seed=9)
     kinds = ("keys", "keys_pre", "values", "gradients")
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
-    samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(("queries", "queries_pre"))}
+    asked = ("queries", "queries_pre", "queries_scaled", "gradients_output")
+    samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(asked)}
+    samples |= {
+        name: normal(4, POLICY["sink"], HEADS, WIDTH, seed=i) for i, name in enumerate(("keys_sink", "values_sink"))
+    }
     found = {}
     for index, layer in enumerate(cache_settings(recipe).by_layer(layers)):
         for kind in KINDS:
@@ -107,6 +111,17 @@ def _pca(kind: str, static: Mapping[str, Tensor]) -> float:
     return 16 * words / (HEADS * WIDTH) + 8 / WIDTH
 
 
+def _ranks(bits: int) -> Bits:
+    """Channels of each head that stay, and a byte for each head and token where these are no plain numbers."""
+
+    def made(kind: str, static: Mapping[str, Tensor]) -> float:
+        total = int(static["ranks"].sum())
+        assert total <= HEADS * WIDTH / 2
+        return bits * total / (HEADS * WIDTH) + (8 / WIDTH if bits < 16 else 0)
+
+    return made
+
+
 def _fixed(bits: float) -> Bits:
     return lambda kind, static: bits
 
@@ -126,4 +141,8 @@ CASES = (
     Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
     Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("fused",), is_before_rope=True),
     Case("pca", {"bits": 2.0}, _pca, is_before_rope=True),
+    Case("matryoshka", {"ranks": "layer"}, _ranks(16)),
+    Case("matryoshka", {"ranks": "layer", "bits": 4, "basis": "orthogonal"}, _ranks(4)),
+    Case("cskv", {}, _fixed(16 / 2), is_before_rope=True),
+    Case("cskv", {"bits": 4, "metric": "loss"}, _fixed(4 / 2 + 8 / (HEADS * WIDTH)), is_before_rope=True),
 )

@@ -19,13 +19,17 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
 1.  `Config`, a frozen dataclass: the settings for keys or for values. It raises ValueError for impossible ones, with
     the field's name first.
 2.  `NEEDS`, a frozenset of the samples that calibration must bring, empty if none: "keys", "keys_pre" (before the
-    rotary embedding), "values", "queries", "queries_pre", "gradients" (of the loss, by keys_pre or by values).
+    rotary embedding), "values", "queries", "queries_pre", "queries_scaled" (as attention multiplies them with keys),
+    "gradients" (of the loss, by keys_pre or by values), "gradients_output" (by the output of attention, [tokens, H,
+    width]), "keys_sink" and "values_sink" ([samples, sink, h, width], what the others leave out).
 3.  `build(config, spec, static) -> Codec`, called once for the keys and once for the values of each layer. It raises
     RecipeError where the settings do not fit the layer.
 4.  Only if NEEDS is not empty: `calibrate(config, spec, samples) -> dict[str, Tensor]`. samples: name -> float32
     [tokens, h, width], queries [tokens, H, width], without sinks and padding. What it returns is stored as
     "layers.<i>.<keys|values>.<name>" and comes back to `build` as `static`. And, if not all heads can be stored,
     `check_heads(config, spec)`: it raises what `build` does for settings that do not fit the layer, before calibration.
+    And, if layers share a budget, `balance(learned)`: after all layers it is given (config, spec, static) of each codec
+    of this method, in order of layers, keys first, and changes the tensors `static` in place.
 5.  With `calibrate`: `specs(config, spec) -> {name: (shape, dtype)}` of what it returns, on which compiled code relies;
     and `check(static, config, spec)` where more can be wrong with a tensor than a number that is not finite, such as an
     order with a channel twice: ValueError, which begins with the tensor's name. static.py calls both before `build`,

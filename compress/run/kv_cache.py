@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from compress import plugins, process_memory
-from compress.calib.kv import calibrate
+from compress.calib.kv import GRADIENTS, SINKS, calibrate
 from compress.errors import RecipeError
 from compress.kv import cache as caches
 from compress.kv.codec import Spec
@@ -143,10 +143,11 @@ def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int
             continue
         channels = {"keys": math.prod(heads.keys), "values": math.prod(heads.values)}
         channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
-        channels["queries_pre"], channels["gradients"] = channels["queries"], channels["keys"] + channels["values"]
+        channels |= dict.fromkeys(("queries_pre", "queries_scaled", "gradients_output"), channels["queries"])
+        channels |= {"gradients": channels["keys"] + channels["values"], **dict.fromkeys(SINKS, 0)}
         work = max(module.WORK for module in modules if module.NEEDS)
         held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
-        learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - {"gradients"}))
+        learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - GRADIENTS))
     return held * min(tokens, CALIBRATED), learning * min(tokens, CALIBRATED)
 
 

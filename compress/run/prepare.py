@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib import data as calib_data
+from compress.calib.kv import GRADIENTS
 from compress.errors import CheckpointError, OutputError, RecipeError
 from compress.importers import open_checkpoint
 from compress.model import dry_load, positions
@@ -125,7 +126,7 @@ def _reading(source: Path) -> tuple[int, int]:
 def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan.CacheSizes:
     assert recipe.kv_cache is not None, "the caller has checked"
     hidden = skeleton.config.get_text_config().hidden_size * skeleton.dtype.itemsize
-    is_backward = "gradients" in recipe.kv_cache.needs()
+    is_backward = bool(GRADIENTS & recipe.kv_cache.needs())
     sides = len(skeleton.blocks) + 2 if is_backward else 1
     logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
     states = sides * min(tokens, kv_cache.CALIBRATED) * hidden

@@ -1,0 +1,168 @@
+"""Fewer channels for each head, by rank, head, layer and kind (MatryoshkaKV, arXiv 2410.14731); calibrated.
+
+Keys after the rotary embedding and values of a KV head are centred and turned, and the leading r columns stay:
+
+    z = ((x - mean) U)[:r],   score = (q U)[:r] z + q mean,   output = (sum of p z) U[:r]^T + mean (sum of p)
+
+so that nothing is rebuilt when attention reads: the query is turned once, the sum of values turned back once. q mean is
+added, because sinks and the newest tokens keep their exact keys beside these. The columns are nested: any first r of
+them serve, and one basis serves all budgets.
+
+`basis: orthogonal` is the paper's: U starts as the principal components of the states (`steps: 0` leaves it there) and
+is trained to keep the output of attention, at ranks that are drawn anew at each step, through the Cayley map.
+`basis: weighted` has a closed form in its place: with S the second moment of what meets the states (keys: the queries;
+values: the gradient of the model's loss by the output of attention), the components of S^1/2 cov S^1/2, whose lost part
+costs least in scores or in the loss. U^T is then the inverse of U, which is not orthogonal.
+
+Ranks are chosen by greedy search: from all channels on, the head and kind whose next `unit` channels hurt least loses
+them, until `keep` of the channels of all layers are left. The damage of a rank is the squared error of attention's
+output on the calibration text in the metric of the loss, the second moment of its gradient by that output
+(compress/kv/codecs/matryoshka_fit.py); all layers and both kinds are measured in this one unit.
+
+Differences from the paper: training is by layer, on the output of attention, keys and values each with the other
+exact, and not through the whole model, which is never in memory here; damages add up over heads and kinds, where the
+paper runs the model for each step; U is the start times a Cayley map, which needs no column signs; coefficients may
+have fewer bits, as unit-variance levels times a norm for each token and head.
+Static: mean and `back` (U times deviations) in float16, h width^2 numbers, ranks and their damages.
+What it does not do: fold U into the model's weights; code keys before the rotary embedding, whose subspace is smaller
+(compress/kv/codecs/cskv.py and pca.py do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.errors import RecipeError
+from compress.kv.codec import Block, Codec, Spec
+from compress.kv.codecs import matryoshka_fit
+from compress.kv.codecs.greedy_ranks import greedy, grid
+from compress.kv.codecs.number_rows import Rows
+from compress.numerics import checks
+
+NEEDS = frozenset({"keys", "values", "keys_sink", "values_sink", "queries_scaled", "gradients_output"})
+WORK = 48  # bytes that calibrating takes for each number of its largest sample
+
+
+@dataclass(frozen=True)
+class Config:
+    keep: float = 0.5  # [share] of the channels that stay
+    bits: Literal[16, 8, 4] = 16  # [bits] of a coefficient: 16 is float16, 8 and 4 are levels times a norm
+    basis: Literal["weighted", "orthogonal"] = "weighted"  # the closed form, or the paper's basis
+    ranks: Literal["model", "layer", "even"] = "model"  # greedy over all layers, heads and both kinds; over the heads
+    # of a layer and kind; or the same for each head
+    unit: int = 4  # [channels] that a step of the greedy search takes
+    steps: int = 0  # [steps] of training, of an orthogonal basis
+    rate: float = 1e-3  # of Adam, on the entries of the skew matrix and on the mean
+    exact_tail: int = 128  # [tokens] before a query that calibration takes as exact, as residual_length has them
+    seed: int = 0  # of the text positions and ranks that training draws
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep {self.keep} is not above 0 and at most 1")
+        if self.unit < 1:
+            raise ValueError(f"unit {self.unit} is not 1 or more")
+        if self.steps < 0 or not self.rate > 0:
+            raise ValueError("steps is 0 or more, rate above 0")
+        if self.steps and self.basis != "orthogonal":
+            raise ValueError(f"steps {self.steps} train an orthogonal basis; set basis: orthogonal, or steps: 0")
+        if self.exact_tail < 0:
+            raise ValueError(f"exact_tail {self.exact_tail} is not 0 or more")
+
+
+def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Samples as compress/kv/__init__.py describes them; ranks are those of this layer and kind alone."""
+    text = matryoshka_fit.Text(spec, samples, config.exact_tail)
+    mean, back = text.basis(config.basis == "weighted")
+    if config.steps:
+        mean, back = text.trained(mean, back, config.steps, config.rate, config.unit, config.seed)
+    found = {"mean": mean.half(), "back": back.half()}
+    ranks = grid(spec.width, config.unit)
+    found["damages"] = text.damages(found["mean"].double(), found["back"].double(), ranks).float().cpu()
+    budget = int(config.keep * spec.heads * spec.width + 1e-6)
+    if config.ranks == "even":
+        chosen = [max(rank for rank in ranks if rank <= max(budget // spec.heads, ranks[0]))] * spec.heads
+    else:
+        chosen = greedy([*found["damages"]], [ranks] * spec.heads, budget)
+    found["ranks"] = torch.tensor(chosen, dtype=torch.int32)
+    return found
+
+
+def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
+    """Choose the ranks of all heads, kinds and layers whose settings say so, within one budget; in place."""
+    shared = [each for each in learned if each[0].ranks == "model"]
+    damages = [curve for _, _, static in shared for curve in static["damages"]]
+    grids = [grid(spec.width, config.unit) for config, spec, _ in shared for _ in range(spec.heads)]
+    budget = sum(config.keep * spec.heads * spec.width for config, spec, _ in shared)
+    chosen = iter(greedy(damages, grids, int(budget + 1e-6)))
+    for _, spec, static in shared:
+        static["ranks"] = torch.tensor([next(chosen) for _ in range(spec.heads)], dtype=torch.int32)
+
+
+def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
+    """Return what `calibrate` gives, for keys and for values."""
+    channels = (spec.heads, spec.width)
+    return {
+        "mean": (channels, torch.float16),
+        "back": ((*channels, spec.width), torch.float16),
+        "damages": ((spec.heads, len(grid(spec.width, config.unit))), torch.float32),
+        "ranks": ((spec.heads,), torch.int32),
+    }
+
+
+def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
+    """Check that ranks are possible; ValueError."""
+    checks.within("ranks", static["ranks"], 1, spec.width)
+
+
+class Nested(Codec):
+    """Leading coefficients of each head, all heads in one row for each token."""
+
+    def __init__(self, spec: Spec, config: Config, static: Mapping[str, Tensor]) -> None:
+        back = static["back"].double()
+        inverse, info = torch.linalg.inv_ex(back)
+        if bool(info.any()):
+            raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
+        ranks = static["ranks"].tolist()
+        is_kept = torch.arange(max(ranks)) < static["ranks"].cpu()[:, None]  # of a head's columns
+        held = {
+            "mean": static["mean"].float()[:, None],
+            "back": (back[..., : max(ranks)] * is_kept[:, None]).float().contiguous(),
+            "forward": inverse.mT[..., : max(ranks)].float().contiguous(),
+        }
+        super().__init__(spec, held)
+        self.rows = Rows(ranks, config.bits, held["back"].square().sum(1))
+        self.fields = self.rows.fields
+
+    def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
+        return self.rows.encode((x - self._on("mean", x)) @ self._on("forward", x))
+
+    def decode(self, block: Block) -> Tensor:
+        z = self.rows.decode(block)
+        return z @ self._on("back", z).mT + self._on("mean", z)
+
+    def query(self, q: Tensor, state: Block) -> Tensor:
+        """Turn the queries and append a column, the constant that the mean adds to all scores."""
+        return torch.cat((q @ self._on("back", q), q @ self._on("mean", q).mT), -1)
+
+    def scores(self, query: Tensor, block: Block) -> Tensor:
+        return query[..., :-1] @ self.rows.decode(block).mT + query[..., -1:]
+
+    def mix(self, p: Tensor, block: Block) -> Tensor:
+        """Return sums of coefficients [B, h, m, largest rank]."""
+        return p @ self.rows.decode(block)
+
+    def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
+        return mixed @ self._on("back", mixed).mT + mass * self._on("mean", mixed)
+
+    def _on(self, name: str, like: Tensor) -> Tensor:
+        """Return a tensor of the type of `like`, at least float32."""
+        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+
+def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+    return Nested(spec, config, static)

@@ -1,0 +1,281 @@
+"""Nested bases: against plain algebra and plain attention, ranks by greedy search, training, both ways to read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from compress.calib.kv import calibrate
+from compress.kv import attention, hooks
+from compress.kv.cache import make_cache
+from compress.kv.codec import Spec
+from compress.kv.codecs import lloyd, matryoshka, matryoshka_fit
+from compress.kv.codecs.greedy_ranks import greedy, grid
+from compress.kv.settings import cache_settings
+from kv_cases import refusal
+from pico import build
+
+HEADS, GROUP, WIDTH = 2, 2, 8
+COUNT, LENGTH, SINK, TAIL = 3, 40, 3, 6
+KINDS = ("keys", "values")
+
+
+def spec(kind: Any, layer: int = 0) -> Spec:
+    return Spec(kind, layer, 2, HEADS, WIDTH, GROUP)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def samples(seed: int = 0) -> dict[str, Tensor]:
+    """Keys and values with a mean and a direction of most variance; queries and gradients that ask for another."""
+    tokens, fall = COUNT * LENGTH, torch.logspace(0, -1, WIDTH)
+    found = {}
+    for i, kind in enumerate(KINDS):
+        turn = torch.linalg.qr(normal(HEADS, WIDTH, WIDTH, seed=seed + 5 + i))[0]
+        mean = normal(HEADS, WIDTH, seed=seed + 3)
+        found[kind] = torch.einsum("thc,hdc->thd", normal(tokens, HEADS, WIDTH, seed=seed + i) * fall, turn) + mean
+        found[f"{kind}_sink"] = 2 * normal(COUNT, SINK, HEADS, WIDTH, seed=seed + 7 + i)
+    found["queries_scaled"] = normal(tokens, HEADS * GROUP, WIDTH, seed=seed + 20) * fall.flip(0)
+    found["gradients_output"] = normal(tokens, HEADS * GROUP, WIDTH, seed=seed + 21) * fall.flip(0).sqrt()
+    return found
+
+
+def calibrated(kind: str, **settings: Any) -> dict[str, Tensor]:
+    config = matryoshka.Config(**{"exact_tail": TAIL, "unit": 2, **settings})
+    return matryoshka.calibrate(config, spec(kind), samples())
+
+
+def codec(kind: str, ranks: list[int], **settings: Any) -> tuple[matryoshka.Nested, Mapping[str, Tensor]]:
+    static = {**calibrated(kind, **settings), "ranks": torch.tensor(ranks, dtype=torch.int32)}
+    return matryoshka.Nested(spec(kind), matryoshka.Config(**settings), static), static
+
+
+def plain(x: Tensor, static: Mapping[str, Tensor], head: int, rank: int) -> Tensor:
+    """x [n, WIDTH] of a head -> float64, projected on its first components."""
+    back, mean = static["back"][head].double(), static["mean"][head].double()
+    z = torch.linalg.solve(back, (x.double() - mean).T).T
+    return z[:, :rank] @ back[:, :rank].T + mean
+
+
+@pytest.mark.parametrize("basis", ["weighted", "orthogonal"])
+@pytest.mark.parametrize("ranks", [[5, 3], [4, 4], [1, 8]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_plain_projections(kind: str, ranks: list[int], basis: str) -> None:
+    made, static = codec(kind, ranks, basis=basis)
+    x = normal(1, HEADS, 30, WIDTH, seed=40)
+    block = made.encode(x, {})
+    assert block["rows"].shape == (1, 1, 30, sum(ranks)) and block["rows"].dtype == torch.float16
+    for head, rank in enumerate(ranks):
+        expected = plain(x[0, head], static, head, rank)
+        torch.testing.assert_close(made.decode(block)[0, head].double(), expected, atol=8e-3, rtol=2e-3)
+        if rank == WIDTH:
+            torch.testing.assert_close(expected, x[0, head].double(), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_against_a_plain_coder(bits: int) -> None:
+    ranks = [6, 4]
+    made, static = codec("values", ranks, bits=bits)
+    x = normal(1, HEADS, 30, WIDTH, seed=41) + 1
+    block = made.encode(x, {})
+    table = lloyd.levels(bits).double()
+    for head, rank in enumerate(ranks):
+        back, mean = static["back"][head].double(), static["mean"][head].double()
+        z = torch.linalg.solve(back, (x[0, head].double() - mean).T).T[:, :rank]
+        weights = back[:, :rank].square().sum(0) / back[:, :rank].square().sum()
+        size = (z.square() * weights).sum(1, keepdim=True).sqrt()
+        first = table[(z / size)[..., None].sub(table).abs().argmin(-1)]
+        norms = (z * first * weights).sum(1, keepdim=True) / (first.square() * weights).sum(1, keepdim=True)
+        norms = 2 ** ((norms.log2() * 16).round() / 16)
+        expected = table[(z / norms)[..., None].sub(table).abs().argmin(-1)] * norms @ back[:, :rank].T + mean
+        wrong = (made.decode(block)[0, head] - expected).abs() > 1e-3 * float(expected.abs().max())
+        assert wrong.any(1).double().mean() < 0.07  # ties, of norms and of levels
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("ranks", [[5, 3], [4, 4]])
+def test_reading_without_decoding(ranks: list[int], bits: int) -> None:
+    x, q = normal(2, HEADS, 30, WIDTH, seed=42) + 1, normal(2, HEADS, 5, WIDTH, seed=43)
+    keys, _ = codec("keys", ranks, bits=bits)
+    block = keys.encode(x, {})
+    expected = q.double() @ keys.decode(block).double().mT
+    torch.testing.assert_close(keys.scores(keys.query(q, {}), block).double(), expected, atol=2e-5, rtol=1e-4)
+    p = 0.5 * q @ x.mT.softmax(-1)  # of any sum
+    values, _ = codec("values", ranks, bits=bits)
+    block = values.encode(x, {})
+    found = values.output(values.mix(p, block), p.sum(-1, keepdim=True), {})
+    torch.testing.assert_close(found.double(), p.double() @ values.decode(block).double(), atol=5e-5, rtol=1e-4)
+
+
+def slow_damage(kind: str, given: Mapping[str, Tensor], static: Mapping[str, Tensor], head: int, rank: int) -> float:
+    """Query by query in float64; every query behind the first TAIL of a sample."""
+    states = {k: given[k].double().view(COUNT, LENGTH, HEADS, WIDTH)[:, :, head] for k in KINDS}
+    sinks = {k: given[f"{k}_sink"][:, :, head].double() for k in KINDS}
+    total = 0.0
+    for member in range(GROUP):
+        at = head * GROUP + member
+        slopes = given["gradients_output"][:, at].double()
+        fisher = slopes.T @ slopes / len(slopes)
+        for sample, place in itertools.product(range(COUNT), range(TAIL, LENGTH)):
+            exact = {k: torch.cat((sinks[k][sample], states[k][sample, : place + 1])) for k in KINDS}
+            coded = exact[kind].clone()
+            last = place + 1 - TAIL
+            coded[SINK : SINK + last] = plain(coded[SINK : SINK + last], static, head, rank)
+            q = given["queries_scaled"].view(COUNT, LENGTH, -1, WIDTH)[sample, place, at].double()
+            outputs = []
+            for cache in (exact, {**exact, kind: coded}):
+                outputs.append((cache["keys"] @ q).softmax(0) @ cache["values"])
+            difference = outputs[1] - outputs[0]
+            total += float(difference @ fisher @ difference)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damages_against_plain_attention(kind: str) -> None:
+    given = samples()
+    static = calibrated(kind)
+    ranks = grid(WIDTH, 2)
+    assert ranks == [2, 4, 6, 8]
+    for head, column in ((0, 0), (1, 1), (1, 2)):
+        expected = slow_damage(kind, given, static, head, ranks[column])
+        assert float(static["damages"][head, column]) == pytest.approx(expected, rel=2e-3)
+    assert float(static["damages"][:, -1].max()) < 1e-6 * float(static["damages"][:, 0].min())
+
+
+def test_greedy_is_optimal_on_convex_curves() -> None:
+    grids = [[2, 4, 6, 8], [2, 4, 6, 8], [3, 6, 7]]
+    generator = torch.Generator().manual_seed(3)
+    for budget in (8, 13, 17, 22, 23):
+        falls = [torch.rand(len(ranks), generator=generator).sort().values for ranks in grids]
+        sizes = [torch.tensor(ranks, dtype=torch.float32).diff() for ranks in grids]
+        curves = []
+        for size, fall in zip(sizes, falls, strict=True):
+            steps = size * fall[1:].flip(0)  # a channel more lowers the damage by less
+            curves.append(torch.cat((steps.flip(0).cumsum(0).flip(0), torch.zeros(1))))
+        found = greedy(curves, grids, budget)
+        assert sum(found) <= budget
+
+        def damage(ranks: Any, curves: list[Tensor] = curves) -> float:
+            return sum(float(c[g.index(r)]) for c, g, r in zip(curves, grids, ranks, strict=True))
+
+        same = [ranks for ranks in itertools.product(*grids) if sum(ranks) <= sum(found)]
+        assert damage(found) == pytest.approx(min(map(damage, same)), abs=1e-6)
+    assert greedy(curves, grids, 0) == [2, 2, 3]
+
+
+def test_layers_and_kinds_share_a_budget() -> None:
+    config = matryoshka.Config(keep=0.5, unit=2)
+    learned = []
+    for layer, kind in itertools.product(range(2), KINDS):
+        static = {"damages": torch.tensor([[3.0, 2, 1, 0]] * HEADS) * 100.0 ** (layer + (kind == "values"))}
+        learned.append((config, spec(kind, layer), static))
+    matryoshka.balance(learned)
+    ranks = [static["ranks"].tolist() for _, _, static in learned]
+    assert sum(map(sum, ranks)) == 4 * HEADS * WIDTH // 2
+    assert ranks == [[2, 2], [2, 2], [2, 6], [8, 8]]  # the keys of layer 1 and the values of layer 0 hurt alike
+    fixed = (matryoshka.Config(ranks="even"), spec("keys"), {})
+    matryoshka.balance([fixed])
+    assert not fixed[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weighted_basis_loses_least(kind: str) -> None:
+    """No projection of this rank, oblique ones of random directions included, loses less in the metric."""
+    given, static = samples(), calibrated(kind)
+    asked = given["queries_scaled" if kind == "keys" else "gradients_output"].view(-1, HEADS, GROUP, WIDTH)
+    x, q = given[kind][:, 0].double(), asked[:, 0].flatten(0, 1).double()
+    centred, moment = x - x.mean(0), q.T @ q / len(q)
+
+    def lost(projected: Tensor) -> float:
+        return float(((x - projected) @ moment * (x - projected)).sum())
+
+    best = lost(plain(x, static, 0, 3))
+    generator = torch.Generator().manual_seed(5)
+    back = static["back"][0].double()
+    for _ in range(20):
+        near = back + 0.05 * back.norm(dim=0) * torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+        moved = torch.linalg.solve(near, centred.T).T[:, :3] @ near[:, :3].T + x.mean(0)
+        assert lost(moved) > best
+    assert best < lost(plain(x, calibrated(kind, basis="orthogonal"), 0, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_keeps_the_basis_orthogonal_and_lowers_the_damage(kind: str) -> None:
+    first = calibrated(kind, basis="orthogonal")
+    found = calibrated(kind, basis="orthogonal", steps=80, rate=1e-2)
+    again = calibrated(kind, basis="orthogonal", steps=80, rate=1e-2)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    for static in (first, found):
+        unit = static["back"].double()
+        unit = unit / unit.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(unit.mT @ unit, torch.eye(WIDTH).double().expand(HEADS, -1, -1), atol=4e-3, rtol=0)
+    ratio = found["damages"][:, :-1] / first["damages"][:, :-1]
+    assert float(ratio.log().mean().exp()) < 0.9
+    turn = matryoshka_fit.cayley(normal(HEADS, WIDTH, WIDTH, seed=1).double())
+    torch.testing.assert_close(turn.mT @ turn, torch.eye(WIDTH).double().expand(HEADS, -1, -1), atol=1e-12, rtol=0)
+
+
+def test_the_order_of_samples_does_not_matter() -> None:
+    given, order = samples(), torch.tensor([2, 0, 1])
+    moved = {}
+    for name, x in given.items():
+        parts = x if name.endswith("_sink") else x.unflatten(0, (COUNT, -1))
+        moved[name] = parts[order] if name.endswith("_sink") else parts[order].flatten(0, 1)
+    for kind in KINDS:
+        config = matryoshka.Config(exact_tail=TAIL, unit=2)
+        one, other = (matryoshka.calibrate(config, spec(kind), x) for x in (given, moved))
+        torch.testing.assert_close(one["damages"], other["damages"], rtol=1e-2, atol=1e-6)
+        torch.testing.assert_close(one["back"].abs(), other["back"].abs(), rtol=0, atol=2e-3)
+        assert torch.equal(one["ranks"], other["ranks"])
+
+
+@pytest.mark.parametrize("settings", [{"keep": 0.5}, {"keep": 1.0}, {"keep": 0.75, "bits": 8, "ranks": "even"}])
+def test_calibrated_on_a_model(settings: dict[str, Any]) -> None:
+    """Both paths give the same logits for a padded batch; all channels stay near the exact cache."""
+    model = build("llama", {"max_position_embeddings": 2048})
+    ids = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1))
+    recipe = {"method": "matryoshka", **settings, "residual_length": 4, "flush": 4, "exact_tail": 4}
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(2, 1))
+    ranks = [static[f"layers.{layer}.{kind}.ranks"] for layer in range(2) for kind in KINDS]
+    assert sum(int(x.sum()) for x in ranks) <= settings["keep"] * sum(16 * len(x) for x in ranks)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    hooks.attach(model)
+    attention.register()
+    found = []
+    for path in ("decode", "fused", None):
+        model.set_attn_implementation("sdpa" if path != "fused" else attention.NAME)
+        cache = DynamicCache(config=model.config) if path is None else make_cache(model.config, recipe, static, path)
+        with torch.no_grad():
+            model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
+            found.append(model(ids[:, 50:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    if settings["keep"] == 1:
+        assert float((found[0] - found[2]).norm() / found[2].norm()) < 1e-3
+
+
+def test_what_is_refused() -> None:
+    assert "matryoshka is calibrated, but mean is missing" in refusal("matryoshka", spec("keys"), {})
+    own = calibrated("keys", unit=4)
+    zero = {**own, "ranks": torch.zeros(HEADS, dtype=torch.int32)}
+    assert "ranks holds 0, which is not between 1 and 8" in refusal("matryoshka", spec("keys"), zero)
+    flat = {**own, "back": torch.zeros_like(own["back"])}
+    assert "singular" in refusal("matryoshka", spec("keys"), flat)
+    for settings, match in (
+        ({"keep": 0.0}, "keep 0.0"),
+        ({"keep": 1.5}, "keep 1.5"),
+        ({"unit": 0}, "unit 0"),
+        ({"steps": 5}, "steps 5 train an orthogonal basis"),
+        ({"rate": 0.0}, "rate above 0"),
+        ({"exact_tail": -1}, "exact_tail -1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            matryoshka.Config(**settings)
