@@ -19,7 +19,8 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
 1.  `Config`, a frozen dataclass: the settings for keys or for values. It raises ValueError for impossible ones, with
     the field's name first.
 2.  `NEEDS`, a frozenset of the samples that calibration must bring, empty if none: "keys", "keys_pre" (before the
-    rotary embedding), "values", "queries", "queries_pre", "gradients" (of the loss, by keys_pre or by values).
+    rotary embedding), "values", "queries", "queries_pre", "attended" (p^2 over the queries that read a token, [tokens,
+    h, 1]), "gradients" (of the loss, by keys_pre or by values).
 3.  `build(config, spec, static) -> Codec`, called once for the keys and once for the values of each layer. It raises
     RecipeError where the settings do not fit the layer.
 4.  Only if NEEDS is not empty: `calibrate(config, spec, samples) -> dict[str, Tensor]`. samples: name -> float32

@@ -115,6 +115,7 @@ def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int
         channels = {"keys": math.prod(heads.keys), "values": math.prod(heads.values)}
         channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
         channels["queries_pre"], channels["gradients"] = channels["queries"], channels["keys"] + channels["values"]
+        channels["attended"] = heads.keys[0]
         work = max(module.WORK for module in modules if module.NEEDS)
         held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
         learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - {"gradients"}))

@@ -29,7 +29,6 @@ the calibration text, but for its norms.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -50,17 +49,15 @@ from compress.kernels.kv_contract import (
     Rotary,
 )
 from compress.kv.codec import ALL, Block, Codec, Field, Spec
+from compress.kv.codecs.components import components, fitting, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
-from compress.kv.codecs.mixed_packed import Pieces, row_nbytes
+from compress.kv.codecs.mixed_packed import Pieces
 from compress.numerics import checks
 
-NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
+NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
-DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 AT_ONCE = 2048  # tokens that are written
 NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
-LEAST = 1e-6  # variance of a component, relative to the mean
-ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
 
 
 @dataclass(frozen=True)
@@ -75,81 +72,22 @@ class Config:
             raise ValueError(f"unit {self.unit} is not 1 or more")
 
 
-def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
-    """variances [h, width] descending along the last axis -> bits uint8 alike, with a sum of at most `budget`.
-
-    Runs of `unit` components of a head get a bit together, those first whose error falls most; `ERRORS` falls by ever
-    smaller steps, so that this is optimal but for the last bits.
-    """
-    heads, width = variances.shape
-    runs = [variances[:, start : start + unit].sum(1).tolist() for start in range(0, width, unit)]
-    sizes = [min(unit, width - start) for start in range(0, width, unit)]
-    bits = torch.zeros(heads, width, dtype=torch.uint8)
-    heap = [
-        (-(1 - ERRORS[1]) * energy / sizes[run], run, head, 0)
-        for run, energies in enumerate(runs)
-        for head, energy in enumerate(energies)
-    ]
-    heapq.heapify(heap)
-    while heap:
-        _, run, head, held = heapq.heappop(heap)
-        if sizes[run] > budget:
-            continue
-        budget -= sizes[run]
-        bits[head, run * unit : run * unit + unit] += 1
-        if held + 1 < MOST_MIXED_BITS:
-            gain = (ERRORS[held + 1] - ERRORS[held + 2]) * runs[run][head] / sizes[run]
-            heapq.heappush(heap, (-gain, run, head, held + 1))
-    return bits
-
-
-def _fitting(variances: Tensor, config: Config, spec: Spec) -> Tensor:
-    """Return the bits of the largest budget whose codes, filled up, take no more bytes than the settings say."""
-    low, high = 0, _budget(config, spec)
-    if row_nbytes(bits := allocate(variances, high, config.unit)) <= _row(config, spec):
-        return bits
-    while high - low > 1:
-        middle = (low + high) // 2
-        if row_nbytes(allocate(variances, middle, config.unit)) <= _row(config, spec):
-            low = middle
-        else:
-            high = middle
-    return allocate(variances, low, config.unit)
-
-
-def components(x: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, h, width] -> mean [h, width], back [h, width, width] with x = mean + back z for z of unit variance,
-    and the variances [h, width] that an error of z stands for, descending; moment [h, width, width] of queries or none.
-    """
-    x = x.double().transpose(0, 1)
-    mean = x.mean(1)
-    x = x - mean[:, None]
-    covariance = x.mT @ x / x.shape[1]
-    if moment is None:
-        variances, back = torch.linalg.eigh(covariance)
-    else:
-        moment = moment.double()
-        damp = DAMP * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
-        values, vectors = torch.linalg.eigh(moment + damp[:, None, None] * torch.eye(x.shape[2], dtype=torch.float64))
-        root = (vectors * values.sqrt()[:, None]) @ vectors.mT
-        variances, back = torch.linalg.eigh(root @ covariance @ root)
-        back = (vectors / values.sqrt()[:, None]) @ vectors.mT @ back
-    variances, back = variances.flip(-1), back.flip(-1)
-    variances = variances.clamp(min=LEAST * variances.mean(-1, keepdim=True)).clamp(min=1e-12)
-    return mean, back * variances.sqrt()[:, None], variances
-
-
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Samples [tokens, h, width]; sums over tokens in float64, so that their order does not matter."""
-    moment = None
-    x = samples["values"]
+    """Samples [tokens, h, width], and `attended` [tokens, h, 1], without which all tokens count alike.
+
+    Sums over tokens are in float64, so that their order does not matter.
+    """
+    x = samples["keys_pre" if spec.kind == "keys" else "values"]
+    read = samples["attended"][..., 0] if "attended" in samples else x.new_ones(x.shape[:2])
+    counted = token_weights(read, 0.5)
     if spec.kind == "keys":
-        x = samples["keys_pre"]
         queries = samples["queries_pre"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2).double()
         moment = queries.mT @ queries / queries.shape[1]
         del queries  # the largest of all that is made here
-    mean, back, variances = components(x, moment)
-    bits = _fitting(variances.cpu(), config, spec)
+        mean, back, variances = components(x, moment, counted, counted)
+    else:
+        mean, back, variances = components(x, None, counted, token_weights(read, 1.0))
+    bits = fitting(variances.cpu(), _budget(config, spec), config.unit)
     return {"mean": mean.half(), "back": back.half(), "variances": variances.float(), "bits": bits}
 
 
