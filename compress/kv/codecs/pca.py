@@ -44,6 +44,7 @@ from compress.kernels.kv_contract import (
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
     NORM_STEPS,
+    PIECE,
     LevelTables,
     MixedCodes,
     Rotary,
@@ -128,28 +129,33 @@ class Principal(Codec):
         inverse, info = torch.linalg.inv_ex(back)
         if bool(info.any()):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
+        self.pieces = Pieces(static["bits"], row)
+        self.places = self.pieces.lanes.where(self.pieces.lanes >= 0, PIECE * self.pieces.most)
         held = {
             "mean": static["mean"].float()[:, None],
             "back": back.mT.float().contiguous(),
-            "forward": inverse.mT.float().contiguous(),
+            "forward": self._by_pieces(inverse.float()).mT.contiguous(),
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
-        self.pieces = Pieces(static["bits"], row)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
         self.table = torch.cat([table(b) for b in range(MOST_MIXED_BITS + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
-        self._made: dict[int, Any] = {}
+        self._made: dict[int | str, Any] = {}
         self._is_readable = 0 < self.pieces.reach <= 2 * self.pieces.nbytes
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         turned = state["cos"].shape[-1] if "cos" in state else 0
         if turned and can_turn(turned) and (kernel := self._kernel("prerope", x)) is not None:
             self._transform(kernel, turned)  # now, for its bytes to be counted from the start
-        y = (x - self._static("mean", x)) @ self._static("forward", x)
+        kernel = self._kernel("encode", x) if x.dtype == torch.float32 else None
+        if kernel is not None:
+            return self._encoded(kernel, x)
+        y = torch.nn.functional.pad((x - self._static("mean", x)) @ self._static("forward", x), (0, 1))
+        y = y.gather(-1, self._on(y, self.places)[None, :, None].expand(*y.shape[:3], -1))
         weights = self._static("weights", y)
         active = (weights > 0).to(y.dtype)
         norms = ((y.square() * active).sum(-1, keepdim=True) / active.sum(-1, keepdim=True).clamp(min=1)).sqrt()
@@ -158,6 +164,24 @@ class Principal(Codec):
         stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
         codes = self._nearest(y, self.norms.load(stored)).transpose(1, 2)  # B, n, h, width
         return {"norms": stored, "codes": self.pieces.pack(codes)[:, None]}
+
+    def _encoded(self, kernel: Any, x: Tensor) -> dict[str, Tensor]:
+        """Return what `encode` does, by compiled code."""
+        if "lanes" not in self._made:
+            counts = torch.tensor([len(piece.channels) for piece in self.pieces.pieces], dtype=torch.int32)
+            weights = self._by_pieces(self.static["weights"].mT)[..., 0].contiguous()
+            active = (self.static["bits"] > 0).sum(1).clamp(min=1).float()
+            self._made["lanes"] = kernel.Lanes(self.pieces.starts, self.pieces.bounds, counts, weights, active)
+        lanes, y = self._made["lanes"], (x - self.static["mean"]) @ self.static["forward"]
+        norms = kernel.fit(y, lanes, _tables(False))
+        stored = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
+        rows = kernel.pack(y, self.norms.load(stored), lanes, _tables(False), self.pieces.nbytes)
+        return {"norms": stored, "codes": rows[:, None]}
+
+    def _by_pieces(self, rows: Tensor) -> Tensor:
+        """rows [h, width, n], one for each component -> [h, 16 for each piece, n], zero where there is none."""
+        ordered = rows.new_zeros(len(rows), PIECE * self.pieces.most + 1, rows.shape[2])
+        return ordered.scatter_(1, self.places[..., None].expand_as(rows), rows)[:, :-1]
 
     def coded(self, block: Block) -> tuple[Tensor, Tensor]:
         """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
