@@ -6,23 +6,24 @@ v_c, has b_c bits of 0 to 7, given greedily where a bit lowers sum_c v_c D(b_c) 
 Lloyd-Max levels, over all heads of the layer together. The bits are chosen for UNIT components at a time. For keys the
 components are those of the scores: with S the second moment of the queries of a KV head and C the covariance of its
 keys, both before the rotary embedding, eigenvectors of S^1/2 C S^1/2, in whose basis the error of a score is the sum of
-the components' errors.
+the components' errors. In mean and covariance a token counts by what attention reads of it (components.py).
 
     x = mean + s back (level_c(code_c))_c,   back = S^-1/2 V diag(sd), s one byte for each token and head
 
 Bits per element: bits + 8 / width. What fills runs of equal bits up to 8 components (nothing with a `unit` of 8) comes
 out of the bits, and a row of codes has the same bytes whatever the calibration text is.
 Static: the mean and `back` in float16, h width^2 numbers for keys and as many for values of a layer, `bits` for each
-component; at run time `back` and its inverse in float32, and for compiled readers a third copy. Levels of 5 to 7 bits
-are rounded to bfloat16, which costs up to 0.7 % of their error.
+component; at run time `back` and its inverse in float32, 16 columns for each piece, and for compiled readers a third
+copy. Levels of 5 to 7 bits are rounded to bfloat16, which costs up to 0.7 % of their error.
 
-On CPUs with AVX-512, blocks of tokens are decoded, turned and multiplied with the queries, or written out, by compiled
-code (compress/kernels/cpu/kv_prerope.py), and probabilities meet the codes of values
-(compress/kernels/cpu/kv_mixed.py).
+On CPUs with AVX-512 compiled code chooses and packs the codes (compress/kernels/cpu/kv_encode.py), blocks of tokens
+are decoded, turned and multiplied with the queries, or written out (compress/kernels/cpu/kv_prerope.py), and
+probabilities meet the codes of values (compress/kernels/cpu/kv_mixed.py).
 
 Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
 errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);
-score-weighted keys and the norm of a token are ours; codes are not entropy-coded, which one token cannot be alone.
+score-weighted keys, tokens weighted by attention and the norm of a token are ours; codes are not entropy-coded, which
+one token cannot be alone.
 What it does not do: read keys without decoding them (the rotary embedding stands between); follow text that is unlike
 the calibration text, but for its norms.
 """
