@@ -30,7 +30,7 @@ from compress.kv.cache import make_cache
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 
-WINDOWS, LENGTH = 16, 1024  # of calibration text
+WINDOWS, LENGTH = 8, 1024  # of calibration text
 SCORED, CHUNK = 64, 32  # tokens read through a cache, and how many at a time
 
 
