@@ -31,6 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from compress import plugins
+from compress.calib.kv_attended import attended
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
@@ -42,7 +43,8 @@ from compress.numerics import kl
 NAME = "compress_kv_samples"
 SINKS = ("keys_sink", "values_sink")  # float32 [samples, sink, h, width], what the others leave out
 GRADIENTS = frozenset({"gradients", "gradients_output"})
-SAMPLES = ("keys", "keys_pre", "values", "queries", "queries_pre", "queries_scaled", *SINKS, *sorted(GRADIENTS))
+QUERIES = ("queries", "queries_pre", "queries_scaled")
+SAMPLES = ("keys", "keys_pre", "values", *QUERIES, "attended", *SINKS, *sorted(GRADIENTS))
 Samples = dict[str, list[Tensor]]  # "gradients" under their kind's name, "gradients.keys"
 
 
@@ -87,7 +89,8 @@ def calibrate(
     static: dict[str, Tensor] = {}
     layers = [index for index, names in enumerate(needs) if names]
     if layers:
-        sink = max(coding.policy.sink for kinds in codings for coding in kinds.values())
+        policies = [coding.policy for kinds in codings for coding in kinds.values()]
+        sink, near = (max(getattr(p, name) for p in policies) for name in ("sink", "residual_length"))
         if tokens.dim() != 2 or not tokens.shape[0] or tokens.shape[1] <= sink + 1:
             raise CalibrationError(
                 f"kv_cache: calibration needs samples of more than {sink + 1} tokens, found {tuple(tokens.shape)}"
@@ -96,7 +99,7 @@ def calibrate(
             skeleton, device = cast(models.Skeleton, Loaded(model)), model.device
         else:
             skeleton = model
-        made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, sink)
+        made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, _Tap(skeleton.model, sink, near))
         learned: list[Learned] = []
         for index, samples, heads in made.layers(needs, file):
             learned += _learned(codings, index, samples, heads)
@@ -180,9 +183,9 @@ def _static_of_reading(
 class _Pass:
     """The text's pass through the blocks, and back if there are gradients."""
 
-    def __init__(self, skeleton: models.Skeleton, tokens: Tensor, device: torch.device, batch: int, sink: int) -> None:
+    def __init__(self, skeleton: models.Skeleton, tokens: Tensor, device: torch.device, batch: int, tap: _Tap) -> None:
         self.skeleton, self.tokens, self.device, self.batch = skeleton, tokens, device, batch
-        self.tap = _Tap(skeleton.model, sink)
+        self.tap = tap
 
     def layers(self, needs: list[frozenset[str]], file: Path | None) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
         """Yield (layer, its samples, its attention) for each layer of which samples are needed."""
@@ -261,8 +264,8 @@ def _slope(skeleton: models.Skeleton, tokens: Tensor, hidden: Tensor) -> Tensor:
 class _Tap:
     """An attention function that keeps what it sees of one layer."""
 
-    def __init__(self, model: PreTrainedModel, sink: int) -> None:
-        self.model, self.sink = model, sink
+    def __init__(self, model: PreTrainedModel, sink: int, near: int) -> None:
+        self.model, self.sink, self.near = model, sink, near
         self.layer, self.names = -1, frozenset[str]()
         self.found: Samples = {}
         self.turns: tuple[Tensor, Tensor] | None = None
@@ -303,6 +306,9 @@ class _Tap:
         """Attend: query [B, H, n, width], key and value [B, h, n, width] after RoPE -> [B, n, H, width]."""
         if self.names:
             self._keep(query, key, value, kwargs.get("scaling"))
+        if "attended" in self.names:
+            scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+            self._add("attended", attended(query, key, attention_mask, (scaling, softcap), self.near)[..., None])
         if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedModelError("kv_cache: attention with sink logits or position biases cannot be calibrated")
         if kwargs.get("softcap") is not None:

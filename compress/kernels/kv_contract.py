@@ -5,7 +5,7 @@ A kernel is the file `compress/kernels/<folder of the device>/kv_<name>.py`, whi
 - affine: scores and mixed values of min-max integers (compress/kv/codecs/kivi.py), `decode`: the same written out;
 - levels: scores and mixed values of codes of one table with a norm for each token (compress/kv/codecs/lloyd.py);
 - mixed: values whose bits differ between channels; prerope: keys of this sort before the rotary embedding
-  (compress/kv/codecs/pca.py);
+  (compress/kv/codecs/pca.py); encode: such codes made of vectors;
 - attention: attention of one token in one launch (compress/kv/fused.py).
 
 Each has `supports`, which says what it can read.

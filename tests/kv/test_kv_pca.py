@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compress.calib.kv import calibrate
+from compress.kernels.kv_contract import MOST_MIXED_BITS
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
-from compress.kv.codecs import lloyd, pca
+from compress.kv.codecs import components, lloyd, pca
 from compress.kv.codecs.mixed_packed import row_nbytes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy, cache_settings
@@ -66,13 +67,13 @@ def test_bytes_do_not_depend_on_the_text(bits: float, unit: int) -> None:
         static = pca.calibrate(config, spec("values"), given)
         made = pca.build(config, spec("values"), static)
         sizes.add(made.encode(rows(given["values"][:8]), {})["codes"].shape[-1])
-        more = pca.allocate(static["variances"], int(static["bits"].sum()) + unit, unit)
+        more = components.allocate(static["variances"], int(static["bits"].sum()) + unit, unit)
         assert row_nbytes(more) > bits * HEADS * WIDTH / 8 or int(more.sum()) + unit > bits * HEADS * WIDTH
     assert sizes == {math.ceil(bits * HEADS * WIDTH / 8)}
 
 
 def test_errors_are_those_of_levels() -> None:
-    for bits, expected in enumerate(pca.ERRORS):
+    for bits, expected in enumerate(components.ERRORS):
         table, x = lloyd.levels(bits).double(), torch.linspace(-9, 9, 20_001, dtype=torch.float64)
         weight = (-x.square() / 2).exp()
         error = ((table[lloyd.nearest(x, table)] - x).square() * weight).sum() / weight.sum()
@@ -83,21 +84,21 @@ def test_bits_go_where_they_lower_the_error_most() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         variances = torch.rand(2, 4, generator=generator).exp().pow(3).sort(descending=True)[0]
-        found = pca.allocate(variances, 14, 1)
+        found = components.allocate(variances, 14, 1)
         assert int(found.sum()) == 14
 
         def error(bits: Tensor, variances: Tensor = variances) -> float:
-            return float((variances * torch.tensor(pca.ERRORS)[bits.long()]).sum())
+            return float((variances * torch.tensor(components.ERRORS)[bits.long()]).sum())
 
         for start in range(8):  # no bit is better elsewhere
             for stop in range(8):
                 moved = found.flatten().int()
                 moved[start] -= 1
                 moved[stop] += 1
-                if moved.min() >= 0 and moved.max() <= pca.MOST_MIXED_BITS:
+                if moved.min() >= 0 and moved.max() <= MOST_MIXED_BITS:
                     assert error(moved.view(2, 4)) >= error(found) - 1e-6
-    assert pca.allocate(torch.ones(2, 12), 23, 8).sum() in (20, 16)  # runs of 8 and of 4
-    assert pca.allocate(torch.zeros(1, 8), 100, 8).tolist() == [[7] * 8]
+    assert components.allocate(torch.ones(2, 12), 23, 8).sum() in (20, 16)  # runs of 8 and of 4
+    assert components.allocate(torch.zeros(1, 8), 100, 8).tolist() == [[7] * 8]
 
 
 def test_components_of_keys_are_those_of_the_scores() -> None:
@@ -106,14 +107,50 @@ def test_components_of_keys_are_those_of_the_scores() -> None:
         normal(2000, HEADS, WIDTH, seed=3).double() * torch.logspace(0, 1, WIDTH).double(),
     )
     moment = torch.einsum("nhi,nhj->hij", q, q) / 2000
-    mean, back, variances = pca.components(x, moment)
+    alike = torch.full(x.shape[:2], 1 / len(x)).double()
+    mean, back, variances = components.components(x, moment, alike, alike)
     for head in range(HEADS):
         z = torch.linalg.solve(back[head], (x[:, head] - mean[head]).T)
         torch.testing.assert_close(z @ z.T / 2000, torch.eye(WIDTH).double(), atol=1e-3, rtol=0)
         felt = back[head].T @ moment[head] @ back[head]  # of an error of z, squared and summed over queries
         torch.testing.assert_close(felt, variances[head].diag(), atol=2e-3 * float(variances[head, 0]), rtol=0)
-    again = pca.components(x[torch.randperm(2000, generator=torch.Generator().manual_seed(1))], moment)
+    order = torch.randperm(2000, generator=torch.Generator().manual_seed(1))
+    again = components.components(x[order], moment, alike, alike)
     torch.testing.assert_close(again[2], variances)
+
+
+def test_weights_of_tokens_are_copies_of_them() -> None:
+    """A token that counts three times is as good as three tokens; heads have weights of their own."""
+    x, times = uneven(60).double(), torch.randint(0, 4, (60, HEADS), generator=torch.Generator().manual_seed(2))
+    weights = components.token_weights(times, 1.0)
+    mean, back, variances = components.components(x, None, weights, weights)
+    for head in range(HEADS):
+        copied = x[:, head].repeat_interleave(times[:, head], 0)[:, None]
+        alike = torch.full((len(copied), 1), 1 / len(copied)).double()
+        expected = components.components(copied, None, alike, alike)
+        torch.testing.assert_close(mean[head], expected[0][0])
+        torch.testing.assert_close(variances[head], expected[2][0])
+        torch.testing.assert_close(back[head] @ back[head].T, (expected[1] @ expected[1].mT)[0])
+    roots = components.token_weights(times, 0.5)
+    torch.testing.assert_close(roots.square() / roots.square().sum(0), weights)
+    nothing = components.token_weights(torch.tensor([[0.0, 1.0], [0.0, 3.0]]), 1.0)
+    assert nothing.tolist() == [[0.5, 0.25], [0.5, 0.75]]
+
+
+def test_attention_sinks_are_coded_finely() -> None:
+    """Values that nearly all attention reads, and that are far from the others' mean, have small errors."""
+    given = samples()
+    sinks = torch.arange(len(given["values"])) % 100 == 50
+    given["values"][sinks] = 1e-3 * normal(int(sinks.sum()), HEADS, WIDTH, seed=4)
+    errors = {}
+    for name, share in (("alike", 1.0), ("read", 1e4)):
+        read = torch.where(sinks, share, 1.0)[:, None, None].expand(-1, HEADS, 1)
+        config = pca.Config(bits=3.0)
+        made = pca.build(config, spec("values"), pca.calibrate(config, spec("values"), {**given, "attended": read}))
+        x = rows(given["values"])
+        missed = (made.decode(made.encode(x, {})) - x).square().sum(-1)
+        errors[name] = float(missed[..., sinks].mean())
+    assert errors["read"] < errors["alike"] / 100
 
 
 @pytest.mark.parametrize("kind", ["keys", "values"])

@@ -86,7 +86,7 @@ class Unpacker(emitter.Emitter):
 
     def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
         """The table's words for sixteen channels of a token, int32."""
-        return self._looked_up(self._index(self.b.mul(token, self.row), planes, bits), bits)
+        return self.looked_up(self._index(self.b.mul(token, self.row), planes, bits), self.tables[bits])
 
     def norms(self, pointer: Any, offset: Any) -> Any:
         """Sixteen norms as floats."""
@@ -134,10 +134,10 @@ class Unpacker(emitter.Emitter):
         high = b.load(self.at(self.codes, b.add(offset, self.i64(4)), self.byte), typ=kind, align=1)
         return self.shuffled(self.splat(low, LANES), self.splat(high, LANES), [*range(8), *range(24, 32)])
 
-    def _looked_up(self, index: Any, bits: int) -> Any:
-        b, table = self.b, self.tables[bits]
-        kind = self.vector(self.word, LANES)
-        if bits <= 4:
+    def looked_up(self, index: Any, table: Sequence[int]) -> Any:
+        """Words of a table, whose length is a power of 2, by the lowest bits of the indices."""
+        b, kind = self.b, self.vector(self.word, LANES)
+        if len(table) <= LANES:
             return self.permuted(self.ir.Constant(kind, [table[i % len(table)] for i in range(LANES)]), index)
         found = []
         for first in range(0, len(table), 2 * LANES):

@@ -6,30 +6,30 @@ v_c, has b_c bits of 0 to 7, given greedily where a bit lowers sum_c v_c D(b_c) 
 Lloyd-Max levels, over all heads of the layer together. The bits are chosen for UNIT components at a time. For keys the
 components are those of the scores: with S the second moment of the queries of a KV head and C the covariance of its
 keys, both before the rotary embedding, eigenvectors of S^1/2 C S^1/2, in whose basis the error of a score is the sum of
-the components' errors.
+the components' errors. In mean and covariance a token counts by what attention reads of it (components.py).
 
     x = mean + s back (level_c(code_c))_c,   back = S^-1/2 V diag(sd), s one byte for each token and head
 
 Bits per element: bits + 8 / width. What fills runs of equal bits up to 8 components (nothing with a `unit` of 8) comes
 out of the bits, and a row of codes has the same bytes whatever the calibration text is.
 Static: the mean and `back` in float16, h width^2 numbers for keys and as many for values of a layer, `bits` for each
-component; at run time `back` and its inverse in float32, and for compiled readers a third copy. Levels of 5 to 7 bits
-are rounded to bfloat16, which costs up to 0.7 % of their error.
+component; at run time `back` and its inverse in float32, 16 columns for each piece, and for compiled readers a third
+copy. Levels of 5 to 7 bits are rounded to bfloat16, which costs up to 0.7 % of their error.
 
-On CPUs with AVX-512, blocks of tokens are decoded, turned and multiplied with the queries, or written out, by compiled
-code (compress/kernels/cpu/kv_prerope.py), and probabilities meet the codes of values
-(compress/kernels/cpu/kv_mixed.py).
+On CPUs with AVX-512 compiled code chooses and packs the codes (compress/kernels/cpu/kv_encode.py), blocks of tokens
+are decoded, turned and multiplied with the queries, or written out (compress/kernels/cpu/kv_prerope.py), and
+probabilities meet the codes of values (compress/kernels/cpu/kv_mixed.py).
 
 Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
 errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);
-score-weighted keys and the norm of a token are ours; codes are not entropy-coded, which one token cannot be alone.
+score-weighted keys, tokens weighted by attention and the norm of a token are ours; codes are not entropy-coded, which
+one token cannot be alone.
 What it does not do: read keys without decoding them (the rotary embedding stands between); follow text that is unlike
 the calibration text, but for its norms.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -45,22 +45,21 @@ from compress.kernels.kv_contract import (
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
     NORM_STEPS,
+    PIECE,
     LevelTables,
     MixedCodes,
     Rotary,
 )
 from compress.kv.codec import ALL, Block, Codec, Field, Spec
+from compress.kv.codecs.components import components, fitting, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
-from compress.kv.codecs.mixed_packed import Pieces, row_nbytes
+from compress.kv.codecs.mixed_packed import Pieces
 from compress.numerics import checks
 
-NEEDS = frozenset({"keys_pre", "queries_pre", "values"})
+NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
-DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 AT_ONCE = 2048  # tokens that are written
 NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
-LEAST = 1e-6  # variance of a component, relative to the mean
-ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
 
 
 @dataclass(frozen=True)
@@ -75,81 +74,22 @@ class Config:
             raise ValueError(f"unit {self.unit} is not 1 or more")
 
 
-def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
-    """variances [h, width] descending along the last axis -> bits uint8 alike, with a sum of at most `budget`.
-
-    Runs of `unit` components of a head get a bit together, those first whose error falls most; `ERRORS` falls by ever
-    smaller steps, so that this is optimal but for the last bits.
-    """
-    heads, width = variances.shape
-    runs = [variances[:, start : start + unit].sum(1).tolist() for start in range(0, width, unit)]
-    sizes = [min(unit, width - start) for start in range(0, width, unit)]
-    bits = torch.zeros(heads, width, dtype=torch.uint8)
-    heap = [
-        (-(1 - ERRORS[1]) * energy / sizes[run], run, head, 0)
-        for run, energies in enumerate(runs)
-        for head, energy in enumerate(energies)
-    ]
-    heapq.heapify(heap)
-    while heap:
-        _, run, head, held = heapq.heappop(heap)
-        if sizes[run] > budget:
-            continue
-        budget -= sizes[run]
-        bits[head, run * unit : run * unit + unit] += 1
-        if held + 1 < MOST_MIXED_BITS:
-            gain = (ERRORS[held + 1] - ERRORS[held + 2]) * runs[run][head] / sizes[run]
-            heapq.heappush(heap, (-gain, run, head, held + 1))
-    return bits
-
-
-def _fitting(variances: Tensor, config: Config, spec: Spec) -> Tensor:
-    """Return the bits of the largest budget whose codes, filled up, take no more bytes than the settings say."""
-    low, high = 0, _budget(config, spec)
-    if row_nbytes(bits := allocate(variances, high, config.unit)) <= _row(config, spec):
-        return bits
-    while high - low > 1:
-        middle = (low + high) // 2
-        if row_nbytes(allocate(variances, middle, config.unit)) <= _row(config, spec):
-            low = middle
-        else:
-            high = middle
-    return allocate(variances, low, config.unit)
-
-
-def components(x: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, h, width] -> mean [h, width], back [h, width, width] with x = mean + back z for z of unit variance,
-    and the variances [h, width] that an error of z stands for, descending; moment [h, width, width] of queries or none.
-    """
-    x = x.double().transpose(0, 1)
-    mean = x.mean(1)
-    x = x - mean[:, None]
-    covariance = x.mT @ x / x.shape[1]
-    if moment is None:
-        variances, back = torch.linalg.eigh(covariance)
-    else:
-        moment = moment.double()
-        damp = DAMP * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
-        values, vectors = torch.linalg.eigh(moment + damp[:, None, None] * torch.eye(x.shape[2], dtype=torch.float64))
-        root = (vectors * values.sqrt()[:, None]) @ vectors.mT
-        variances, back = torch.linalg.eigh(root @ covariance @ root)
-        back = (vectors / values.sqrt()[:, None]) @ vectors.mT @ back
-    variances, back = variances.flip(-1), back.flip(-1)
-    variances = variances.clamp(min=LEAST * variances.mean(-1, keepdim=True)).clamp(min=1e-12)
-    return mean, back * variances.sqrt()[:, None], variances
-
-
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Samples [tokens, h, width]; sums over tokens in float64, so that their order does not matter."""
-    moment = None
-    x = samples["values"]
+    """Samples [tokens, h, width], and `attended` [tokens, h, 1], without which all tokens count alike.
+
+    Sums over tokens are in float64, so that their order does not matter.
+    """
+    x = samples["keys_pre" if spec.kind == "keys" else "values"]
+    read = samples["attended"][..., 0] if "attended" in samples else x.new_ones(x.shape[:2])
+    counted = token_weights(read, 0.5)
     if spec.kind == "keys":
-        x = samples["keys_pre"]
         queries = samples["queries_pre"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2).double()
         moment = queries.mT @ queries / queries.shape[1]
         del queries  # the largest of all that is made here
-    mean, back, variances = components(x, moment)
-    bits = _fitting(variances.cpu(), config, spec)
+        mean, back, variances = components(x, moment, counted, counted)
+    else:
+        mean, back, variances = components(x, None, counted, token_weights(read, 1.0))
+    bits = fitting(variances.cpu(), _budget(config, spec), config.unit)
     return {"mean": mean.half(), "back": back.half(), "variances": variances.float(), "bits": bits}
 
 
@@ -190,28 +130,33 @@ class Principal(Codec):
         inverse, info = torch.linalg.inv_ex(back)
         if bool(info.any()):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
+        self.pieces = Pieces(static["bits"], row)
+        self.places = self.pieces.lanes.where(self.pieces.lanes >= 0, PIECE * self.pieces.most)
         held = {
             "mean": static["mean"].float()[:, None],
             "back": back.mT.float().contiguous(),
-            "forward": inverse.mT.float().contiguous(),
+            "forward": self._by_pieces(inverse.float()).mT.contiguous(),
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
         super().__init__(spec, held)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
-        self.pieces = Pieces(static["bits"], row)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
         self.table = torch.cat([table(b) for b in range(MOST_MIXED_BITS + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
-        self._made: dict[int, Any] = {}
+        self._made: dict[int | str, Any] = {}
         self._is_readable = 0 < self.pieces.reach <= 2 * self.pieces.nbytes
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         turned = state["cos"].shape[-1] if "cos" in state else 0
         if turned and can_turn(turned) and (kernel := self._kernel("prerope", x)) is not None:
             self._transform(kernel, turned)  # now, for its bytes to be counted from the start
-        y = (x - self._static("mean", x)) @ self._static("forward", x)
+        kernel = self._kernel("encode", x) if x.dtype == torch.float32 else None
+        if kernel is not None:
+            return self._encoded(kernel, x)
+        y = torch.nn.functional.pad((x - self._static("mean", x)) @ self._static("forward", x), (0, 1))
+        y = y.gather(-1, self._on(y, self.places)[None, :, None].expand(*y.shape[:3], -1))
         weights = self._static("weights", y)
         active = (weights > 0).to(y.dtype)
         norms = ((y.square() * active).sum(-1, keepdim=True) / active.sum(-1, keepdim=True).clamp(min=1)).sqrt()
@@ -220,6 +165,24 @@ class Principal(Codec):
         stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
         codes = self._nearest(y, self.norms.load(stored)).transpose(1, 2)  # B, n, h, width
         return {"norms": stored, "codes": self.pieces.pack(codes)[:, None]}
+
+    def _encoded(self, kernel: Any, x: Tensor) -> dict[str, Tensor]:
+        """Return what `encode` does, by compiled code."""
+        if "lanes" not in self._made:
+            counts = torch.tensor([len(piece.channels) for piece in self.pieces.pieces], dtype=torch.int32)
+            weights = self._by_pieces(self.static["weights"].mT)[..., 0].contiguous()
+            active = (self.static["bits"] > 0).sum(1).clamp(min=1).float()
+            self._made["lanes"] = kernel.Lanes(self.pieces.starts, self.pieces.bounds, counts, weights, active)
+        lanes, y = self._made["lanes"], (x - self.static["mean"]) @ self.static["forward"]
+        norms = kernel.fit(y, lanes, _tables(False))
+        stored = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
+        rows = kernel.pack(y, self.norms.load(stored), lanes, _tables(False), self.pieces.nbytes)
+        return {"norms": stored, "codes": rows[:, None]}
+
+    def _by_pieces(self, rows: Tensor) -> Tensor:
+        """rows [h, width, n], one for each component -> [h, 16 for each piece, n], zero where there is none."""
+        ordered = rows.new_zeros(len(rows), PIECE * self.pieces.most + 1, rows.shape[2])
+        return ordered.scatter_(1, self.places[..., None].expand_as(rows), rows)[:, :-1]
 
     def coded(self, block: Block) -> tuple[Tensor, Tensor]:
         """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
