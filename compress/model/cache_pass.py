@@ -16,7 +16,8 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.errors import CompressError
 from compress.kv import generation, rope
-from compress.kv.cache import head_shape, layer_types
+from compress.kv.cache import layer_types
+from compress.kv.head_shape import head_shape
 from compress.model import blockwise, graph, meta_pass
 
 LATENTS = "what it caches is not what its attention reads"

@@ -29,7 +29,8 @@ from transformers.utils import cached_file
 from compress.errors import CheckpointError, shown
 from compress.kv import generation
 from compress.kv import static as calibrated
-from compress.kv.cache import coded_layers, head_shape, layer_types, states_heads
+from compress.kv.cache import coded_layers, layer_types
+from compress.kv.head_shape import head_shape, states_heads
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.storage.checkpoint import CONFIG, read_header, sha256, write_shard
 
