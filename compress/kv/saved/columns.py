@@ -36,7 +36,7 @@ SIXTEENTHS = 16
 CENTRE = 128  # symbol of the code 0
 LARGEST = 8191  # of an integer: then every code is an int16
 MOST_TABLES = 32
-TABLE_SYMBOLS = 1 << 16  # symbols that are worth a table
+TABLE_SYMBOLS = 1 << 15  # symbols that are worth a table
 ROUNDS = 6  # of clustering
 ABSENT = 1e-3  # counts that a table is taken to have of a symbol that it lacks
 

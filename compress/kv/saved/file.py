@@ -65,7 +65,8 @@ def _coded(given: Mapping[str, tuple[Part, Source]]) -> Iterator[tuple[str, Tens
     fitted = {
         name: columns.fitted(each.matrix(source())) for name, (each, source) in given.items() if each.way != "raw"
     }
-    freqs, chosen = columns.tables(torch.cat([torch.zeros(0, 256, dtype=torch.int64), *(c for _, c in fitted.values())]))
+    none = torch.zeros(0, rans.SYMBOLS, dtype=torch.int64)
+    freqs, chosen = columns.tables(torch.cat([none, *(counts for _, counts in fitted.values())]))
     yield "tables", freqs.to(torch.int16)
     own = dict(zip(fitted, chosen.split([len(counts) for _, counts in fitted.values()]), strict=True))
     for name, (each, source) in given.items():
