@@ -14,7 +14,11 @@ from compress.errors import CalibrationError, CheckpointError, first_line
 from compress.storage import paths
 
 kv = typer.Typer(
-    name="kv", help="Save the cache of a prompt, and go on from it later.", no_args_is_help=True, add_completion=False
+    name="kv",
+    help="Save the cache of a prompt, and go on from it later.",
+    epilog="Example: compress kv save ./my-model --prompt-file manual.txt --out manual.kv",
+    no_args_is_help=True,
+    add_completion=False,
 )
 app.add_typer(kv)
 
