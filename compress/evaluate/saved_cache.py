@@ -50,7 +50,7 @@ def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "c
     model = lm.load_model(directory, "auto", device)
     start = time.perf_counter()
     own = hasattr(model, "kv_cache")
-    cache: Any = generation.fresh(model) if own else DynamicCache(config=model.config)  # type: ignore[no-untyped-call]
+    cache: Any = generation.fresh(model) if own else DynamicCache(config=model.config)
     generation.check_length(model.config, ids.shape[1])
     with torch.no_grad():
         for chunk in ids.to(model.device).split(CHUNK, 1):

@@ -67,7 +67,7 @@ def save_cache(
     if tokens.dim() != 2 or tokens.shape[1] != seen:
         raise CompressError(f"the cache is of {seen} tokens, and token ids of shape {list(tokens.shape)} were given")
     is_coded = isinstance(cache, KVCache)
-    layers = coded.known_layers(cache) if is_coded else plain.facts(cache)
+    layers = coded.known_layers(cache) if isinstance(cache, KVCache) else plain.facts(cache)
     noise = None if is_coded else NOISE[quality]
     both = plain.turns(model, seen) if noise is not None else None
     given = {"tokens": coded.exact(tokens.to(torch.int32))}

@@ -188,4 +188,4 @@ def _predicted(before: Tensor, predict: Tensor) -> Tensor:
 
 
 def _checksum(words: Tensor) -> int:
-    return zlib.crc32(words.contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(words.contiguous().view(torch.uint8).numpy().tobytes())

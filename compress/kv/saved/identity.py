@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 SAMPLED = 1 << 14  # numbers hashed at the start and at the end of each tensor
 PASSING = {"dtype", "torch_dtype", "_name_or_path", "transformers_version", "_attn_implementation", "use_cache"}
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a sha256 over the configuration, names and shapes of all weights, and samples of their numbers.
+def fingerprint(model: Any) -> str:
+    """Return a sha256 over the configuration of a PreTrainedModel, names and shapes of all weights, and samples of their numbers.
 
     Samples are hashed as float32 where a weight is bfloat16 or float16, so that a checkpoint is the same model if it is
     loaded in a larger type. Packed weights are buffers, and count.

@@ -26,7 +26,7 @@ from compress.kv.settings import KINDS
 
 SINKS = 4  # tokens
 FULL, SLIDING = "full", "sliding"
-LAYERS = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING}
+LAYERS: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING}
 
 Given = Iterator[tuple[str, tuple[Part, Source]]]
 Turns = tuple[Tensor, Tensor]  # cos and sin [1, tokens, rotary width] float32
