@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.calib.kv import calibrate
 from compress.errors import CheckpointError, CompressError, OutputError, RecipeError, UnsupportedModelError
-from compress.kv import attention, hooks, saved
+from compress.kv import attention, generation, hooks, saved
 from compress.kv.cache import make_cache
 from compress.kv.saved import columns, file, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.settings import cache_settings
@@ -150,6 +150,25 @@ def test_codes_come_back_bit_for_bit(method: str, pads: int, tmp_path: Path) -> 
     if static(method):
         with pytest.raises(CheckpointError, match="saved with other calibrated tensors"):
             load_cache(model(), found, static={})
+
+
+@pytest.mark.parametrize("method", ["kivi", "pca"])
+def test_generation_with_the_cache_of_the_model_itself(method: str, tmp_path: Path) -> None:
+    """Its calibrated tensors are those of the model; without a question the last token is read again."""
+    settings = {"method": method, **CODECS[method], "sink": 2, "residual_length": 32}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(prompt())}
+    generation.attach(model(), settings, static(method))
+    try:
+        cache: Any = read(prompt(), generation.fresh(model()))
+        found = save_cache(cache, tmp_path / "x.kv", model(), prompt())
+        loaded: Any = load_cache(model(), found)
+        for each in (cache, loaded):
+            each.crop(-1)
+        expected = model().generate(prompt(), past_key_values=cache, **options)
+        assert torch.equal(model().generate(prompt(), past_key_values=loaded, **options), expected)
+    finally:
+        generation.detach(model())
+        hooks.attach(model())
 
 
 def test_damaged_bytes_are_found(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ PASSING = {"dtype", "torch_dtype", "_name_or_path", "transformers_version", "_at
 
 
 def fingerprint(model: Any) -> str:
-    """Return a sha256 over the configuration of a PreTrainedModel, names and shapes of all weights, and samples of their numbers.
+    """Return a sha256 over the configuration of a PreTrainedModel, names, shapes and samples of all its weights.
 
     Samples are hashed as float32 where a weight is bfloat16 or float16, so that a checkpoint is the same model if it is
     loaded in a larger type. Packed weights are buffers, and count.
     """
     config = model.config.to_dict()
     plain = {key: value for key, value in config.items() if key not in PASSING}
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=_named).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {list(tensor.shape)}".encode())
         flat = tensor.detach().reshape(-1)
@@ -41,6 +41,11 @@ def of_tensors(tensors: dict[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + _bytes(tensor))
     return digest.hexdigest() if tensors else ""
+
+
+def _named(value: Any) -> str:
+    """Return a text for a setting that JSON does not have, the same in every process."""
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
 def _bytes(tensor: Tensor) -> bytes:
