@@ -25,8 +25,12 @@ from pico import build
 TOKENS = 300
 
 
-@once
 def model(kind: str = "llama") -> PreTrainedModel:
+    return built(kind)
+
+
+@once
+def built(kind: str) -> PreTrainedModel:
     made = build(kind, {"head_dim": 32, "max_position_embeddings": 2048})
     hooks.attach(made)
     attention.register()
