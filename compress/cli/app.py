@@ -20,6 +20,7 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     export,
     interruption,
     kv,
+    kv_saved,
     lists,
     push,
     quantize,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,29 @@ class Rope:
         left = max(len(self) - count, 0)
         for buffer in (self._rows, self._positions):
             buffer.crop(max(buffer.length - left, 0))
+
+    def held(self) -> dict[str, Tensor]:
+        """Return what it holds: "rows", or "positions" with the last "row" that they stand for; nothing if empty."""
+        if not len(self):
+            return {}
+        if self._source is None:
+            return {"rows": self._rows.view()}
+        return {"positions": self._positions.view(), "row": torch.stack(self._made(len(self) - 1, len(self)), 1)}
+
+    def refill(self, held: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
+        """Fill an empty one with what `held` returned; modules: of the model. CompressError if none makes its rows."""
+        if "rows" in held:
+            _extend(self._rows, held["rows"])
+        if "positions" not in held:
+            return
+        positions, row = held["positions"][:, 0], held["row"]
+        for module in modules:
+            cos, sin = _call(module, row.new_empty(0), positions)
+            if torch.allclose(torch.stack((cos, sin), 1)[:, :, -1:].float(), row.float(), atol=1e-2):
+                self.announce(positions, [module])
+                self.append(cos, sin)
+                return
+        raise CompressError("kv_cache: no rotary embedding of this model makes the rows of the saved cache")
 
     def clear(self) -> None:
         self._rows.clear()

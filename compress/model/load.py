@@ -282,12 +282,13 @@ class Draw(LogitsProcessor):
 
 
 def write(
-    model: transformers.PreTrainedModel, start: Tensor, new_tokens: int, draw: Draw, stop: tuple[int, ...] = ()
+    model: transformers.PreTrainedModel, start: Tensor, new_tokens: int, draw: Draw, stop: Sequence[int] = (), **kw: Any
 ) -> Tensor:
     """Return start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
 
-    The generation settings in the checkpoint (top_k, penalties, early stopping) do not count. Raise CalibrationError
-    for more tokens than the model has positions.
+    kw: goes to `generate`: past_key_values, a cache of the first tokens of `start`. The generation settings in the
+    checkpoint (top_k, penalties, early stopping) do not count. Raise CalibrationError for more tokens than the model
+    has positions.
     """
     if new_tokens < 1:
         return start
@@ -306,7 +307,7 @@ def write(
     start = start.to(model.device)
     generate = cast(Callable[..., Tensor], model.generate)
     written = generate(
-        start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw]
+        start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw], **kw
     )
     return written.cpu()
 

@@ -46,8 +46,8 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 
 def test_the_commands() -> None:
     assert (
-        " ".join(COMMANDS) == "allocate bench eval export exports generate inspect kv-bench measure merge methods plan "
-        "push quantize recipes report transform verify"
+        " ".join(COMMANDS) == "allocate bench eval export exports generate inspect kv kv-bench measure merge methods "
+        "plan push quantize recipes report transform verify"
     )
 
 

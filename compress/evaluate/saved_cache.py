@@ -1,0 +1,101 @@
+"""Save the cache of a prompt that a model has read, and let a model go on from a saved one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from compress.errors import CalibrationError, shown
+from compress.kv import generation
+from compress.kv.saved import load_cache, raw_nbytes, save_cache, token_ids
+from compress.kv.saved.file import SavedFile
+from compress.model import load as lm
+
+CHUNK = 1024  # tokens of a prompt at a time: bounds activations
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file holds."""
+
+    tokens: int
+    nbytes: int  # of the file
+    raw_nbytes: int  # of keys and values as the model computed them
+    quality: str
+    seconds: float | None = None  # to compute the prompt and to save it
+
+
+def described(path: Path) -> Saved:
+    """Return what a file holds; its small parts are checked. Raises CheckpointError for one that is none."""
+    return _described(SavedFile(path))
+
+
+def _described(file: SavedFile, seconds: float | None = None) -> Saved:
+    tokens = file.parts["tokens"].shape
+    return Saved(tokens[0] * tokens[1], file.path.stat().st_size, raw_nbytes(file), file.facts["quality"], seconds)
+
+
+def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "cpu") -> Saved:
+    """Let a model read a prompt and save its cache: the checkpoint's own if it has one, else keys and values.
+
+    quality: a key of `compress.kv.saved.NOISE`. Raises CalibrationError for a prompt without tokens.
+    """
+    ids = torch.tensor([_ids(directory, prompt)])
+    model = lm.load_model(directory, "auto", device)
+    start = time.perf_counter()
+    own = hasattr(model, "kv_cache")
+    cache: Any = generation.fresh(model) if own else DynamicCache(config=model.config)
+    generation.check_length(model.config, ids.shape[1])
+    with torch.no_grad():
+        for chunk in ids.to(model.device).split(CHUNK, 1):
+            model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    file = save_cache(cache, out, model, ids, quality, {"model_name": directory.name})
+    return _described(file, time.perf_counter() - start)
+
+
+def write_on(
+    directory: Path,
+    path: Path,
+    prompt: str,
+    max_new_tokens: int,
+    draw: tuple[float, int] = (0.0, 0),
+    device: str = "cpu",
+) -> str:
+    """Return what a model writes after a saved prompt and `prompt`, which may be empty.
+
+    draw: temperature and seed. Raises CheckpointError for a file that is damaged or of another model.
+    """
+    file = SavedFile(path)
+    ids, more = token_ids(file), _ids(directory, prompt, first=False) if prompt else []
+    model = lm.load_model(directory, "auto", device)
+    cache = cast(Any, load_cache(model, file))
+    if not more:
+        cache.crop(-1)  # the last token goes through the model again: what it says of the next one was not saved
+    start = torch.cat((ids, torch.tensor([more], dtype=torch.int64)), 1)
+    temperature, seed = draw
+    drawn = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
+    written = _write(model, start, max_new_tokens, drawn, cache)
+    tokenizer = lm.load_tokenizer(directory)
+    whole, before = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (written, start[0]))
+    return whole.removeprefix(before)
+
+
+def _write(model: PreTrainedModel, start: Tensor, count: int, draw: lm.Draw, cache: Any) -> list[int]:
+    return cast(list[int], lm.write(model, start, count, draw, lm.end_tokens(model), past_key_values=cache)[0].tolist())
+
+
+def _ids(directory: Path, text: str, first: bool = True) -> list[int]:
+    """Return the token ids of a text; what is not the first text gets no tokens that begin one."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise CalibrationError(f"the prompt {shown(text)} is not Unicode text; give it in UTF-8")
+    tokenizer = lm.load_tokenizer(directory)
+    ids = cast(list[int], tokenizer(text, verbose=False, add_special_tokens=first)["input_ids"])
+    if not ids:
+        raise CalibrationError(f"the prompt {shown(text)} has no tokens; give at least one word")
+    return ids

@@ -1,0 +1,138 @@
+"""Save and restore caches of our own codecs (kv/cache.py) without loss: every stored field, as bytes.
+
+What a codec has stored is coded once more by the frequencies of its bytes; nothing is rounded again. Calibrated tensors
+are those of a checkpoint, not of a text: the file has their sha256, and who loads it must have the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+from compress.kv import rope
+from compress.kv.cache import CodedLayer, KVCache, make_cache, named_path
+from compress.kv.saved import identity, parts, plain
+from compress.kv.saved.file import SavedFile, Source
+from compress.kv.saved.parts import Part
+from compress.kv.settings import KINDS, cache_settings
+from compress.kv.token_store import Store
+
+CODES = "codes"  # kind of a layer
+Given = Iterator[tuple[str, tuple[Part, Source]]]
+
+
+def facts(cache: KVCache) -> dict[str, Any]:
+    """Return what is to be known of the cache but its layers; settings that layers share are written once."""
+    codings = [json.dumps({k: c.plain() for k, c in layer.items()}, sort_keys=True) for layer in cache.codings]
+    known = sorted(set(codings))
+    return {
+        "codings": [json.loads(text) for text in known],
+        "coding_of": [known.index(text) for text in codings],
+        "exact_prefill": cache.exact_prefill,
+        "path": cache.path,
+        "static": identity.of_tensors(cache.static),
+    }
+
+
+def known_layers(cache: KVCache) -> list[dict[str, Any] | None]:
+    """Return what is to be known of each layer, None for one that holds nothing."""
+    return [layer_facts(index, layer) for index, layer in enumerate(cache.layers)]
+
+
+def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
+    """Return the facts of one layer, coded or not; None for one that holds nothing."""
+    if not isinstance(layer, CodedLayer):
+        return plain.layer_facts(index, layer)
+    if not layer.stores:
+        return None
+    layer.commit()
+    found: dict[str, Any] = {"kind": CODES, "seen": layer.seen}
+    for kind, store in layer.stores.items():
+        spec = store.codec.spec
+        found[kind] = {
+            "shape": [store.batch, spec.heads, 0, spec.width],
+            "dtype": parts.NAMES[spec.dtype],
+            "runs": store.runs,
+            "coded": store.coded,
+            "waits": store.waits,
+        }
+    return found
+
+
+def given(index: int, layer: Any) -> Given:
+    """Yield the parts of a layer."""
+    if not isinstance(layer, CodedLayer):
+        yield from plain.given(index, layer, None, None)[1]
+        return
+    for kind, store in layer.stores.items():
+        for name, tensor in _held(store).items():
+            yield f"{index}.{kind}.{name}", exact(tensor)
+
+
+def shared(cache: KVCache) -> Given:
+    """Yield the parts that all layers share: rotary positions or rows, and the padding of each sequence."""
+    for name, tensor in cache.rope.held().items():
+        yield f"rope.{name}", exact(tensor)
+    if cache.pads is not None:
+        yield "pads", exact(cache.pads)
+
+
+def exact(tensor: Tensor) -> tuple[Part, Source]:
+    """Return the part of a tensor that comes back bit for bit, and what gives it."""
+    tensor = tensor.detach().cpu().contiguous()
+    return parts.lossless(tensor), lambda: tensor
+
+
+def _held(store: Store) -> dict[str, Tensor]:
+    """Return the tensors of a store by name."""
+    buffers = {"sink": store.sink, "tail": store.tail, **{f"fields.{n}": b for n, b in store.fields.items()}}
+    found = {name: buffer.view() for name, buffer in buffers.items() if buffer.length}
+    found |= {f"state.{name}": tensor for name, tensor in store.state.items()}
+    orders = {"order": store.columns, "source": store.source}
+    return found | {name: order for name, order in orders.items() if order is not None}
+
+
+def fresh(config: Any, known: Mapping[str, Any], static: Mapping[str, Tensor] | None) -> KVCache:
+    """Return an empty cache with the saved settings. Raises CheckpointError for other calibrated tensors."""
+    if identity.of_tensors(dict(static or {})) != known["static"]:
+        raise CheckpointError(
+            "the cache was saved with other calibrated tensors than those given; load the checkpoint that saved it, or "
+            "give its tensors as static"
+        )
+    settings = [cache_settings(known["codings"][number]) for number in known["coding_of"]]
+    cache = make_cache(config, settings[0], static, named_path(known["path"]))
+    if len(cache.layers) != len(settings):
+        raise CheckpointError(f"a cache of {len(settings)} layers was saved, and the model's has {len(cache.layers)}")
+    cache.codings = tuple({kind: each.of(kind) for kind in KINDS} for each in settings)
+    cache.exact_prefill = known["exact_prefill"]
+    return cache
+
+
+def restore(saved: SavedFile, index: int, layer: CodedLayer, fact: Mapping[str, Any], device: torch.device) -> None:
+    """Fill a layer of a fresh cache."""
+    empty = [torch.empty(*fact[k]["shape"], dtype=parts.DTYPES[fact[k]["dtype"]], device=device) for k in KINDS]
+    layer.lazy_initialization(*empty)
+    layer.seen = fact["seen"]
+    for kind, store in layer.stores.items():
+        prefix = f"{index}.{kind}."
+        own = {n.removeprefix(prefix): saved.tensor(n).to(device) for n in saved.parts if n.startswith(prefix)}
+        buffers = {"sink": store.sink, "tail": store.tail, **{f"fields.{n}": b for n, b in store.fields.items()}}
+        for name, buffer in buffers.items():
+            if name in own:
+                buffer.append(own[name])
+        store.state = {n.removeprefix("state."): tensor for n, tensor in own.items() if n.startswith("state.")}
+        store.columns, store.source = own.get("order"), own.get("source")
+        store.runs, store.coded, store.waits = list(fact[kind]["runs"]), fact[kind]["coded"], fact[kind]["waits"]
+
+
+def restore_shared(saved: SavedFile, cache: KVCache, model: nn.Module) -> None:
+    """Fill what all layers share."""
+    device = next(model.parameters()).device
+    held = {n.removeprefix("rope."): saved.tensor(n).to(device) for n in saved.parts if n.startswith("rope.")}
+    cache.rope.refill(held, rope.sources(model))
+    cache.pads = saved.tensor("pads") if "pads" in saved.parts else None

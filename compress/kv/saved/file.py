@@ -1,0 +1,165 @@
+"""Write the parts of a cache into one safetensors file, and read them back, checked, part by part.
+
+    tables                      int16 [tables, 256]: frequencies, of all coded parts
+    <part>                      a raw part, or
+    <part>.stream               int16: the chunks of a coded part, one after another
+    <part>.chunks               int64 [chunks, 3]: words, codes beside them, crc32
+    <part>.columns              int16 [3, columns]: offset, predict, table
+
+The header's metadata has a JSON text under KEY, and under HASH the sha256 of that text and of all tensors but streams,
+whose chunks have checksums of their own. So what is small is checked when the file is opened, and a chunk when it is
+decoded: reading some layers, or the first tokens of each, reads no other chunks.
+
+A file is written beside its place and renamed: it is there as a whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError, OutputError, first_line
+from compress.kv.saved import columns, identity, parts
+from compress.kv.saved.parts import CODED, Part
+from compress.numerics import rans
+from compress.storage import checkpoint, json_text
+
+KEY, HASH = "compress_kv", "compress_kv_sha256"
+VERSION = 1
+LAYOUT = {"version": json_text.INTEGER, "parts": {str: {"shape": [json_text.INTEGER], "dtype": json_text.TEXT}}}
+
+Source = Callable[[], Tensor]  # gives the tensor of a part; called twice
+Span = tuple[int, int]
+
+
+def write(path: Path, given: Mapping[str, tuple[Part, Source]], facts: Mapping[str, Any]) -> None:
+    """Write parts to a file. facts: plain data that comes back as `SavedFile.facts`.
+
+    Tensors are asked for one at a time, twice: for the tables, and to be coded. Raises OutputError where it cannot be
+    written.
+    """
+    tensors = dict(_coded(given))
+    described = {name: each.plain() for name, (each, _) in given.items()}
+    text = json.dumps({**facts, "version": VERSION, "parts": described}, sort_keys=True)
+    metadata = {KEY: text, HASH: _hash(text, {n: t for n, t in tensors.items() if not n.endswith(".stream")})}
+    try:
+        checkpoint.write_shard(path, tensors, metadata=metadata)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(path.with_name(path.name + ".part"))
+        if isinstance(error, OSError):
+            raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
+        raise
+
+
+def _coded(given: Mapping[str, tuple[Part, Source]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file by name."""
+    fitted = {
+        name: columns.fitted(each.matrix(source())) for name, (each, source) in given.items() if each.way != "raw"
+    }
+    none = torch.zeros(0, rans.SYMBOLS, dtype=torch.int64)
+    freqs, chosen = columns.tables(torch.cat([none, *(counts for _, counts in fitted.values())]))
+    yield "tables", freqs.to(torch.int16)
+    own = dict(zip(fitted, chosen.split([len(counts) for _, counts in fitted.values()]), strict=True))
+    for name, (each, source) in given.items():
+        if each.way == "raw":
+            yield name, source().detach().cpu().contiguous()
+            continue
+        found = fitted[name][0]
+        kinds = columns.Columns(found.offset, found.predict, own[name].to(torch.int16))
+        coded = columns.encode(each.matrix(source()), kinds, freqs)
+        stored = (coded.stream, coded.chunks, kinds.stacked())
+        yield from ((f"{name}.{end}", tensor) for end, tensor in zip(CODED, stored, strict=True))
+
+
+def _hash(text: str, tensors: dict[str, Tensor]) -> str:
+    return hashlib.sha256((text + identity.of_tensors(tensors)).encode()).hexdigest()
+
+
+class SavedFile:
+    """A file of parts, opened: `facts`, `parts` and the small tensors are in memory, streams are read when asked for.
+
+    Raises CheckpointError for a file that is no such file, is of another version, is cut off, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not there; give a file that compress kv save wrote")
+        metadata = checkpoint.read_metadata(path)
+        if KEY not in metadata:
+            raise CheckpointError(f"{path} holds no saved cache; give a file that compress kv save wrote")
+        self.path, self._stored = path, checkpoint.read_header(path)
+        with self._damage("its header"):
+            self.facts = json_text.loads(metadata[KEY])
+            if isinstance(self.facts, dict) and self.facts.get("version") != VERSION:
+                raise CheckpointError(
+                    f"{path} is a saved cache of version {self.facts.get('version')!r}, this reads {VERSION}; save the "
+                    "cache again with the same release of compress that loads it"
+                )
+            if wrong := json_text.mismatch(self.facts, LAYOUT):
+                raise ValueError(wrong)
+            small = {name: each.read() for name, each in self._stored.items() if not name.endswith(".stream")}
+            if _hash(metadata[KEY], small) != metadata.get(HASH):
+                raise ValueError("its sha256 is another")
+            self.parts = {name: parts.part(plain) for name, plain in self.facts["parts"].items()}
+            self._check(small)
+        self._small = small
+
+    def tensor(self, name: str, span: Span | None = None) -> Tensor:
+        """Return a part, or the tokens of its chunks span[0] to span[1] - 1; a grid in float32, the rest in its dtype.
+
+        Raises CheckpointError for a chunk that is damaged.
+        """
+        described = self.parts[name]
+        if described.way == "raw":
+            return self._small[name]
+        first, last = span or (0, described.chunks)
+        small = {end: self._small[f"{name}.{end}"] for end in ("chunks", "columns")}
+        with self._damage(name):
+            ends = [0, *small["chunks"][:, :2].sum(1).cumsum(0).tolist()]
+            stream = self._stored[f"{name}.stream"].rows(ends[first], ends[last])
+            coded = parts.coded({"stream": stream, "chunks": small["chunks"][first:last], "columns": small["columns"]})
+            rows = min(described.rows, columns.CHUNK * last) - columns.CHUNK * first
+            matrix = columns.decode(coded, self._freqs, rows, described.kind, (0, last - first))
+        return described.tensor(matrix)
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a part in the file, tables not included."""
+        if self.parts[name].way == "raw":
+            return self._stored[name].nbytes
+        return sum(self._stored[f"{name}.{end}"].nbytes for end in CODED)
+
+    def _check(self, small: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless all tensors are there, and are what decoding relies on."""
+        self._freqs = small["tables"].long()
+        if small["tables"].dim() != 2 or self._freqs.shape[1] != rans.SYMBOLS or bool((self._freqs < 0).any()):
+            raise ValueError("its tables are none")
+        if bool((self._freqs.sum(1) != rans.TOTAL).any()):
+            raise ValueError("its tables do not add up")
+        for name, described in self.parts.items():
+            if described.way == "raw":
+                if (small[name].dtype, tuple(small[name].shape)) != (described.dtype, described.shape):
+                    raise ValueError(f"{name} has another shape or type than it says")
+                continue
+            parts.check(described, {end: small[f"{name}.{end}"] for end in CODED[1:]}, len(self._freqs))
+            stream = self._stored[f"{name}.stream"]
+            if stream.dtype != torch.int16 or stream.shape != (int(small[f"{name}.chunks"][:, :2].sum()),):
+                raise ValueError(f"{name} has another length than its chunks")
+
+    @contextmanager
+    def _damage(self, where: str) -> Iterator[None]:
+        """Say of what is not as it was written where it is."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, IndexError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged at {where} ({first_line(error)}); copy the file again, or save the cache anew"
+            ) from error

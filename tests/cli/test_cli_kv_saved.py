@@ -1,0 +1,52 @@
+"""`compress kv save`, `load` and `show`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pico import save_pico
+from runs import cli, one_line
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pico("llama", tmp_path_factory.mktemp("kv_saved") / "model")
+
+
+def test_a_saved_prompt_is_continued_as_the_prompt_itself(model: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "prompt.txt", tmp_path / "prompt.kv"
+    text.write_text(PROMPT)
+    words = ("--prompt-file", str(text), "--out", str(out), "--quality", "lossless")
+    made = cli("kv", "save", str(model), *words, "--json")
+    assert made.code == 0, made
+    said = json.loads(made.out)
+    assert (said["tokens"], said["nbytes"], said["quality"]) == (len(PROMPT), out.stat().st_size, "lossless")
+    shown = cli("kv", "show", str(out))
+    assert shown.code == 0 and f"{len(PROMPT)} tokens" in shown.out and "quality lossless" in shown.out
+    for more in ("", "And then"):
+        own = cli("generate", str(model), "--prompt", PROMPT + more, "--max-new-tokens", "8")
+        from_file = cli("kv", "load", str(model), str(out), "--prompt", more, "--max-new-tokens", "8")
+        assert (from_file.code, own.code) == (0, 0), (from_file, own)
+        assert from_file.out == own.out
+
+
+def test_wrong_input_is_one_line(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.kv"
+    assert cli("kv", "save", str(model), "--out", str(out)).code == 2
+    assert cli("kv", "save", str(model), "--out", str(tmp_path), "--prompt", "a").code == 2
+    for words in (
+        ("save", str(model), "--out", str(out), "--prompt", ""),
+        ("save", str(model), "--out", str(out), "--prompt-file", str(tmp_path / "none.txt")),
+        ("save", str(tmp_path / "no-model"), "--out", str(out), "--prompt", "a"),
+        ("load", str(model), str(tmp_path / "none.kv")),
+        ("load", str(model), str(model / "model.safetensors")),
+        ("show", str(model / "config.json")),
+    ):
+        result = cli("kv", *words)
+        assert result.code == 1 and one_line(result), (words, result)
+    assert not out.exists()
