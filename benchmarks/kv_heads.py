@@ -24,7 +24,7 @@ from compress.numerics import kl
 from compress.transform import kv_heads
 from compress.transform.kv_heads import HeadMoments, Layout, Merge, Shared
 
-Edit = Callable[[int, Any, HeadMoments, Tensor, Tensor], None]  # layer, its attention, moments, keys, pair sizes
+Edit = Callable[[int, Any, HeadMoments, Tensor], None]  # layer, its attention, moments, those of keys before RoPE
 
 
 def windows(tokenizer: Any, path: Path, length: int, count: int) -> Tensor:
@@ -42,12 +42,15 @@ class Measured:
         self.tokens = windows(tokenizer, args.text, args.length, args.windows)
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         config = self.model.config
-        self.heads, self.all, self.size = config.num_key_value_heads, config.num_attention_heads, self.layers[0].head_dim
+        self.heads, self.all, self.size = (
+            config.num_key_value_heads,
+            config.num_attention_heads,
+            self.layers[0].head_dim,
+        )
         half = torch.arange(self.size // 2)
         self.layout = Layout(torch.stack((half, half + self.size // 2), 1), torch.empty(0, dtype=torch.int64))
         self.moments: list[HeadMoments] = []
         self.keys: list[Tensor] = []  # [h, d, h, d] of keys before the rotary embedding
-        self.sizes: list[Tensor] = []  # [h, pairs] mean |q| |k|
         self._collect(windows(tokenizer, args.calib, args.calib_length, args.samples))
         self.kept = [(a.k_proj.weight.clone(), a.v_proj.weight.clone()) for a in self.layers]
         with torch.no_grad():
@@ -63,22 +66,17 @@ class Measured:
                 if len(seen) == 3:
                     q, k, v = seen["q"], seen["k"], seen["v"]
                     new = kv_heads.moments(q, k, v, self.layout, self.all // self.heads)
-                    pairs = self.layout.pairs
-                    both = [torch.complex(x[..., pairs[:, 0]], x[..., pairs[:, 1]]).abs() for x in (q, k)]
-                    size = both[0].unflatten(1, (self.heads, -1)).mean(2) * both[1]
                     flat = k.flatten(1)
                     outer = (flat.T @ flat).double().view(*k.shape[1:], *k.shape[1:])
                     if index == len(self.moments):
                         outputs = attention.o_proj.weight.double().unflatten(1, (self.all, self.size)).transpose(0, 1)
                         self.moments.append(new._replace(outputs=kv_heads.read_by(outputs, self.heads)))
                         self.keys.append(outer)
-                        self.sizes.append(size.double().sum(0))
                     else:
                         old = self.moments[index]
                         added = (a + b for a, b in zip(old[:-1], new[:-1], strict=True))
                         self.moments[index] = HeadMoments(*added, old.outputs)
                         self.keys[index] += outer
-                        self.sizes[index] += size.double().sum(0)
                     seen.clear()
 
             for name, linear in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj)):
@@ -97,7 +95,7 @@ class Measured:
         for index, (attention, (keys, values)) in enumerate(zip(self.layers, self.kept, strict=True)):
             attention.k_proj.weight.copy_(keys)
             attention.v_proj.weight.copy_(values)
-            edit(index, attention, self.moments[index], self.keys[index], self.sizes[index])
+            edit(index, attention, self.moments[index], self.keys[index])
         found, loss, count = [], 0.0, 0
         for window, original in zip(self.tokens, self.original, strict=True):
             logits = self.model(window[None]).logits[0]
@@ -106,7 +104,8 @@ class Measured:
             count += len(window) - 1
         spread = torch.tensor(found).std().item() / math.sqrt(len(found))
         mean = sum(found) / len(found)
-        print(f"{name:44s} KL {mean:8.4f} +- {spread:.4f}   perplexity {math.exp(loss / count):8.3f}", flush=True)
+        perplexity = math.exp(loss / count)
+        print(f"{name:20s} KL {mean:8.4f} +- {spread:.4f}   perplexity {perplexity:8.3f}", flush=True)
 
 
 def by_pairs(weight: Tensor, layout: Layout, shared: Shared) -> Tensor:
@@ -130,7 +129,7 @@ def merging(bench: Measured, group: int, keys: str | None, values: str | None) -
     def merge(how: str, found: HeadMoments) -> Merge:
         return kv_heads.mean_merge(found) if how == "mean" else kv_heads.fitted_merge(found, how == "weighed")
 
-    def edit(index: int, attention: Any, found: HeadMoments, raw: Tensor, sizes: Tensor) -> None:
+    def edit(index: int, attention: Any, found: HeadMoments, raw: Tensor) -> None:
         for heads in kv_heads.neighbours(bench.heads, group):
             part = found.of(heads)
             rows = torch.cat([torch.arange(bench.size) + head * bench.size for head in heads])
@@ -151,9 +150,10 @@ def merging(bench: Measured, group: int, keys: str | None, values: str | None) -
 
 
 def narrower(bench: Measured, keep: float) -> Edit:
-    """Return the edit that leaves the share `keep` of the pairs of each head of keys, those with the largest |q| |k|."""
+    """Return the edit that leaves the share `keep` of the pairs of each head of keys, those of the largest squares."""
 
-    def edit(index: int, attention: Any, found: HeadMoments, raw: Tensor, sizes: Tensor) -> None:
+    def edit(index: int, attention: Any, found: HeadMoments, raw: Tensor) -> None:
+        sizes = (found.keys.diagonal(dim1=1, dim2=2).real * found.queries).T  # head, pair: mean squares of both
         count = round(keep * sizes.shape[1])
         for head, order in enumerate(sizes.argsort(1, descending=True)):
             gone = bench.layout.pairs[order[count:]].flatten() + head * bench.size
@@ -173,17 +173,26 @@ def main() -> None:
     parser.add_argument("--calib-length", type=int, default=512, help="tokens of each")
     parser.add_argument("--windows", type=int, default=8, help="windows that are scored")
     parser.add_argument("--length", type=int, default=512, help="tokens of each")
+    parser.add_argument("--only", nargs="*", help="variants by name, as they are printed; all by default")
     args = parser.parse_args()
     bench = Measured(args)
-    bench.score("original", lambda *_: None)
+    for name, edit in variants(bench, args.group).items():
+        if not args.only or name in args.only:
+            bench.score(name, edit)
+
+
+def variants(bench: Measured, group: int) -> dict[str, Edit]:
+    """Return what is measured, by name."""
+    found: dict[str, Edit] = {"original": lambda *_: None}
     for how in ("mean", "plain", "weighed"):
-        bench.score(f"values alone, {how}", merging(bench, args.group, None, how))
+        found[f"values, {how}"] = merging(bench, group, None, how)
     for how in ("mean", "plain", "weighed", "before RoPE"):
-        bench.score(f"keys alone, {how}", merging(bench, args.group, how, None))
+        found[f"keys, {how}"] = merging(bench, group, how, None)
     for how in ("mean", "plain", "weighed"):
-        bench.score(f"keys and values, {how}", merging(bench, args.group, how, how))
+        found[f"both, {how}"] = merging(bench, group, how, how)
     for keep in (0.875, 0.75, 0.5, 0.25):
-        bench.score(f"{keep:.1%} of the pairs of keys", narrower(bench, keep))
+        found[f"{keep:.1%} of the pairs"] = narrower(bench, keep)
+    return found
 
 
 if __name__ == "__main__":

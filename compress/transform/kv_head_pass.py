@@ -97,8 +97,8 @@ def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Settings, b
         calls.split()
         for index, attention in enumerate(attentions):
             bench.say(f"merging the heads of block {index + 1}")
-            task = _Block(original, skeleton, index, attention, config, bench, calls, stream)
-            merged.append(task.merged())
+            models = _Models(original, skeleton, calls, stream)
+            merged.append(_Block(models, index, attention, config, bench).merged())
             process_memory.check(bench.max_memory)
     finally:
         stream.close()
@@ -132,23 +132,22 @@ def _file(folder: Path, index: int) -> Path:
     return folder / FOLDER / f"{index:05d}.safetensors"
 
 
+class _Models(NamedTuple):
+    """The original model and the merged one, and what goes through them."""
+
+    original: Skeleton
+    merged: Skeleton
+    calls: ModelArgs
+    stream: HiddenStates  # sides: QUANTIZED behind merged blocks, FULL behind the original ones
+
+
 class _Block:
     """One block: its moments, its merged weights, their training, and the streams that go through it."""
 
-    def __init__(
-        self,
-        original: Skeleton,
-        skeleton: Skeleton,
-        index: int,
-        attention: Attention,
-        config: Settings,
-        bench: EditContext,
-        calls: ModelArgs,
-        stream: HiddenStates,
-    ) -> None:
-        self.original, self.skeleton, self.index, self.attention = original, skeleton, index, attention
-        self.config, self.bench, self.calls, self.stream = config, bench, calls, stream
-        self.prefix = skeleton.block_prefix(index)
+    def __init__(self, models: _Models, index: int, attention: Attention, config: Settings, bench: EditContext) -> None:
+        self.original, self.skeleton, self.calls, self.stream = models
+        self.index, self.attention, self.config, self.bench = index, attention, config, bench
+        self.prefix = self.skeleton.block_prefix(index)
         self.path = _file(bench.folder, index)
 
     def merged(self) -> MergedBlock:
@@ -313,4 +312,3 @@ class _Projections:
                 found[f"{name}.bias"] = whole[:, -1]
         found[f"{self.names[3]}.weight"] = weights.outputs.transpose(0, 1).flatten(1)
         return found
-

@@ -130,9 +130,7 @@ def fitted_merge(found: HeadMoments, is_weighed: bool = True) -> Merge:
     eyes = [torch.eye(n, dtype=torch.float64).expand(count, n, n) for n in (free, size)]
     metrics = (found.free_queries, found.outputs) if is_weighed else eyes
     sizes = found.queries if is_weighed else torch.ones_like(found.queries)
-    return Merge(
-        rank_one(found.keys, sizes), leading(found.free_keys, metrics[0]), leading(found.values, metrics[1])
-    )
+    return Merge(rank_one(found.keys, sizes), leading(found.free_keys, metrics[0]), leading(found.values, metrics[1]))
 
 
 def rank_one(second: Tensor, sizes: Tensor) -> Shared:
@@ -179,10 +177,15 @@ def lost_of(merges: Sequence[Merge], groups: Sequence[Sequence[int]], found: Hea
     return Lost(*(rest / max(every, 1e-300) for rest, every in zip(sums, whole, strict=True)))
 
 
-def merged(weights: HeadWeights, layout: Layout, groups: Sequence[Sequence[int]], merges: Sequence[Merge]) -> HeadWeights:
+def merged(
+    weights: HeadWeights, layout: Layout, groups: Sequence[Sequence[int]], merges: Sequence[Merge]
+) -> HeadWeights:
     """Return the projections with one key/value head for each group; query heads follow in the order of the groups."""
     keys, values, queries, outputs = [], [], [], []
-    by_head = weights.queries.unflatten(0, (len(weights.keys), -1)), weights.outputs.unflatten(0, (len(weights.keys), -1))
+    by_head = (
+        weights.queries.unflatten(0, (len(weights.keys), -1)),
+        weights.outputs.unflatten(0, (len(weights.keys), -1)),
+    )
     for heads, merge in zip(groups, merges, strict=True):
         key = torch.zeros_like(weights.keys[0])
         turned = sum(merge.keys.write[n][:, None] * _rows(weights.keys[i], layout.pairs) for n, i in enumerate(heads))

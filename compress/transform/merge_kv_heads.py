@@ -55,7 +55,9 @@ class Config:
     pooling: Literal["fitted", "mean"] = "fitted"  # fitted: leading directions of what the calibration text gives
     weighed: bool = True  # directions are the leading ones of what queries and output make of them; false: of the
     # caches themselves
-    order: Literal["similar", "neighbours"] = "similar"  # which heads are merged: those that lose little, or as they are
+    order: Literal["similar", "neighbours"] = (
+        "similar"  # which heads are merged: those that lose little, or as they are
+    )
     samples: int = 32  # [samples] of calibration that the pass before quantizing looks at
     heal: int = 0  # [steps] in which each block's merged attention is trained; 0: none
     heal_rate: float = 0.01  # of AdamW, in units of the root mean square of each tensor
@@ -118,7 +120,7 @@ def _check(name: str, block: nn.Module, attention: Attention) -> None:
     in_order = (attention.first, attention.head_step, attention.step) == (0, attention.head_dim, 1)
     if not in_order or rows != count * attention.head_dim:
         raise UnsupportedModelError(
-            f"{name}.{attention.values} makes more than values, or not head by head: its heads cannot be merged; {ADVICE}"
+            f"{name}.{attention.values} makes more than values, or not head by head, which cannot be merged; {ADVICE}"
         )
 
 
@@ -137,7 +139,7 @@ def _check_narrower(skeleton: Skeleton, attentions: list[Attention], narrower: l
 def _pooled(
     name: str, stored: list[Readable], shape: tuple[int, ...], becomes: tuple[int, ...] | None, group: int
 ) -> Readable:
-    """Return what stands for a weight [h d, in] or bias [h d] with fewer heads before they are merged: its first rows."""
+    """Return the first rows of a weight [h d, in] or bias [h d], which stand for merged heads until there are some."""
     if len(stored) != 1 or stored[0].shape != shape or becomes != (shape[0] // group, *shape[1:]):
         raise UnsupportedModelError(f"{name} is not stored as a tensor of its own, as it is used; {ADVICE}")
     (whole,) = stored
@@ -145,7 +147,7 @@ def _pooled(
 
 
 class Merging:
-    """Gives a model merged heads. The weights come from files that `choose` writes; until then, from the first heads."""
+    """Gives a model merged heads: their weights are in the files that `choose` writes; until then, the first heads."""
 
     online: dict[str, WeightTransforms] = {}
 
@@ -153,7 +155,9 @@ class Merging:
         self.skeleton, self.config, self.attentions = skeleton, config, attentions
         self.samples = config.samples if attentions else 0
         now = getattr(skeleton.config.get_text_config(), HEADS)
-        says = f"{now * config.group} key/value heads of each layer become {now}: {now}/{now * config.group} of the cache"
+        says = (
+            f"{now * config.group} key/value heads of each layer become {now}: {now}/{now * config.group} of the cache"
+        )
         self.says: tuple[str, ...] = (says,) if attentions else ()
 
     def choose(self, bench: EditContext) -> list[str]:

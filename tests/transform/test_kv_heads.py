@@ -12,7 +12,9 @@ from compress.transform import kv_heads
 from compress.transform.kv_heads import HeadMoments, HeadWeights, Layout, Merge, Shared
 
 HEADS, REPEATS, SIZE, HIDDEN, TOKENS = 4, 2, 6, 10, 50
-HALVES = Layout(torch.tensor([[0, 2], [1, 3]]), torch.tensor([4, 5]))  # two pairs that are turned, two channels that stay
+HALVES = Layout(
+    torch.tensor([[0, 2], [1, 3]]), torch.tensor([4, 5])
+)  # two pairs that are turned, two channels that stay
 THETA = torch.tensor([1.0, 0.1], dtype=torch.float64)
 
 
@@ -24,9 +26,11 @@ def weights(heads: int = HEADS) -> HeadWeights:
     """Projections with a column for the bias."""
     every = heads * REPEATS
     return HeadWeights(
-        random(every, SIZE, HIDDEN + 1), random(heads, SIZE, HIDDEN + 1, seed=1), random(heads, SIZE, HIDDEN + 1, seed=2),
+        random(every, SIZE, HIDDEN + 1),
+        random(heads, SIZE, HIDDEN + 1, seed=1),
+        random(heads, SIZE, HIDDEN + 1, seed=2),
         random(every, HIDDEN, SIZE, seed=3),
-    )  # fmt: skip
+    )
 
 
 def rows(x: Tensor, heads: Tensor) -> Tensor:
