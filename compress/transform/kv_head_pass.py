@@ -298,7 +298,8 @@ class _Projections:
             whole = weight if bias is None else torch.cat((weight, bias.detach().double().cpu()[:, None]), 1)
             heads.append(whole[rows])
         output = self.linears[3].get_parameter("weight").detach().double().cpu()
-        return HeadWeights(*heads, output.unflatten(1, (self.heads, self.size)).transpose(0, 1))
+        queries, keys, values = heads
+        return HeadWeights(queries, keys, values, output.unflatten(1, (self.heads, self.size)).transpose(0, 1))
 
     def put(self, weights: HeadWeights) -> dict[str, Tensor]:
         """Return merged weights as parameters, by their paths in the block, float64."""

@@ -20,12 +20,14 @@ All is float64. A factor that c and A may exchange is chosen so that equal heads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Place = tuple[int, int]  # of a head: its group, its number there
 
 FLOOR = 1e-6  # of the largest weight of a metric, below which none falls: a head that nothing reads stays finite
 STEEP = 30.0  # condition number up to which the mean of what reads a head is made the identity
@@ -181,26 +183,19 @@ def merged(
     weights: HeadWeights, layout: Layout, groups: Sequence[Sequence[int]], merges: Sequence[Merge]
 ) -> HeadWeights:
     """Return the projections with one key/value head for each group; query heads follow in the order of the groups."""
-    keys, values, queries, outputs = [], [], [], []
-    by_head = (
-        weights.queries.unflatten(0, (len(weights.keys), -1)),
-        weights.outputs.unflatten(0, (len(weights.keys), -1)),
-    )
+    count, parts = len(weights.keys), []
+    queries, outputs = (x.unflatten(0, (count, -1)) for x in (weights.queries, weights.outputs))  # head, of its queries
     for heads, merge in zip(groups, merges, strict=True):
-        key = torch.zeros_like(weights.keys[0])
-        turned = sum(merge.keys.write[n][:, None] * _rows(weights.keys[i], layout.pairs) for n, i in enumerate(heads))
-        _put(key, layout.pairs, turned)
-        key[layout.free] = sum(merge.free.write[n] @ weights.keys[i, layout.free] for n, i in enumerate(heads))
-        keys.append(key)
-        values.append(sum(merge.values.write[n] @ weights.values[i] for n, i in enumerate(heads)))
-        for n, i in enumerate(heads):
-            for query, output in zip(by_head[0][i], by_head[1][i], strict=True):
-                one = torch.zeros_like(query)
-                _put(one, layout.pairs, merge.keys.read[n].conj()[:, None] * _rows(query, layout.pairs))
-                one[layout.free] = merge.free.read[n].mT @ query[layout.free]
-                queries.append(one)
-                outputs.append(output @ merge.values.read[n])
-    return HeadWeights(*map(torch.stack, (queries, keys, values, outputs)))
+        i = torch.tensor(heads)
+        key, query = torch.zeros_like(weights.keys[0]), torch.zeros_like(queries[i])
+        _put(key, layout.pairs, (merge.keys.write[..., None] * _rows(weights.keys[i], layout.pairs)).sum(0))
+        key[layout.free] = (merge.free.write @ weights.keys[i][:, layout.free]).sum(0)
+        _put(query, layout.pairs, merge.keys.read.conj()[:, None, :, None] * _rows(queries[i], layout.pairs))
+        query[:, :, layout.free] = merge.free.read.mT[:, None] @ queries[i][:, :, layout.free]
+        value = (merge.values.write @ weights.values[i]).sum(0)
+        parts.append((query.flatten(0, 1), key, value, (outputs[i] @ merge.values.read[:, None]).flatten(0, 1)))
+    query_parts, keys, values, output_parts = zip(*parts, strict=True)
+    return HeadWeights(torch.cat(query_parts), torch.stack(keys), torch.stack(values), torch.cat(output_parts))
 
 
 def neighbours(heads: int, size: int) -> list[list[int]]:
@@ -232,7 +227,7 @@ def similar(found: HeadMoments, size: int, is_fitted: bool = True, is_weighed: b
         groups[a][x], groups[b][y] = groups[b][y], groups[a][x]
 
 
-def _exchanges(cost: Tensor, groups: Sequence[Sequence[int]]):  # type: ignore[no-untyped-def]
+def _exchanges(cost: Tensor, groups: Sequence[Sequence[int]]) -> Iterator[tuple[float, tuple[Place, Place]]]:
     """Yield what each exchange of two heads of different groups saves, and their places."""
     for a, b in combinations(range(len(groups)), 2):
         for x, y in product(range(len(groups[a])), range(len(groups[b]))):
@@ -252,10 +247,15 @@ def _rest(merge: Merge, found: HeadMoments) -> Lost:
 
 def _all(found: HeadMoments) -> Lost:
     """Return all squares in the metric of what reads them."""
-    heads = range(len(found.values))
-    keys = (found.keys.diagonal(dim1=1, dim2=2).real * found.queries).sum()
-    free = sum((found.free_keys[i, :, i] * found.free_queries[i]).sum() for i in heads)
-    return Lost((keys + free).item(), sum((found.values[i, :, i] * found.outputs[i]).sum() for i in heads).item())
+    keys = (found.keys.diagonal(dim1=1, dim2=2).real * found.queries).sum() + _weighed(
+        found.free_keys, found.free_queries
+    )
+    return Lost(keys.item(), _weighed(found.values, found.outputs).item())
+
+
+def _weighed(second: Tensor, metric: Tensor) -> Tensor:
+    """Return the squares of heads with the moments [h, n, h, n] in the metric [h, n, n] of each, a scalar."""
+    return torch.einsum("hahb,hab->", second, metric)
 
 
 def _left(shared: Shared, second: Tensor, metric: Tensor) -> Tensor:
@@ -263,8 +263,7 @@ def _left(shared: Shared, second: Tensor, metric: Tensor) -> Tensor:
     flat = second.reshape(count * size, count * size)
     away = torch.eye(count * size, dtype=torch.float64)
     away -= shared.read.reshape(count * size, size) @ shared.write.transpose(0, 1).reshape(size, count * size)
-    rest = (away @ flat @ away.T).view(count, size, count, size)
-    return torch.stack([(rest[i, :, i] * metric[i]).sum() for i in range(count)]).sum()
+    return _weighed((away @ flat @ away.T).view(count, size, count, size), metric)
 
 
 def _floored(sizes: Tensor) -> Tensor:
@@ -284,11 +283,11 @@ def _complex(x: Tensor, pairs: Tensor) -> Tensor:
     return torch.complex(x[..., pairs[:, 0]], x[..., pairs[:, 1]])
 
 
-def _rows(head: Tensor, pairs: Tensor) -> Tensor:
-    """Return the rows of a head [head_dim, n] as complex rows [pairs, n]."""
-    return torch.complex(head[pairs[:, 0]], head[pairs[:, 1]])
+def _rows(heads: Tensor, pairs: Tensor) -> Tensor:
+    """Return the rows of heads [..., head_dim, n] as complex rows [..., pairs, n]."""
+    return torch.complex(heads[..., pairs[:, 0], :], heads[..., pairs[:, 1], :])
 
 
-def _put(head: Tensor, pairs: Tensor, rows: Tensor) -> None:
-    """Write complex rows [pairs, n] into a head."""
-    head[pairs[:, 0]], head[pairs[:, 1]] = rows.real, rows.imag
+def _put(heads: Tensor, pairs: Tensor, rows: Tensor) -> None:
+    """Write complex rows [..., pairs, n] into heads [..., head_dim, n]."""
+    heads[..., pairs[:, 0], :], heads[..., pairs[:, 1], :] = rows.real, rows.imag
