@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compress.model.load import load_model, load_tokenizer
 from compress.numerics import kl
 from compress.transform import kv_heads
 from compress.transform.kv_heads import HeadMoments, Layout, Merge, Shared
@@ -37,8 +37,8 @@ class Measured:
     """A model, its moments on a calibration text, and the original's logits on another."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        self.model = load_model(args.model, torch.float32)
+        tokenizer = load_tokenizer(args.model)
         self.tokens = windows(tokenizer, args.text, args.length, args.windows)
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         config = self.model.config
@@ -165,7 +165,7 @@ def narrower(bench: Measured, keep: float) -> Edit:
 def main() -> None:
     """Measure all variants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", type=Path)
     parser.add_argument("--calib", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--group", type=int, default=2, help="key/value heads that become one")
