@@ -126,6 +126,10 @@ def _fixed(bits: float) -> Bits:
     return lambda kind, static: bits
 
 
+def _narrow(bits: float, keep: float) -> Bits:
+    return lambda kind, static: bits * (keep if kind == "keys" else 1)
+
+
 TIERS = 0.25 * 4 + 0.75 * 2 + (16 + 1) / WIDTH
 CASES = (
     Case("identity", {}, _fixed(32)),
@@ -140,6 +144,8 @@ CASES = (
     Case("lloyd", {"bits": 2, "rope": "post"}, _fixed(2 + 16 / WIDTH)),
     Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
     Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("fused",), is_before_rope=True),
+    Case("key_pairs", {"keep": 0.5}, _narrow(32, 0.5)),
+    Case("key_pairs", {"keep": 0.5, "codes": "kivi", "bits": 4, "group_size": 16}, _narrow(4 + 32 / 16, 0.5)),
     Case("pca", {"bits": 2.0}, _pca, is_before_rope=True),
     Case("matryoshka", {"ranks": "layer"}, _ranks(16)),
     Case("matryoshka", {"ranks": "layer", "bits": 4, "basis": "orthogonal"}, _ranks(4)),

@@ -46,6 +46,15 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
+        self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
+        self._unfusing = expert_linears.Unfusing()
+        self._ahead = read_ahead.ReadAhead()
+        self._fused: dict[str, nn.Module] = {}  # what load() has replaced, to be put back by free()
+        self._build()
+
+    def _build(self) -> None:
+        """Build the model of the configuration, and find its blocks and where its parameters are stored."""
+        checkpoint = self.checkpoint
         with without_weights(), _one_line(checkpoint):
             self.model = empty_model(self.config, self.dtype)
         self.model.eval()
@@ -64,9 +73,17 @@ class Skeleton:
         self.aliases = _aliases(self.model)
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
-        self._unfusing = expert_linears.Unfusing()
-        self._ahead = read_ahead.ReadAhead()
-        self._fused: dict[str, nn.Module] = {}  # what load() has replaced, to be put back by free()
+
+    def rebuild(self, values: dict[str, Any]) -> None:
+        """Build the model anew with other values in the configuration of its text model, and no edits.
+
+        Parameters of other shapes than before need other sources, which the caller gives them.
+        """
+        self.config = copy.deepcopy(self.config)
+        for key, value in values.items():
+            setattr(self.config.get_text_config(), key, value)
+        self.reshaped = {**self.reshaped, **values}
+        self._build()
 
     def check_tensors(self) -> None:
         """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.

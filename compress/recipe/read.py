@@ -273,7 +273,7 @@ def _quantize(entries: Entries, root: Node) -> Scheme:
     if "quantize" in entries:
         at, block = entries["quantize"]
         return scheme(mapping(block, "quantize"), at, "quantize", None)
-    if "kv_cache" not in entries:
+    if "kv_cache" not in entries and not ("transform" in entries and sequence(entries, "transform")):
         raise error_at(root, f"quantize is missing; it needs a method, one of {', '.join(plugins.names('quant'))}")
     for key in ("rules", *TABLES, "allocate", "experts"):
         if key == "allocate" and key in entries and "context" in mapping(entries[key][1], key):

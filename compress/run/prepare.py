@@ -60,12 +60,12 @@ def prepare_all(
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
     remote_code.check_tokenizer(checkpoint.directory)
-    if job.recipe.kv_cache is not None:
-        kv_cache.check(skeleton.config, job.recipe.kv_cache)
     scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}
     for step in job.recipe.transform:
         if scopes[step.method] == "model":
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
+    if job.recipe.kv_cache is not None:
+        kv_cache.check(skeleton.config, job.recipe.kv_cache)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:

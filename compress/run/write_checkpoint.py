@@ -38,7 +38,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     copy_files(skeleton.checkpoint.directory, directory)
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
-    config = remote_code.without(skeleton.checkpoint.config)
+    config = _reshaped(remote_code.without(skeleton.checkpoint.config), skeleton.reshaped)
     is_untied = skeleton.is_untied and not run.prepared.plan.is_rejoined
     config = {**(_untied(config) if is_untied else config), "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
@@ -59,6 +59,13 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     identity.write_manifest(directory, job, skeleton.checkpoint)
     output.publish()
     return result
+
+
+def _reshaped(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with other values for its text model."""
+    if isinstance(inner := config.get("text_config"), dict):
+        return {**config, "text_config": {**inner, **values}}
+    return {**config, **values}
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:

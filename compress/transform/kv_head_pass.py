@@ -1,0 +1,315 @@
+"""Merge the key/value heads of a model block by block, on calibration text, each block into a file of its own.
+
+Two streams of hidden states go through the blocks: that of the original model, in which the moments are taken, and,
+where merged blocks are trained, that behind the merged ones. The files lie in FOLDER of the run: a block that has one
+is not merged again, and a run that is resumed has the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compress import process_memory
+from compress.errors import CheckpointError, UnsupportedModelError
+from compress.model import blockwise
+from compress.model.block_calls import BlockArgs
+from compress.model.blockwise import FULL, QUANTIZED, HiddenStates, ModelArgs
+from compress.model.edits import EditContext
+from compress.model.graph import Attention
+from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import StoredTensor, read_header, write_shard
+from compress.transform import kv_heads, qk_pairs
+from compress.transform.bases import value_rows
+from compress.transform.kv_heads import HeadMoments, HeadWeights, Layout
+from compress.transform.qk_pairs import ScoreChannels
+from compress.tune import dense
+
+FOLDER = "kv-heads"  # of a run's own files
+FACTS = "facts"  # float64 [5] beside the weights of a block: share of keys and values lost, heads moved, errors
+TOKENS = 4096  # of queries, keys and values whose moments are summed at a time
+
+
+class Settings(Protocol):
+    """What `merge_kv_heads.Config` says."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def pooling(self) -> str: ...
+    @property
+    def weighed(self) -> bool: ...
+    @property
+    def order(self) -> str: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def heal(self) -> int: ...
+    @property
+    def heal_rate(self) -> float: ...
+    @property
+    def heal_tokens(self) -> int: ...
+    @property
+    def heals(self) -> str: ...
+
+
+class MergedBlock(NamedTuple):
+    """The file of a block whose heads are merged."""
+
+    path: Path
+
+    def weights(self) -> dict[str, StoredTensor]:
+        """Return path in the block -> its stored tensor, for the weights that have changed."""
+        return {name: stored for name, stored in read_header(self.path).items() if name != FACTS}
+
+    def put_into(self, skeleton: Skeleton, prefix: str) -> None:
+        """Let a skeleton read these weights in the place of those that it has; prefix: of the block."""
+        for name, stored in self.weights().items():
+            skeleton.sources[prefix + name] = [stored.renamed(skeleton.sources[prefix + name][0].name)]
+
+    def facts(self) -> list[float]:
+        """Return what the report says of it."""
+        values: list[float] = read_header(self.path)[FACTS].read().tolist()
+        return values
+
+
+def kept(folder: Path, blocks: int) -> list[MergedBlock] | None:
+    """Return the files of all blocks, None while one is missing."""
+    found = [MergedBlock(_file(folder, index)) for index in range(blocks)]
+    return found if all(block.path.is_file() for block in found) else None
+
+
+def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Settings, bench: EditContext) -> list[MergedBlock]:
+    """Merge the heads of every block; skeleton: of the merged model, whose weights are then those of the files."""
+    assert bench.tokens is not None, "the caller asks"
+    original = Skeleton(skeleton.checkpoint)
+    tokens = bench.tokens[: config.samples]
+    stream = HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
+    merged = []
+    try:
+        bench.say("embedding samples to merge heads on")
+        calls = blockwise.record_inputs(original, tokens, bench.batch, stream, bench.device)
+        stream.write(0, stream.read(0, stream.samples), FULL)
+        calls.split()
+        for index, attention in enumerate(attentions):
+            bench.say(f"merging the heads of block {index + 1}")
+            models = _Models(original, skeleton, calls, stream)
+            merged.append(_Block(models, index, attention, config, bench).merged())
+            process_memory.check(bench.max_memory)
+    finally:
+        stream.close()
+        original.free()
+    return merged
+
+
+def notes(merged: Sequence[MergedBlock], config: Settings) -> list[str]:
+    """Return what the report should say."""
+    facts = torch.tensor([block.facts() for block in merged], dtype=torch.float64)
+    keys, values, moved, before, after = facts.T
+    said = [
+        f"merged heads lose {_range(keys)} of what queries see of the keys and {_range(values)} of what the output "
+        "sees of the values"
+    ]
+    if moved.any():
+        said.append(f"heads have changed places in {int((moved > 0).sum())} of {len(merged)} blocks")
+    if config.heal:
+        said.append(
+            f"trained for {config.heal} steps a block: held-out error, mean over blocks, {before.mean():.3g} -> "
+            f"{after.mean():.3g}"
+        )
+    return said
+
+
+def _range(shares: Tensor) -> str:
+    return f"{100 * shares.mean():.2f}% ({100 * shares.min():.2f}% to {100 * shares.max():.2f}% by block)"
+
+
+def _file(folder: Path, index: int) -> Path:
+    return folder / FOLDER / f"{index:05d}.safetensors"
+
+
+class _Models(NamedTuple):
+    """The original model and the merged one, and what goes through them."""
+
+    original: Skeleton
+    merged: Skeleton
+    calls: ModelArgs
+    stream: HiddenStates  # sides: QUANTIZED behind merged blocks, FULL behind the original ones
+
+
+class _Block:
+    """One block: its moments, its merged weights, their training, and the streams that go through it."""
+
+    def __init__(self, models: _Models, index: int, attention: Attention, config: Settings, bench: EditContext) -> None:
+        self.original, self.skeleton, self.calls, self.stream = models
+        self.index, self.attention, self.config, self.bench = index, attention, config, bench
+        self.prefix = self.skeleton.block_prefix(index)
+        self.path = _file(bench.folder, index)
+
+    def merged(self) -> MergedBlock:
+        """Write the file of the block unless it is there, and take both streams through."""
+        is_new, heals = not self.path.is_file(), self.config.heal > 0
+        block = self.original.load_block(self.index, self.bench.device)
+        tensors, facts = self._weights(block) if is_new else ({}, [])
+        if heals and not is_new:
+            self._advance(block, FULL)
+        self.original.free()
+        block = self.skeleton.load_block(self.index, self.bench.device) if heals else block
+        if is_new:
+            if heals:
+                tensors, facts[3:] = self._healed(block, tensors)
+            stored = {name: self._named(name, tensor.cpu()) for name, tensor in tensors.items()}
+            self.path.parent.mkdir(exist_ok=True)
+            write_shard(self.path, {**stored, FACTS: torch.tensor(facts, dtype=torch.float64)})
+        merged = MergedBlock(self.path)
+        if heals:
+            for name, each in merged.weights().items():
+                block.get_parameter(name).copy_(each.read())
+            self._advance(block, QUANTIZED)
+            self.skeleton.free()
+        return merged
+
+    @torch.no_grad()
+    def _weights(self, block: nn.Module) -> tuple[dict[str, Tensor], list[float]]:
+        """Return the merged projections by path in the block, and facts; the original's stream goes on."""
+        hidden, call = next(self._inputs(FULL))
+        channels = qk_pairs.find(block, hidden, call)
+        if channels is None:
+            raise UnsupportedModelError(
+                f"in {self.prefix.rstrip('.')} something else than rotary positions is between queries or keys and the "
+                "scores, through which merged heads cannot pass; remove merge_kv_heads from the recipe's transform"
+            )
+        layout = Layout(channels.pairs, channels.free)
+        found = self._moments(block, channels, layout)
+        projections = _Projections(block, self.attention, channels, self.config.group)
+        weights = projections.taken()
+        heads = len(weights.keys)
+        found = found._replace(outputs=kv_heads.read_by(weights.outputs, heads))
+        is_fitted, is_weighed = self.config.pooling == "fitted", self.config.weighed
+        groups = kv_heads.neighbours(heads, self.config.group)
+        if self.config.order == "similar":
+            groups = kv_heads.similar(found, self.config.group, is_fitted, is_weighed)
+        merges = []
+        for group in groups:
+            part = found.of(group)
+            merges.append(kv_heads.fitted_merge(part, is_weighed) if is_fitted else kv_heads.mean_merge(part))
+        lost = kv_heads.lost_of(merges, groups, found)
+        moved = sum(i != j for i, j in enumerate(h for group in groups for h in group))
+        tensors = projections.put(kv_heads.merged(weights, layout, groups, merges))
+        return tensors, [lost.keys, lost.values, float(moved), 0.0, 0.0]
+
+    def _moments(self, block: nn.Module, channels: ScoreChannels, layout: Layout) -> HeadMoments:
+        """Take the original's stream through the block, and return the moments of its heads."""
+        rows = channels.queries.rows, channels.keys.rows, value_rows(self.attention)
+        names = channels.queries.name, channels.keys.name, self.attention.values
+        repeats, seen, total = len(rows[0]) // len(rows[1]), dict[str, Tensor](), list[HeadMoments]()
+
+        def note(name: str, output: Tensor) -> None:
+            seen[name] = output.detach().flatten(0, -2)
+            if len(seen) < len(set(names)):
+                return
+            heads = [seen[each][:, index.to(output.device)] for each, index in zip(names, rows, strict=True)]
+            for part in zip(*(x.split(TOKENS) for x in heads), strict=True):
+                queries, keys, values = (x.float().cpu() for x in part)
+                new = kv_heads.moments(queries, keys, values, layout, repeats)
+                total[:] = [HeadMoments(*(a + b for a, b in zip(total[0], new, strict=True))) if total else new]
+            seen.clear()
+
+        hooks = [
+            block.get_submodule(name).register_forward_hook(lambda _, inputs, output, name=name: note(name, output))
+            for name in set(names)
+        ]
+        with blockwise.attached(hooks):
+            self._advance(block, FULL)
+        return total[0]
+
+    def _healed(self, block: nn.Module, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
+        """Return merged weights trained in a block of the merged model, and its errors before and after."""
+        for name, tensor in tensors.items():
+            block.get_parameter(name).copy_(tensor)
+        names, config = list(tensors), self.config
+        if config.heals == "block":
+            names = [name for name, parameter in block.named_parameters() if parameter.dim() < 3]
+        count = -(-self.stream.samples // self.bench.batch)
+        how = config.heal, config.heal_rate, config.heal_tokens
+        healed = dense.train(block, names, self._pairs, count, *how)
+        return healed.parameters, [healed.before, healed.after]
+
+    def _named(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a parameter as its file holds it; CheckpointError where the checkpoint stores it in another way."""
+        group = self.skeleton.sources.get(self.prefix + name, [])
+        if len(group) != 1 or group[0].shape != tuple(tensor.shape) or group[0].name in self.skeleton.split:
+            raise CheckpointError(
+                f"{self.prefix}{name} is not stored as a tensor of its own, as it is used, and cannot be replaced; "
+                "remove merge_kv_heads from the recipe's transform"
+            )
+        return tensor.to(group[0].dtype).contiguous()
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.stream.samples, self.bench.batch):
+            yield start, min(self.bench.batch, self.stream.samples - start)
+
+    def _inputs(self, side: int) -> Iterator[tuple[Tensor, BlockArgs]]:
+        for start, count in self._batches():
+            hidden = self.stream.fetch(start, count, self.bench.device, side)
+            yield hidden, self.calls.at(self.index, start, count, side)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, BlockArgs, Tensor]]:
+        """Yield what reaches the block behind merged ones, and what the original model gives behind the original."""
+        for (start, count), (hidden, call) in zip(self._batches(), self._inputs(QUANTIZED), strict=True):
+            yield hidden, call, self.stream.fetch(start, count, self.bench.device, FULL)
+
+    def _advance(self, block: nn.Module, side: int) -> None:
+        """Take one side of the stream through a block."""
+        name = self.prefix.rstrip(".")
+        for (start, _), (hidden, call) in zip(self._batches(), self._inputs(side), strict=True):
+            states, beside = blockwise.run_block_fully(block, call, hidden, name)
+            self.stream.write(start, states, side)
+            self.calls.keep(self.index, start, call, beside, side)
+
+
+class _Projections:
+    """The four linears of an attention, and where the heads are in them."""
+
+    def __init__(self, block: nn.Module, attention: Attention, channels: ScoreChannels, group: int) -> None:
+        self.group, self.names = group, (channels.queries.name, channels.keys.name, attention.values, attention.output)
+        self.linears = [block.get_submodule(name) for name in self.names]
+        self.heads, self.size = attention.heads, attention.head_dim
+        self.rows = channels.queries.rows, channels.keys.rows, value_rows(attention)
+        for name, rows, linear in zip(self.names, self.rows, self.linears, strict=False):
+            count, size = rows.shape
+            within = rows - size * torch.arange(count)[:, None]
+            is_whole = linear.get_parameter("weight").shape[0] == rows.numel()
+            if not is_whole or within.min() < 0 or (within != within[0]).any():
+                raise UnsupportedModelError(
+                    f"{name} has not the rows of one head behind those of another; remove merge_kv_heads from the "
+                    "recipe's transform"
+                )
+
+    def taken(self) -> HeadWeights:
+        """Return the weights by head, float64."""
+        heads = []
+        for rows, linear in zip(self.rows, self.linears, strict=False):
+            weight, bias = linear.get_parameter("weight").detach().double().cpu(), getattr(linear, "bias", None)
+            whole = weight if bias is None else torch.cat((weight, bias.detach().double().cpu()[:, None]), 1)
+            heads.append(whole[rows])
+        output = self.linears[3].get_parameter("weight").detach().double().cpu()
+        queries, keys, values = heads
+        return HeadWeights(queries, keys, values, output.unflatten(1, (self.heads, self.size)).transpose(0, 1))
+
+    def put(self, weights: HeadWeights) -> dict[str, Tensor]:
+        """Return merged weights as parameters, by their paths in the block, float64."""
+        found: dict[str, Tensor] = {}
+        for name, rows, linear, heads in zip(self.names, self.rows, self.linears, weights, strict=False):
+            whole = torch.empty(heads.shape[0] * heads.shape[1], heads.shape[2], dtype=torch.float64)
+            whole[rows[: len(heads)]] = heads
+            columns = linear.get_parameter("weight").shape[1]
+            found[f"{name}.weight"] = whole[:, :columns]
+            if whole.shape[1] > columns:
+                found[f"{name}.bias"] = whole[:, -1]
+        found[f"{self.names[3]}.weight"] = weights.outputs.transpose(0, 1).flatten(1)
+        return found
