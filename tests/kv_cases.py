@@ -126,4 +126,5 @@ CASES = (
     Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
     Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("fused",), is_before_rope=True),
     Case("pca", {"bits": 2.0}, _pca, is_before_rope=True),
+    Case("commvq", {"bits": 2.0, "entries": 16, "norm": "token"}, _fixed(2 + 8 / (HEADS * WIDTH)), is_before_rope=True),
 )

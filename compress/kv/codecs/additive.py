@@ -46,7 +46,7 @@ class Training:
     rounds: int  # of all codebooks together, at most
     hot: float = 0.2  # first temperature, in squared lengths of what a stage codes
     cold: float = 0.005  # last one
-    soft_vectors: int = 2048  # that a stage starts from, at most
+    soft_vectors: int = 1024  # that a stage starts from, at most
 
 
 def turned(x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def total(codes: Tensor, tables: Tensor) -> Tensor:
     """Add up the entries of codes [h, N, M] of an integer type -> [h, N, d]."""
     h, m, a, d = tables.shape
     first = torch.arange(h * m, device=tables.device).view(h, 1, m) * a
-    bags = (codes.long() + first).view(-1, m)
+    bags = (codes.long() + first).reshape(-1, m)
     return torch.nn.functional.embedding_bag(bags, tables.reshape(-1, d), mode="sum").view(h, -1, d)
 
 
