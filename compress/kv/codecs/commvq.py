@@ -47,7 +47,7 @@ from compress.kv.codecs.lloyd import Norms
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "queries", "values"})
-WORK = 16  # bytes that calibrating takes for each number of its largest sample
+WORK = 32  # bytes that calibrating takes for each number of its largest sample
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 PAIRED = 16  # entries up to which both codes of a stage are searched at once
 MOST_DIRECT = 1  # queries of a KV head up to which entries meet queries before they are summed
