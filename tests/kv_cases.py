@@ -151,4 +151,5 @@ CASES = (
     Case("matryoshka", {"ranks": "layer", "bits": 4, "basis": "orthogonal"}, _ranks(4)),
     Case("cskv", {}, _fixed(16 / 2), is_before_rope=True),
     Case("cskv", {"bits": 4, "metric": "loss"}, _fixed(4 / 2 + 8 / (HEADS * WIDTH)), is_before_rope=True),
+    Case("commvq", {"bits": 2.0, "entries": 16, "norm": "token"}, _fixed(2 + 8 / (HEADS * WIDTH)), is_before_rope=True),
 )
