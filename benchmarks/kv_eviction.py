@@ -253,8 +253,15 @@ def main() -> None:
     parser.add_argument("--kvpress", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
-    engine = (KVPress if args.kvpress else Ours)(model, AutoTokenizer.from_pretrained(args.model))
+    engine: Any
+    if args.kvpress:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
+        engine = KVPress(model, AutoTokenizer.from_pretrained(args.model))
+    else:
+        from compress.model.load import load_model, load_tokenizer
+
+        model = load_model(Path(args.model).resolve(), "float32")
+        engine = Ours(model, load_tokenizer(Path(args.model).resolve()))
     for name, row in measured(model, args, engine).items():
         print(f"| {name} | {row['bytes_per_token']:.0f} | {row['kl']:.4f} | {row['needle_nll']:+.3f} |")
 
