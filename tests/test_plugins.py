@@ -151,6 +151,7 @@ ADDED = {
     "allocate": ("uniform", "quantize: {method: rtn}\nallocate: {method: zz_allocate, target: 5bpw, fill: order}"),
     "formats": ("nf", "quantize: {method: zz_writer, bits: 3}"),
     "kv": ("kivi", "kv_cache: {method: zz_kv, bits: 3}"),
+    "evict": ("snapkv", "kv_cache: {method: kivi, evict: {method: zz_evict, keep: 0.5, pool: 3}}"),
     "tune": ("blockwise", "quantize: {method: rtn}\ntune: {method: zz_tune, steps: 3}"),
 }
 
