@@ -184,5 +184,6 @@ def test_a_new_plugin_is_one_file(kind: str, monkeypatch: pytest.MonkeyPatch, tm
         else None,
         "kv": loaded.kv_cache.keys.config if loaded.kv_cache else None,
         "tune": loaded.tune[0].config if loaded.tune else None,
+        "evict": loaded.kv_cache.evict.config if loaded.kv_cache and loaded.kv_cache.evict else None,
     }[kind]
     assert (used if kind == "formats" else type(used)).__module__ == f"compress.{package}.{name}"
