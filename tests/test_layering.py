@@ -281,7 +281,7 @@ def test_nothing_is_unpickled_and_no_remote_code_is_trusted() -> None:
 OPENS = "compress.model.load"
 
 
-OTHER_TOOLS = {"peers.py", "peft_example.py"}  # benchmarks that show how these open models
+OTHER_TOOLS = {"kv_eviction.py", "peers.py", "peft_example.py"}  # benchmarks that show how these open models
 
 
 def test_one_module_opens_models() -> None:

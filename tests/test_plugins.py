@@ -152,6 +152,7 @@ ADDED = {
     "formats": ("nf", "quantize: {method: zz_writer, bits: 3}"),
     "kv": ("kivi", "kv_cache: {method: zz_kv, bits: 3}"),
     "read": ("tidal", "kv_cache: {method: kivi, read: {method: zz_read, keep: 0.25}}"),
+    "evict": ("snapkv", "kv_cache: {method: kivi, evict: {method: zz_evict, keep: 0.5, pool: 3}}"),
     "tune": ("blockwise", "quantize: {method: rtn}\ntune: {method: zz_tune, steps: 3}"),
 }
 
@@ -185,5 +186,6 @@ def test_a_new_plugin_is_one_file(kind: str, monkeypatch: pytest.MonkeyPatch, tm
         "kv": loaded.kv_cache.keys.config if loaded.kv_cache else None,
         "read": loaded.kv_cache.read.config if loaded.kv_cache and loaded.kv_cache.read else None,
         "tune": loaded.tune[0].config if loaded.tune else None,
+        "evict": loaded.kv_cache.evict.config if loaded.kv_cache and loaded.kv_cache.evict else None,
     }[kind]
     assert (used if kind == "formats" else type(used)).__module__ == f"compress.{package}.{name}"

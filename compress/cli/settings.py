@@ -30,6 +30,7 @@ SECTIONS = {  # sections of a recipe -> the module and the class of their keys
     "experts": ("compress.types", "ExpertPruning"),
     "kv_cache": ("compress.kv.settings", "CacheSettings"),
     "kv_policy": ("compress.kv.settings", "Policy"),
+    "kv_evict": ("compress.kv.evict.settings", "Budget"),
 }
 CLASSES = {"Target": "str"}  # what YAML holds for our classes; for all others a mapping
 RECIPE = "recipe"  # the kind of the sections
