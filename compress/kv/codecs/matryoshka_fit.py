@@ -68,7 +68,8 @@ class Text:
             moment = self.fisher.double().sum(1)
             size = moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
             moment = torch.where(size > 0, moment / size, torch.eye(self.spec.width, dtype=moment.dtype))
-        mean, back, _ = components(self.states, moment)
+        alike = torch.full(self.states.shape[:2], 1 / len(self.states), dtype=torch.float64)  # weights of tokens
+        mean, back, _ = components(self.states, moment, alike, alike)
         return mean, back
 
     def damages(self, mean: Tensor, back: Tensor, ranks: Sequence[int]) -> Tensor:
