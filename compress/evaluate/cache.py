@@ -195,7 +195,7 @@ def generate(
 
     def load() -> PreTrainedModel:
         recipes = fitting(lm.load_config(directory), asked.recipes, asked.left_out)
-        model = lm.load_model(directory, "auto", device)
+        model = load_model(directory, Execution("auto", device))  # whose attention can read codes
         (found,) = candidates(model, directory, recipes, asked.calib, silent)
         generation.attach(model, found.settings, found.static)
         return model

@@ -194,6 +194,17 @@ def test_eval_and_generate_through_a_cache(pico_dir: Callable[..., Path], recipe
     assert lines("generate", directory, "--kv", recipes(8), *words) == lines("generate", directory, *words)
 
 
+def test_generate_with_a_cache_that_is_read_fused_only(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """It is tried on the model before `generate` of the model knows of it."""
+    cache = tmp_path / "all.yaml"
+    cache.write_text("kv_cache: {method: identity, sink: 1, residual_length: 4, read: {method: tidal, keep: 1.0}}")
+    words = ["--prompt", "a" * 70, "--max-new-tokens", "4", "--device", "cpu", "--json"]
+    found, plain = (
+        json.loads(lines("generate", str(pico_dir("llama")), *kv, *words)[1]) for kv in (["--kv", str(cache)], [])
+    )
+    assert found["text"] == plain["text"] and found["cache"]["path"] == "fused"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
