@@ -232,7 +232,7 @@ def test_recipes_that_do_not_fit_are_left_out_unless_they_are_named(
     directory = pico_dir("llama")
     said: list[str] = []
     real = cache_candidates.calibrate
-    monkeypatch.setattr(cache_candidates, "calibrate", lambda *a: said.append("calibrated") or real(*a))
+    monkeypatch.setattr(cache_candidates, "calibrate", lambda *a, **k: said.append("calibrated") or real(*a, **k))
     monkeypatch.setattr(cache_candidates, "CALIBRATION", (4, 64))
     recipes = {
         "fits": cache_settings({"method": "kvquant", "residual_length": 32}),

@@ -132,8 +132,14 @@ def test_rotate_must_come_first(first: str, pico_dir: Callable[..., Path], tmp_p
 @pytest.mark.parametrize(
     ("steps", "line"),
     [
-        ("[{method: spin}]", "unknown transform plugin 'spin'; known: awq, clover, outlier_suppression, rotate, "),
-        ("[{residual: false}]", "a transform needs a method, one of awq, clover, outlier_suppression, rotate, smooth"),
+        (
+            "[{method: spin}]",
+            "unknown transform plugin 'spin'; known: awq, clover, merge_kv_heads, outlier_suppression, ",
+        ),
+        (
+            "[{residual: false}]",
+            "a transform needs a method, one of awq, clover, merge_kv_heads, outlier_suppression, rotate",
+        ),
         ("[{method: rotate, resid: false}]", "resid"),
         ("[{method: rotate, values: 1}]", "values"),
     ],
