@@ -17,8 +17,9 @@ numbers rounded to what is stored. A trained number moves in units of the root m
 
 Measured on the third block of tests/models/books-8m, other tokens than those of training: 100 steps take its error to
 98% with `fixed` codes of int4, to 80% with `straight_through` and 83% with `signs`; to 66% with `straight_through` on
-int2. Numbers behind codes that start in the middle of the cell bring no more than `fixed`. Weights that are not yet
-quantized take the error behind q, k and v of int2 to 95%, 87% and 80% at weights_rate 0.002, 0.0075 and 0.02.
+int2, all with `codes_rate` 2. Numbers behind codes that start in the middle of the cell bring no more than `fixed`.
+Weights that are not yet quantized take the error behind q, k and v of int2 to 95%, 87% and 80% at weights_rate 0.002,
+0.0075 and 0.02.
 
 Differences: QuIP# learns its signs as real vectors, too. A step takes about `tokens` tokens, fewer than a batch of a
 forward pass. Inputs that are quantized at run time are quantized here, too, from when their linear is.

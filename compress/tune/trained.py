@@ -50,6 +50,11 @@ class Rates:
     codes_rate: float  # [steps of the grid] that a number behind a code travels in the stage, at most
     start: str  # "codes" or "weights": compress/tune/codes/latent.py
 
+    @property
+    def travel(self) -> float:
+        """Return the unit with which a `Trained` number travels `codes_rate` in the stage, at most."""
+        return 2 * self.codes_rate / (self.steps * self.rate)  # the mean of the rate over steps is half of it
+
 
 class TrainedWeight:
     """One packed weight that is trained; the numbers in `trained` are moved by AdamW."""

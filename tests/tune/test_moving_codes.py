@@ -161,7 +161,8 @@ def descended(packed: PackedWeight, wanted: Tensor, steps: int) -> tuple[pv.Code
 
 
 def test_codes_come_nearer_and_are_stored_as_they_are(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pv.SHARE, packed.format, 0.05)  # the weight is small
+    for units in (LatticePoints, Paths):
+        monkeypatch.setattr(units, "share", 0.05)  # the weight is small
     wanted = near(packed, 0.7)
     codes, errors = descended(packed, wanted, 60)
     assert min(errors) < 0.9 * errors[0]

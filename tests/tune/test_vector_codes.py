@@ -138,4 +138,4 @@ def test_few_codes_move_at_a_time() -> None:
     assert codes.changed() == 0
     codes.behind(pv.EVERY - 1)
     moved = sum(int((a != b).sum()) for a, b in zip(codes.units.codes, codes.units.first, strict=True))
-    assert 0 < moved <= max(1, int(pv.SHARE["codebook"] * count))
+    assert 0 < moved <= max(1, int(Vectors.share * count))

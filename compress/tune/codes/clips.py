@@ -57,9 +57,8 @@ class Codes(Latent):
         for name, each in self.beside.items():
             if name.startswith(lowrank.PREFIX):
                 each.unit *= FACTORS
-        travel = 2 * rates.codes_rate / (rates.steps * rates.rate)  # the mean of the rate over steps is half of it
         ends = ("high",) if packed.params.symmetric else ("low", "high")
-        self.clips = {name: Trained(torch.zeros_like(self.scales), unit=travel) for name in ends}
+        self.clips = {name: Trained(torch.zeros_like(self.scales), unit=rates.travel) for name in ends}
         self.trained.update(self.clips)
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:

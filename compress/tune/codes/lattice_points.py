@@ -27,6 +27,8 @@ def serves(packed: PackedWeight) -> bool:
 class LatticePoints(Units):
     """One weight of the format `e8p`; `codes` has those of each stage, int32 [out, blocks of 8 columns]."""
 
+    by_columns = True
+
     def __init__(self, packed: PackedWeight) -> None:
         (rows, columns), tensors = packed.shape, packed.tensors
         names = ("codes", "residual")[: 1 if packed.params.bits == 2 else 2]

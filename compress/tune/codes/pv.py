@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from compress.tune.codes import lattice_points, paths, vectors
 from compress.tune.codes.lattice_points import LatticePoints
 from compress.tune.codes.paths import Paths
-from compress.tune.codes.units import Units
+from compress.tune.codes.units import TINY, Units
 from compress.tune.codes.vectors import Vectors
 from compress.tune.trained import Rates, Trained, TrainedWeight, within
 from compress.types import PackedWeight
@@ -47,10 +47,7 @@ from compress.types import PackedWeight
 BYTES = 24 + 4 * 4  # of a weight, beside what `fixed` takes: a trained number, and what encoding takes
 RATE = 2.0  # of `codes_rate`, unless the settings say otherwise
 EVERY = 5  # steps between moves
-SHARE = {"codebook": 0.01, "e8p": 0.003, "trellis": 0.003}  # of the units that are encoded anew in a move
 STEP = 0.5  # of E8P and trellises: what their weights move by in a move, of `codes_rate`
-BY_COLUMNS = ("e8p",)  # formats whose gradients are in units of their root mean square over a column
-TINY = 1e-30  # instead of a gradient of zero in divisions
 
 
 def _units(packed: PackedWeight) -> type[Any] | None:
@@ -73,8 +70,7 @@ class _Copy:
 
     def __init__(self, start: Tensor, error: float, rates: Rates) -> None:
         """error: root mean square of the quantization error."""
-        travel = 2 * rates.codes_rate / (rates.steps * rates.rate)  # the mean of the rate over steps is half of it
-        self.dense = Trained(start, unit=travel * error)
+        self.dense = Trained(start, unit=rates.travel * error)
 
     def straight(self) -> Tensor:
         """Return zeros [out, in] through which gradients reach the copy."""
@@ -85,7 +81,7 @@ class _Copy:
         """Return what the matrix [out, in] should be, and the numbers of the units that are to be encoded anew."""
         wanted = self.dense.value()
         distance = units.units(wanted - before).square().sum(-1)
-        return wanted, _most(distance, SHARE[units.packed.format])
+        return wanted, _most(distance, units.share)
 
     def follow(self, before: Tensor, now: Tensor) -> None:
         """Go on from the matrix where codes have moved."""
@@ -110,10 +106,10 @@ class _Gradient:
         slope = self.probe.grad
         if slope is None:
             return before, torch.empty(0, dtype=torch.long, device=before.device)
-        if units.packed.format in BY_COLUMNS:
+        if units.by_columns:
             slope = slope / slope.square().mean(0).sqrt().clamp(min=TINY)
         power = units.units(slope).square().mean(-1)
-        chosen = _most(power, SHARE[units.packed.format])
+        chosen = _most(power, units.share)
         return before - self.length / power[chosen].mean().sqrt().clamp(min=TINY) * slope, chosen
 
     def follow(self, before: Tensor, now: Tensor) -> None:
@@ -141,7 +137,7 @@ class Codes(TrainedWeight):
             size = float(error.square().mean().sqrt()) or 1.0
         self.trained = dict(self.units.trained)
         self.target: _Copy | _Gradient
-        if packed.format == "codebook":
+        if found.keeps_copy:
             self.target = _Copy(start, size, rates)
             self.trained["dense"] = self.target.dense
         else:

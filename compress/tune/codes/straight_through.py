@@ -36,11 +36,10 @@ class Codes(Latent):
 
     def __init__(self, packed: PackedWeight, target: Tensor, rates: Rates) -> None:
         super().__init__(packed, target, rates.start)
-        travel = 2 * rates.codes_rate / (rates.steps * rates.rate)  # the mean of the rate over steps is half of it
         self.trained["scales"] = Trained(self.scales)
-        self.trained["latent"] = Trained(self.latent, unit=travel)
+        self.trained["latent"] = Trained(self.latent, unit=rates.travel)
         if not packed.params.symmetric:
-            self.trained["zeros"] = Trained(self.zeros, unit=travel)
+            self.trained["zeros"] = Trained(self.zeros, unit=rates.travel)
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
         zeros = self.trained["zeros"].value() if "zeros" in self.trained else self.zeros

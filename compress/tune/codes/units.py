@@ -15,7 +15,7 @@ from compress.tune.trained import TrainedWeight, around
 from compress.types import PackedWeight
 
 FAR = 1e4  # units in those of their scales are cut here: searches take numbers whose squares are finite
-TINY = 1e-30  # instead of a scale of zero in divisions
+TINY = 1e-30  # instead of a scale or a gradient of zero in divisions
 
 
 def in_scales(values: Tensor, factors: Tensor) -> Tensor:
@@ -24,7 +24,14 @@ def in_scales(values: Tensor, factors: Tensor) -> Tensor:
 
 
 class Units(TrainedWeight):
-    """One packed weight with its codes, one tensor of integers for each stage or stored plane."""
+    """One packed weight with its codes, one tensor of integers for each stage or stored plane.
+
+    How PV-Tuning moves them (compress/tune/codes/pv.py) depends on how large units are.
+    """
+
+    share = 0.003  # of the units that are encoded anew in a move
+    keeps_copy = False  # whether a dense copy of the weight is kept and moved by AdamW
+    by_columns = False  # whether gradients are in units of their root mean square over each column
 
     def __init__(self, packed: PackedWeight, codes: list[Tensor]) -> None:
         super().__init__(packed)

@@ -29,6 +29,9 @@ def serves(packed: PackedWeight) -> bool:
 class Vectors(Units):
     """One weight of the format `codebook`; `codes` has those of each stage, int64 [code rows, code columns]."""
 
+    share = 0.01
+    keeps_copy = True
+
     def __init__(self, packed: PackedWeight) -> None:
         codes = codebook_format.unpack_codes(packed.tensors, packed.params, packed.shape)
         super().__init__(packed, [each.long() for each in codes])
