@@ -54,7 +54,6 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "kivi4 expected ada": {**KIVI, "evict": {**EXPECTED, "heads": "ada"}},
     "kivi4 expected ada critical": {**KIVI, "evict": {**EXPECTED, "heads": "ada", "critical": True}},
 }
-State = tuple[list[tuple[Tensor, Tensor]], Any]  # keys and values of each layer, and what an engine needs beside
 
 
 def samples(
@@ -119,59 +118,24 @@ class Ours:
     """Feeds caches of compress with the queries, keys and values of one prompt."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        from compress.kv import attention, hooks
-
-        attention.register()
         self.model, self.tokenizer = model, tokenizer
-        hooks.attach(model)
 
     def names(self, only: list[str]) -> list[str]:
         return only or list(ENTRIES)
 
     def prefilled(self, prompt: Tensor) -> Any:
-        from compress.kv.evict.layer import Call
-        from compress.kv.rope import sources
+        from kv_prompt import Prompt
 
-        self.calls: list[tuple[Call, Tensor]] = []
-        makers = sources(self.model)
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        def seen(module: Any, query: Tensor, *rest: Any, **kwargs: Any) -> Any:
-            self.calls.append((Call(module, self.turns, self.positions, makers), query))
-            return sdpa_attention_forward(module, query, *rest, **kwargs)
-
-        def note(module: Any, given: Any, kwargs: dict[str, Any]) -> None:
-            self.turns, self.positions = kwargs["position_embeddings"], kwargs["position_ids"]
-
-        ALL_ATTENTION_FUNCTIONS.register("sdpa_seen", seen)
-        layers = self.model.model.layers
-        handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-        cache = DynamicCache(config=self.model.config)
-        self.model.config._attn_implementation = "sdpa_seen"
-        self.model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.model.config._attn_implementation = "sdpa"
-        for handle in handles:
-            handle.remove()
-        self.prompt = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        return cache
+        self.prompt = Prompt(self.model, prompt)
+        return self.prompt.exact
 
     def evicted(self, name: str) -> tuple[Any, float]:
+        from kv_prompt import nbytes_in_16_bits
+
         from compress.kv.cache import make_cache
 
-        cache = make_cache(self.model.config, ENTRIES[name])
-        for layer, (call, query), (keys, values) in zip(cache.layers, self.calls, self.prompt, strict=True):
-            if hasattr(layer, "before"):
-                layer.before(copy.copy(call), None, keys.shape[2])
-            layer.update(keys, values)
-            layer.commit(query)
-        parts = cache.nbytes()
-        return cache, (parts.sink + parts.tail) / 2 + self._coded(name, parts) + parts.state
-
-    def _coded(self, name: str, parts: Any) -> float:
-        """Return the bytes of what is coded: those of exact codes in bfloat16."""
-        coded = parts.codes + parts.scales + parts.extras
-        return coded / 2 if ENTRIES[name]["method"] == "identity" else coded
+        cache = self.prompt.fill(make_cache(self.model.config, ENTRIES[name]))
+        return cache, nbytes_in_16_bits(cache)
 
 
 class KVPress:
@@ -258,9 +222,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
         engine = KVPress(model, AutoTokenizer.from_pretrained(args.model))
     else:
-        from compress.model.load import load_model, load_tokenizer
+        from compress.evaluate.cache_candidates import load_model
+        from compress.evaluate.scores import Execution
+        from compress.model.load import load_tokenizer
 
-        model = load_model(Path(args.model).resolve(), "float32")
+        model = load_model(Path(args.model).resolve(), Execution("float32", "cpu"))
         engine = Ours(model, load_tokenizer(Path(args.model).resolve()))
     for name, row in measured(model, args, engine).items():
         print(f"| {name} | {row['bytes_per_token']:.0f} | {row['kl']:.4f} | {row['needle_nll']:+.3f} |")

@@ -137,8 +137,17 @@ def measure(model: Any, found: Sequence[Context], candidates: Sequence[Candidate
 
 @torch.no_grad()
 def answers(model: Any, context: Context, cache: Any) -> Tensor:
-    """Return nll of a token of the answer, and whether it is right, by depth: float64 [2, DEPTHS]."""
+    """Feed the prompt, then ask: nll of a token of the answer, and whether it is right, by depth: float64 [2, DEPTHS].
+
+    A cache that holds the prompt already goes to `asked`.
+    """
     fed(model, context.prompt.to(model.device), cache)
+    return asked(model, context, cache)
+
+
+@torch.no_grad()
+def asked(model: Any, context: Context, cache: Any) -> Tensor:
+    """Return what `answers` does for a cache that holds the prompt."""
     cells = torch.zeros(2, len(DEPTHS), dtype=torch.float64)
     for index in context.order:
         tokens, count = context.questions[index]
