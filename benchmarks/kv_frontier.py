@@ -139,7 +139,7 @@ def read_through(model: Any, cache: Any, context: Any, following: Tensor, passag
 
 
 @torch.no_grad()
-def measured(model: Any, prompt: Any, cache: Any, rest: tuple[Any, Tensor, Tensor], base: Any, tokens: int) -> Any:
+def measured(model: Any, prompt: Any, cache: Any, rest: tuple[Any, Tensor, Tensor], base: Any, static: int) -> Any:
     """Return the row of a cache for one window; base: what `read_through` gives for the exact cache."""
     from kv_prompt import nbytes_in_16_bits
 
@@ -151,8 +151,8 @@ def measured(model: Any, prompt: Any, cache: Any, rest: tuple[Any, Tensor, Tenso
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).double()
     kept = exact_needles[1] > 0
     return {
-        "bytes_per_token": (nbytes_in_16_bits(cache) + cache.nbytes().static) / tokens,
-        "static": cache.nbytes().static,
+        "nbytes": nbytes_in_16_bits(cache),
+        "static": static,
         "kl": float(kl.mean()),
         "same_top1": float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()),
         "passage_nll": nll - exact_nll,
@@ -194,10 +194,12 @@ def run(args: argparse.Namespace) -> None:
         for name in missing:
             try:
                 if name not in caches:
-                    caches[name] = candidate(model, name, samples[:count], args.static)
-                own = caches[name].cache(model.config)
-                own.exact_prefill = True
-                row = measured(model, prompt, own, (context, following, passage), base, args.context)
+                    made = candidate(model, name, samples[:count], args.static)
+                    static = 0 if made.settings.evict else prompt.static(made.cache(model.config))
+                    caches[name] = made, static
+                made, static = caches[name]
+                rest = context, following, passage
+                row = measured(model, prompt, made.cache(model.config), rest, base, static)
             except (RuntimeError, ValueError) as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -211,7 +213,7 @@ def means(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one cache over its windows."""
     kl = torch.tensor([row["kl"] for row in rows], dtype=torch.float64)
     found, summed = sum(row["needles_found_exactly"] for row in rows), {}
-    for key in ("bytes_per_token", "passage_nll", "same_top1", "kl", "static"):
+    for key in ("nbytes", "passage_nll", "same_top1", "kl", "static"):
         summed[key] = sum(row[key] for row in rows) / len(rows)
     return {
         **summed,
@@ -243,15 +245,15 @@ def show(args: argparse.Namespace) -> None:
     names = dict.fromkeys(row["cache"] for row in rows)
     found = [means([row for row in rows if row["cache"] == name]) for name in names]
     for row in found:
-        row["own"] = row["bytes_per_token"] - row["static"] / args.context
-    one, many = undominated(found, "bytes_per_token"), undominated(found, "own")
+        row["one"] = row["nbytes"] + row["static"]
+    one, many = undominated(found, "one"), undominated(found, "nbytes")
     print("| | cache | bytes a token | static | KL | s.e. | tokens | same top-1 | passage | needles | their nll |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for row in sorted(found, key=lambda row: row["own"]):
+    for row in sorted(found, key=lambda row: row["nbytes"]):
         mark = ", ".join(sign for sign, of in (("1", one), ("n", many)) if row["cache"] in of)
         static = f"{row['static'] / args.context:,.0f}" if row["static"] else ""
         print(
-            f"| {mark} | {row['cache']} | {row['own']:,.0f} | {static} | {row['kl']:.5f} | {row['kl_se']:.5f} "
+            f"| {mark} | {row['cache']} | {row['nbytes'] / args.context:,.0f} | {static} | {row['kl']:.5f} | {row['kl_se']:.5f} "
             f"| {row['tokens']} | {row['same_top1']:.1%} | {row['passage_nll']:+.3f} "
             f"| {row['right']} of {row['asked']} | {row['needles_nll']:+.3f} |"
         )
