@@ -253,8 +253,8 @@ def show(args: argparse.Namespace) -> None:
         mark = ", ".join(sign for sign, of in (("1", one), ("n", many)) if row["cache"] in of)
         static = f"{row['static'] / args.context:,.0f}" if row["static"] else ""
         print(
-            f"| {mark} | {row['cache']} | {row['nbytes'] / args.context:,.0f} | {static} | {row['kl']:.5f} | {row['kl_se']:.5f} "
-            f"| {row['tokens']} | {row['same_top1']:.1%} | {row['passage_nll']:+.3f} "
+            f"| {mark} | {row['cache']} | {row['nbytes'] / args.context:,.0f} | {static} | {row['kl']:.5f} "
+            f"| {row['kl_se']:.5f} | {row['tokens']} | {row['same_top1']:.1%} | {row['passage_nll']:+.3f} "
             f"| {row['right']} of {row['asked']} | {row['needles_nll']:+.3f} |"
         )
 
