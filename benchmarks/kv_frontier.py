@@ -94,7 +94,7 @@ def candidate(model: Any, name: str, tokens: Tensor, kept: Path | None) -> Any:
             print(f"{name}: calibrated in {facts['seconds']} s", file=sys.stderr, flush=True)
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                save_file({key: x.clone() for key, x in static.items()}, file)
+                save_file({key: x.contiguous().clone() for key, x in static.items()}, file)
     return readable(model, Candidate(name, settings, static))
 
 
