@@ -262,13 +262,13 @@ class KVCache(Cache):
             if isinstance(layer, CodedLayer):
                 total += layer.nbytes()
             else:
-                tensors = _held(layer)
-                held = sum(x.untyped_storage().nbytes() for x in tensors)
-                total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=held)
+                tensors = held(layer)
+                nbytes = sum(x.untyped_storage().nbytes() for x in tensors)
+                total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=nbytes)
         return total
 
 
-def _held(layer: Any) -> list[Tensor]:
+def held(layer: Any) -> list[Tensor]:
     """Return the tensors of a layer of transformers: keys and values, states of convolutions and recurrences."""
     states = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
     found = [*(getattr(layer, kind, None) for kind in KINDS), *(x for each in states for x in each.values())]
