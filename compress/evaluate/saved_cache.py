@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache
 
+from compress.evaluate.feed import fed
 from compress.evaluate.generation import prompt_ids
 from compress.kv import generation
 from compress.kv.saved import load_cache, raw_nbytes, save_cache, token_ids
@@ -53,7 +54,7 @@ def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "c
     generation.check_length(model.config, ids.shape[1])
     with torch.no_grad():
         for chunk in ids.to(model.device).split(CHUNK, 1):
-            model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            fed(model, chunk, cache)
     file = save_cache(cache, out, model, ids, quality, {"model_name": directory.name})
     return _described(file, time.perf_counter() - start)
 
