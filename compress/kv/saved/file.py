@@ -44,7 +44,8 @@ LAYOUT = {
     "codes": OPTIONAL,
     "turns": (list, type(None)),
 }
-DAMAGE: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, IndexError, OverflowError)  # what reading something else may raise
+# what reading something else may raise
+DAMAGE: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, IndexError, OverflowError)
 
 Source = Callable[[], Tensor]  # gives the tensor of a part; called twice
 Span = tuple[int, int]
