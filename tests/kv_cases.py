@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from compress import plugins
 from compress.errors import RecipeError
+from compress.kv import generation, hooks
 from compress.kv.cache import CachePath, KVCache, build, make_cache
 from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, cache_settings
@@ -59,6 +60,18 @@ class Case:
         prefix = f"layers.0.{kind}."
         own = {name.removeprefix(prefix): t for name, t in self.static().items() if name.startswith(prefix)}
         return self.bits(kind, own)
+
+
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, with hooks for caches that are given to it and are read in either way."""
+    hooks.attach(model)
+    generation.switch(model)
+    return model
+
+
+def windows(count: int = 3, length: int = 200) -> Tensor:
+    """Random tokens [count, length]."""
+    return torch.randint(0, 250, (count, length), generator=torch.Generator().manual_seed(0))
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

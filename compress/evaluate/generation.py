@@ -70,15 +70,24 @@ def continued(
     seed: int,
 ) -> Written:
     """Return the same of the model that `load` gives, which is called once the prompt is known to have tokens."""
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of the command line, or half a pair
-        raise CalibrationError(f"the prompt {shown(prompt)} is not Unicode text; give it in UTF-8")
-    tokenizer = lm.load_tokenizer(directory)
-    ids = cast(list[int], tokenizer(prompt, verbose=False)["input_ids"])
-    if not ids:
-        raise CalibrationError(f"the prompt {shown(prompt)} has no tokens; give at least one word")
+    ids, tokenizer = prompt_ids(directory, prompt), lm.load_tokenizer(directory)
     model = load()
     draw = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
     found = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()
     # decoded together with the prompt: some tokenizers drop the space before a first word
     whole, start = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (found, ids))
     return Written(whole.removeprefix(start), reading.of_model(model))
+
+
+def prompt_ids(directory: Path, prompt: str, is_first: bool = True) -> list[int]:
+    """Return the token ids of a prompt; one that goes on from another gets no tokens that begin a text.
+
+    Raises CalibrationError for what is no Unicode text or has no tokens.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of the command line, or half a pair
+        raise CalibrationError(f"the prompt {shown(prompt)} is not Unicode text; give it in UTF-8")
+    tokenizer = lm.load_tokenizer(directory)
+    ids = cast(list[int], tokenizer(prompt, verbose=False, add_special_tokens=is_first)["input_ids"])
+    if not ids:
+        raise CalibrationError(f"the prompt {shown(prompt)} has no tokens; give at least one word")
+    return ids

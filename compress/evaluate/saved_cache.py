@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
-from compress.errors import CalibrationError, shown
+from compress.evaluate.feed import fed
+from compress.evaluate.generation import prompt_ids
 from compress.kv import generation
 from compress.kv.saved import load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.saved.file import SavedFile
@@ -46,7 +46,7 @@ def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "c
 
     quality: a key of `compress.kv.saved.NOISE`. Raises CalibrationError for a prompt without tokens.
     """
-    ids = torch.tensor([_ids(directory, prompt)])
+    ids = torch.tensor([prompt_ids(directory, prompt)])
     model = lm.load_model(directory, "auto", device)
     start = time.perf_counter()
     own = hasattr(model, "kv_cache")
@@ -54,7 +54,7 @@ def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "c
     generation.check_length(model.config, ids.shape[1])
     with torch.no_grad():
         for chunk in ids.to(model.device).split(CHUNK, 1):
-            model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            fed(model, chunk, cache)
     file = save_cache(cache, out, model, ids, quality, {"model_name": directory.name})
     return _described(file, time.perf_counter() - start)
 
@@ -72,7 +72,7 @@ def write_on(
     draw: temperature and seed. Raises CheckpointError for a file that is damaged or of another model.
     """
     file = SavedFile(path)
-    ids, more = token_ids(file), _ids(directory, prompt, first=False) if prompt else []
+    ids, more = token_ids(file), prompt_ids(directory, prompt, is_first=False) if prompt else []
     model = lm.load_model(directory, "auto", device)
     cache = cast(Any, load_cache(model, file))
     if not more:
@@ -80,22 +80,8 @@ def write_on(
     start = torch.cat((ids, torch.tensor([more], dtype=torch.int64)), 1)
     temperature, seed = draw
     drawn = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
-    written = _write(model, start, max_new_tokens, drawn, cache)
+    stop = lm.end_tokens(model)
+    written = lm.write(model, start, max_new_tokens, drawn, stop, past_key_values=cache)[0].tolist()
     tokenizer = lm.load_tokenizer(directory)
     whole, before = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (written, start[0]))
     return whole.removeprefix(before)
-
-
-def _write(model: PreTrainedModel, start: Tensor, count: int, draw: lm.Draw, cache: Any) -> list[int]:
-    return cast(list[int], lm.write(model, start, count, draw, lm.end_tokens(model), past_key_values=cache)[0].tolist())
-
-
-def _ids(directory: Path, text: str, first: bool = True) -> list[int]:
-    """Return the token ids of a text; what is not the first text gets no tokens that begin one."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise CalibrationError(f"the prompt {shown(text)} is not Unicode text; give it in UTF-8")
-    tokenizer = lm.load_tokenizer(directory)
-    ids = cast(list[int], tokenizer(text, verbose=False, add_special_tokens=first)["input_ids"])
-    if not ids:
-        raise CalibrationError(f"the prompt {shown(text)} has no tokens; give at least one word")
-    return ids

@@ -33,7 +33,7 @@ from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv import static as calibrated
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
-from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, Reading, cache_settings, exact
+from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, Reading, cache_settings, exact, reading_layers
 from compress.kv.sparse.reading import Reader, build_reader
 from compress.kv.token_store import Bytes, Store
 
@@ -223,8 +223,7 @@ class KVCache(Cache):
 
     def reader(self, index: int, spec: Spec) -> Reader | None:
         """Return what chooses the tokens that a layer reads; RecipeError where nothing can choose."""
-        is_left = all(coding == exact() for coding in self.codings[index].values())
-        if self.reading is None or is_left:
+        if self.reading is None or not reading_layers(self.codings[index : index + 1]):
             return None
         return build_reader(self.reading, spec, self.static, self.path == "fused")
 
@@ -262,13 +261,13 @@ class KVCache(Cache):
             if isinstance(layer, CodedLayer):
                 total += layer.nbytes()
             else:
-                tensors = _held(layer)
-                held = sum(x.untyped_storage().nbytes() for x in tensors)
-                total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=held)
+                tensors = held(layer)
+                nbytes = sum(x.untyped_storage().nbytes() for x in tensors)
+                total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=nbytes)
         return total
 
 
-def _held(layer: Any) -> list[Tensor]:
+def held(layer: Any) -> list[Tensor]:
     """Return the tensors of a layer of transformers: keys and values, states of convolutions and recurrences."""
     states = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
     found = [*(getattr(layer, kind, None) for kind in KINDS), *(x for each in states for x in each.values())]
@@ -280,13 +279,7 @@ def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
 
     Raises RecipeError for settings that do not fit the layer, and for calibrated tensors that are not theirs.
     """
-    own = calibrated.of(static, spec)
-    try:
-        calibrated.check(coding, spec, own)
-    except ValueError as error:
-        raise RecipeError(
-            f"{spec.where}: {coding.method} is calibrated, but {error}; calibrate the cache with these settings"
-        ) from error
+    own = calibrated.of_checked(coding, static, spec)
     return plugins.load("kv", coding.method).build(coding.config, spec, own)
 
 

@@ -7,12 +7,12 @@ what its codec says of it: `specs(config, spec)`, names, shapes and types, and `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from compress import plugins
+from compress.errors import RecipeError
 from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, Coding, Codings, Reading, reading_layers
 from compress.numerics import checks
@@ -24,28 +24,32 @@ def of(static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in static.items() if name.startswith(prefix)}
 
 
-def check(coding: Coding, spec: Spec, own: Mapping[str, Tensor]) -> None:
-    """Check the tensors that one codec reads, whatever else there is.
+def of_checked(settings: Coding | Reading, static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
+    """Return what `of` does; raise RecipeError where these are not the tensors of the settings."""
+    own = of(static, spec)
+    try:
+        check(settings, spec, own)
+    except ValueError as error:
+        raise RecipeError(
+            f"{spec.where}: {settings.method} is calibrated, but {error}; calibrate the cache with these settings"
+        ) from error
+    return own
+
+
+def check(settings: Coding | Reading, spec: Spec, own: Mapping[str, Tensor]) -> None:
+    """Check the tensors that one codec reads, or by which a layer chooses tokens, whatever else there is.
 
     Raises ValueError, which begins with the name of a tensor.
     """
-    _checked(_specs("kv", coding, spec), plugins.load("kv", coding.method), coding.config, spec, own)
-
-
-def check_reader(reading: Reading, spec: Spec, own: Mapping[str, Tensor]) -> None:
-    """Check the tensors by which a layer chooses the tokens that it reads; raise ValueError as `check` does."""
-    _checked(_specs("read", reading, spec), plugins.load("read", reading.method), reading.config, spec, own)
-
-
-def _checked(specs: Mapping[str, checks.Spec], plugin: Any, config: Any, spec: Spec, own: Mapping[str, Tensor]) -> None:
+    specs = _specs(settings, spec)
     read = {name: tensor for name, tensor in own.items() if name in specs}
     checks.specified(read, specs)
     for name, tensor in read.items():
         if tensor.is_floating_point():
             checks.finite(name, tensor)
-    check_values = getattr(plugin, "check", None)
+    check_values = getattr(_plugin(settings, spec), "check", None)
     if check_values is not None and read:
-        check_values(read, config, spec)
+        check_values(read, settings.config, spec)
 
 
 def check_names(
@@ -61,10 +65,8 @@ def check_names(
     tensors: whatever has a `shape` and a `dtype`, by full name. Raises ValueError, which begins with such a name.
     """
     expected = {}
-    named = [(_specs("kv", coding, spec), spec) for coding, spec in _codecs(codings, heads)]
-    named += [(_specs("read", own, spec), spec) for own, spec in _readers(codings, heads, reading)]
-    for specs, spec in named:
-        for name, (shape, dtype) in specs.items():
+    for settings, spec in _calibrated(codings, heads, reading):
+        for name, (shape, dtype) in _specs(settings, spec).items():
             full = _prefix(spec) + name
             held = tensors.get(full) if not is_certain else None
             expected[full] = (shape, dtype) if held is None else (tuple(held.shape), held.dtype)
@@ -75,31 +77,31 @@ def check_all(
     codings: Codings, heads: tuple[int, int, int], static: Mapping[str, Tensor], reading: Reading | None = None
 ) -> None:
     """Check the tensors of all layers of a model. Raises ValueError, which begins with the full name of a tensor."""
-    calls = [(partial(check, coding), spec) for coding, spec in _codecs(codings, heads)]
-    calls += [(partial(check_reader, own), spec) for own, spec in _readers(codings, heads, reading)]
-    for call, spec in calls:
+    for settings, spec in _calibrated(codings, heads, reading):
         try:
-            call(spec, of(static, spec))
+            check(settings, spec, of(static, spec))
         except ValueError as error:
             raise ValueError(f"{_prefix(spec)}{error}") from error
 
 
-def _codecs(codings: Codings, heads: tuple[int, int, int]) -> Iterator[tuple[Coding, Spec]]:
+def _calibrated(
+    codings: Codings, heads: tuple[int, int, int], reading: Reading | None
+) -> Iterator[tuple[Coding | Reading, Spec]]:
+    """Yield the settings and the place of each codec, then of all that chooses tokens."""
     queries, count, width = heads
-    for index, layer in enumerate(codings):
-        for kind in KINDS:
-            yield layer[kind], Spec(kind, index, len(codings), count, width, max(1, queries // count))  # type: ignore[arg-type]
+    layers = range(len(codings))
+    places: list[tuple[Any, str, int]] = [(codings[index][kind], kind, index) for index in layers for kind in KINDS]
+    places += [(reading, "read", index) for index in reading_layers(codings) if reading is not None]
+    for settings, kind, index in places:
+        yield settings, Spec(kind, index, len(codings), count, width, max(1, queries // count))  # type: ignore[arg-type]
 
 
-def _readers(codings: Codings, heads: tuple[int, int, int], reading: Reading | None) -> Iterator[tuple[Reading, Spec]]:
-    queries, count, width = heads
-    for index in reading_layers(codings) if reading is not None else ():
-        assert reading is not None
-        yield reading, Spec("read", index, len(codings), count, width, max(1, queries // count))
+def _plugin(settings: Coding | Reading, spec: Spec) -> Any:
+    return plugins.load("read" if spec.kind == "read" else "kv", settings.method)
 
 
-def _specs(kind: str, settings: Coding | Reading, spec: Spec) -> dict[str, checks.Spec]:
-    specs = getattr(plugins.load(kind, settings.method), "specs", None)  # none: it is not calibrated
+def _specs(settings: Coding | Reading, spec: Spec) -> dict[str, checks.Spec]:
+    specs = getattr(_plugin(settings, spec), "specs", None)  # none: it is not calibrated
     return {} if specs is None else dict(specs(settings.config, spec))
 
 

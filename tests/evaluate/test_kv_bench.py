@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -20,9 +19,9 @@ from compress.evaluate import cache as bench
 from compress.evaluate import cache_candidates, cache_error, cache_scores, cache_speed
 from compress.evaluate.cache_scores import Candidate
 from compress.evaluate.scores import Execution
-from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
 from compress.kv.settings import cache_settings
+from kv_cases import ready, windows
 from pico import build
 from runs import TEXT
 
@@ -33,18 +32,11 @@ YAML = "description: d\nkv_cache: {method: kivi, bits: %d, group_size: 16, resid
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    made = build("llama")
-    hooks.attach(made)
-    generation.switch(made)
-    return made
+    return ready(build("llama"))
 
 
 def candidate_of(name: str, recipe: dict[str, Any], path: Any = "decode", extra: int = 0) -> Candidate:
     return Candidate(name, cache_settings(recipe), {}, path, extra)
-
-
-def windows(count: int = 3, length: int = 200) -> Tensor:
-    return torch.randint(0, 250, (count, length), generator=torch.Generator().manual_seed(0))
 
 
 def silent(done: int) -> None:

@@ -18,8 +18,8 @@ from compress.cli.app import app
 from compress.evaluate import cache_needles as needles
 from compress.evaluate.cache_scores import Candidate
 from compress.evaluate.feed import fed
-from compress.kv import generation, hooks
 from compress.kv.settings import cache_settings
+from kv_cases import ready, windows
 from pico import build
 from runs import TEXT
 
@@ -40,14 +40,7 @@ def candidate(settings: Any) -> Candidate:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    made = build("llama")
-    hooks.attach(made)
-    generation.switch(made)
-    return made
-
-
-def windows(count: int, length: int) -> Tensor:
-    return torch.randint(0, 250, (count, length), generator=torch.Generator().manual_seed(0))
+    return ready(build("llama"))
 
 
 def planted(model: PreTrainedModel, count: int = 3, length: int = 220) -> list[needles.Context]:

@@ -21,8 +21,9 @@ from compress.evaluate.cache_candidates import candidates
 from compress.evaluate.cache_reading import readings
 from compress.evaluate.cache_scores import Candidate, readable
 from compress.kernels import llvm
-from compress.kv import generation, hooks, reading
+from compress.kv import reading
 from compress.kv.settings import cache_settings
+from kv_cases import ready
 from pico import of_type
 from runs import TEXT
 
@@ -83,10 +84,7 @@ def test_errors(names: list[str], override: str, message: str) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    made = of_type("llama", {"head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 64})
-    hooks.attach(made)
-    generation.switch(made)
-    return made
+    return ready(of_type("llama", {"head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 64}))
 
 
 def of(model: Any, **settings: Any) -> Any:

@@ -101,6 +101,9 @@ def _allocate(random: Random) -> dict[str, Any]:
     if random.random() < 0.3:
         made["context"] = random.choice([1, 1024, 2**40, 0])
         made["cache_bits"] = random.choice([[2, 4], [], [0], [2.125], [99], [4, 4]])
+    if random.random() < 0.2:
+        offers: list[Any] = [{"bits": 2}, {"bits": 4}, {"bits": 2.5}, {"method": "fp8"}, {"sink": 0}, {}]
+        made["cache_options"] = [random.choice([*offers, _cache(random)]) for _ in range(random.choice([0, 1, 2, 4]))]
     return made
 
 
@@ -113,6 +116,14 @@ def _cache(random: Random) -> dict[str, Any]:
             made[kind] = {"method": other, **_settings(_hints("kv", other), random)}
     if random.random() < 0.2:
         made["layers"] = [{"match": random.choice([0, [0, 1], 99, "all", -1]), "bits": random.choice(SMALL)}]
+    for part in ("evict", "read"):
+        if random.random() < 0.15:
+            other = random.choice(_plugins(part))
+            made[part] = {
+                "method": other,
+                **random.choice([{}, {"keep": 0.5}]),
+                **_settings(_hints(part, other), random),
+            }
     return made
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reading_cases import WIDTH, cache, chunks, step
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from compress.calib.kv import calibrate
 from compress.errors import CheckpointError, CompressError, RecipeError
@@ -17,6 +17,7 @@ from compress.kv import generation
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.runtime import kv_config
+from pico import build
 
 PARTS: dict[str, dict[str, Any]] = {
     "double_sparsity": {"keep": 0.2, "dense_layers": 0, "channels": 8},
@@ -75,28 +76,15 @@ def test_a_cache_that_was_reset_is_new(method: str) -> None:
     assert torch.equal(run(made, data), expected)
 
 
-def small(layers: int = 3) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+def small() -> PreTrainedModel:
+    return build("llama", {"num_hidden_layers": 3, "max_position_embeddings": 512, "eos_token_id": None})
 
 
 def tokens(rows: int, count: int) -> Tensor:
     return torch.randint(1, 64, (rows, count), generator=torch.Generator().manual_seed(rows))
 
 
-def learned(model: LlamaForCausalLM) -> tuple[Any, dict[str, Tensor]]:
+def learned(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     settings = cache_settings(STORED)
     return settings, calibrate(model, coded_layers(model.config, settings), tokens(4, 60), reading=settings.read)[0]
 

@@ -20,7 +20,7 @@ from compress.kv.cache import make_cache
 from compress.kv.saved import columns, file, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.settings import cache_settings
 from compress.storage import checkpoint
-from pico import build
+from pico import build, of_type
 
 TOKENS = 300
 
@@ -175,6 +175,23 @@ def test_generation_with_the_cache_of_the_model_itself(method: str, tmp_path: Pa
         hooks.attach(model())
 
 
+def test_chosen_tokens_are_read_as_before(tmp_path: Path) -> None:
+    read_some = {"method": "tidal", "keep": 0.1, "dense_layers": 0, "layers": [0]}
+    settings = {"method": "kivi", **CODECS["kivi"], "skip_layers": [], "sink": 2, "residual_length": 32}
+    found, logits = [], []
+    for recipe in ({**settings, "read": read_some}, settings):
+        generation.attach(model(), recipe)
+        try:
+            cache = read(prompt(), generation.fresh(model()))
+            found = [load_cache(model(), save_cache(cache, tmp_path / "x.kv", model(), prompt())), cache]
+            logits.append([after(each) for each in found])
+        finally:
+            generation.detach(model())
+            hooks.attach(model())
+    assert all(torch.equal(*both) for both in logits)
+    assert not torch.allclose(logits[0][0], logits[1][0], atol=1e-4)
+
+
 def test_damaged_bytes_are_found(tmp_path: Path) -> None:
     path, cache = tmp_path / "x.kv", exact()
     save_cache(cache, path, model(), prompt())
@@ -241,6 +258,16 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="layer 1 of the cache is a OddLayer"):
         save_cache(odd, tmp_path / "x", model(), prompt())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_states_of_recurrences_are_not_dropped(tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 1, "attn_layer_offset": 1}
+    jamba = of_type("jamba", {**sizes, "num_experts_per_tok": 1, "attn_layer_period": 2, "use_mamba_kernels": False})
+    cache = DynamicCache(config=jamba.config)
+    with torch.no_grad():
+        jamba(input_ids=prompt(), past_key_values=cache, use_cache=True)
+    with pytest.raises(UnsupportedModelError, match="layer 0 of the cache is a LinearAttentionLayer"):
+        save_cache(cache, tmp_path / "x", jamba, prompt())
 
 
 def failing(*args: Any) -> None:

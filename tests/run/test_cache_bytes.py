@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from compress.calib.kv import calibrate
 from compress.evaluate.feed import fed
-from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.model import load
 from compress.run import cache_bytes
+from kv_cases import ready
 from pico import of_type, save_pico
 from runs import TEXT, cli
 
@@ -34,10 +34,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     changes = {"head_dim": 32, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 2048}
-    made = of_type("llama", changes)
-    hooks.attach(made)
-    generation.switch(made)
-    return made
+    return ready(of_type("llama", changes))
 
 
 @pytest.mark.parametrize("recipe", CASES)

@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache
 from compress import plugins
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv.cache import CodedLayer, KVCache
-from compress.kv.saved import coded, file, identity, plain
+from compress.kv.saved import checked, coded, file, identity, plain
 from compress.kv.saved.file import SavedFile
 from compress.kv.saved.parts import TOKENS
 from compress.version import __version__
@@ -110,12 +110,19 @@ def load_cache(
     """
     saved = path if isinstance(path, SavedFile) else SavedFile(Path(path))
     check_belongs(saved, model, tokens)
+    with saved.damage("its layers"):
+        return _loaded(saved, model, static)
+
+
+def _loaded(saved: SavedFile, model: nn.Module, static: Mapping[str, Tensor] | None) -> Cache:
+    """Return the cache; ValueError and its like for facts that no cache has."""
     facts, device = saved.facts, next(model.parameters()).device
     layers = facts["layers"]
     if facts["codes"] is not None:
         own = getattr(getattr(model, "kv_cache", None), "static", None)
         cache: Cache = coded.fresh(model.config, facts["codes"], own if static is None else static)
         coded.restore_shared(saved, cache, model)  # type: ignore[arg-type]
+        heads = checked.heads_of(model, len(layers))
     else:
         cache = plain.fresh(model.config, len(layers))
     both = _turns(saved, model)
@@ -123,8 +130,10 @@ def load_cache(
         if fact is None:
             continue
         if isinstance(layer, CodedLayer):
+            checked.check_layer(fact, heads[index], saved.parts["tokens"].shape[1])
             coded.restore(saved, index, layer, fact, device)
         else:
+            plain.check(saved, index, fact, both)
             plain.restore(layer, fact, plain.tensors(saved, index, fact, both), device)
     return cache
 
@@ -149,6 +158,11 @@ def token_ids(saved: SavedFile) -> Tensor:
 
 def raw_nbytes(saved: SavedFile) -> int:
     """Return the bytes of the keys and values that the model computed, as a cache holds them that is not compressed."""
+    with saved.damage("its layers"):
+        return _raw_nbytes(saved)
+
+
+def _raw_nbytes(saved: SavedFile) -> int:
     total = 0
     for index, fact in enumerate(saved.facts["layers"]):
         for kind in ("keys", "values") if fact is not None else ():

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, UnsupportedModelError
 from compress.kv import rope
+from compress.kv.buffer import Buffer
 from compress.kv.cache import CodedLayer, KVCache, make_cache, named_path
-from compress.kv.saved import identity, parts, plain
+from compress.kv.saved import checked, identity, parts, plain
 from compress.kv.saved.file import SavedFile, Source
 from compress.kv.saved.parts import Part
 from compress.kv.settings import KINDS, cache_settings
@@ -36,6 +37,7 @@ def facts(cache: KVCache) -> dict[str, Any]:
         "exact_prefill": cache.exact_prefill,
         "path": cache.path,
         "static": identity.of_tensors(cache.static),
+        **({} if cache.reading is None else {"read": cache.reading.plain()}),
     }
 
 
@@ -48,6 +50,10 @@ def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     """Return the facts of one layer, coded or not; None for one that holds nothing."""
     if not isinstance(layer, CodedLayer):
         return plain.layer_facts(index, layer)
+    if type(layer) is not CodedLayer:
+        raise UnsupportedModelError(
+            f"layer {index} of the cache evicts tokens, and such a cache cannot be saved; remove kv_cache.evict"
+        )
     if not layer.stores:
         return None
     layer.commit()
@@ -90,22 +96,28 @@ def exact(tensor: Tensor) -> tuple[Part, Source]:
 
 def _held(store: Store) -> dict[str, Tensor]:
     """Return the tensors of a store by name."""
-    buffers = {"sink": store.sink, "tail": store.tail, **{f"fields.{n}": b for n, b in store.fields.items()}}
-    found = {name: buffer.view() for name, buffer in buffers.items() if buffer.length}
+    found = {name: buffer.view() for name, buffer in _buffers(store).items() if buffer.length}
     found |= {f"state.{name}": tensor for name, tensor in store.state.items()}
     orders = {"order": store.columns, "source": store.source}
     return found | {name: order for name, order in orders.items() if order is not None}
 
 
+def _buffers(store: Store) -> dict[str, Buffer]:
+    """Return the buffers of a store by name."""
+    return {"sink": store.sink, "tail": store.tail, **{f"fields.{n}": b for n, b in store.fields.items()}}
+
+
 def fresh(config: Any, known: Mapping[str, Any], static: Mapping[str, Tensor] | None) -> KVCache:
     """Return an empty cache with the saved settings. Raises CheckpointError for other calibrated tensors."""
+    checked.check_codings(known)
     if identity.of_tensors(dict(static or {})) != known["static"]:
         raise CheckpointError(
             "the cache was saved with other calibrated tensors than those given; load the checkpoint that saved it, or "
             "give its tensors as static"
         )
     settings = [cache_settings(known["codings"][number]) for number in known["coding_of"]]
-    cache = make_cache(config, settings[0], static, named_path(known["path"]))
+    first = cache_settings({**known["codings"][known["coding_of"][0]], "read": known.get("read")})
+    cache = make_cache(config, first, static, named_path(known["path"]))
     if len(cache.layers) != len(settings):
         raise CheckpointError(f"a cache of {len(settings)} layers was saved, and the model's has {len(cache.layers)}")
     cache.codings = tuple({kind: each.of(kind) for kind in KINDS} for each in settings)
@@ -114,15 +126,16 @@ def fresh(config: Any, known: Mapping[str, Any], static: Mapping[str, Tensor] | 
 
 
 def restore(saved: SavedFile, index: int, layer: CodedLayer, fact: Mapping[str, Any], device: torch.device) -> None:
-    """Fill a layer of a fresh cache."""
+    """Fill a layer of a fresh cache. Raises ValueError for what its codecs do not store."""
     empty = [torch.empty(*fact[k]["shape"], dtype=parts.DTYPES[fact[k]["dtype"]], device=device) for k in KINDS]
     layer.lazy_initialization(*empty)
     layer.seen = fact["seen"]
     for kind, store in layer.stores.items():
         prefix = f"{index}.{kind}."
         own = {n.removeprefix(prefix): saved.tensor(n).to(device) for n in saved.parts if n.startswith(prefix)}
-        buffers = {"sink": store.sink, "tail": store.tail, **{f"fields.{n}": b for n, b in store.fields.items()}}
-        for name, buffer in buffers.items():
+        checked.check_rope(layer.cache.rope, store, layer.seen)
+        checked.check_store(store, own, fact[kind], saved.parts["tokens"].shape[0], layer.seen)
+        for name, buffer in _buffers(store).items():
             if name in own:
                 buffer.append(own[name])
         store.state = {n.removeprefix("state."): tensor for n, tensor in own.items() if n.startswith("state.")}
@@ -131,8 +144,10 @@ def restore(saved: SavedFile, index: int, layer: CodedLayer, fact: Mapping[str, 
 
 
 def restore_shared(saved: SavedFile, cache: KVCache, model: nn.Module) -> None:
-    """Fill what all layers share."""
+    """Fill what all layers share. Raises ValueError for what is of another form."""
     device = next(model.parameters()).device
     held = {n.removeprefix("rope."): saved.tensor(n).to(device) for n in saved.parts if n.startswith("rope.")}
+    pads = saved.tensor("pads") if "pads" in saved.parts else None
+    checked.check_shared(held, pads, saved.parts["tokens"].shape)
     cache.rope.refill(held, rope.sources(model))
-    cache.pads = saved.tensor("pads") if "pads" in saved.parts else None
+    cache.pads = pads

@@ -34,7 +34,18 @@ from compress.storage import checkpoint, json_text
 
 KEY, HASH = "compress_kv", "compress_kv_sha256"
 VERSION = 1
-LAYOUT = {"version": json_text.INTEGER, "parts": {str: {"shape": [json_text.INTEGER], "dtype": json_text.TEXT}}}
+PART = {"shape": [json_text.INTEGER], "dtype": json_text.TEXT}
+OPTIONAL = (dict, type(None))
+LAYOUT = {
+    "version": json_text.INTEGER,
+    "parts": {str: PART, "tokens": PART},
+    **dict.fromkeys(("model", "tokens_sha256", "quality"), json_text.TEXT),
+    "layers": [OPTIONAL],
+    "codes": OPTIONAL,
+    "turns": (list, type(None)),
+}
+# what reading something else may raise
+DAMAGE: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, IndexError, OverflowError)
 
 Source = Callable[[], Tensor]  # gives the tensor of a part; called twice
 Span = tuple[int, int]
@@ -97,7 +108,7 @@ class SavedFile:
         if KEY not in metadata:
             raise CheckpointError(f"{path} holds no saved cache; give a file that compress kv save wrote")
         self.path, self._stored = path, checkpoint.read_header(path)
-        with self._damage("its header"):
+        with self.damage("its header", RuntimeError):
             self.facts = json_text.loads(metadata[KEY])
             if isinstance(self.facts, dict) and self.facts.get("version") != VERSION:
                 raise CheckpointError(
@@ -123,7 +134,7 @@ class SavedFile:
             return self._small[name]
         first, last = span or (0, described.chunks)
         small = {end: self._small[f"{name}.{end}"] for end in ("chunks", "columns")}
-        with self._damage(name):
+        with self.damage(name, RuntimeError):
             ends = [0, *small["chunks"][:, :2].sum(1).cumsum(0).tolist()]
             stream = self._stored[f"{name}.stream"].rows(ends[first], ends[last])
             coded = parts.coded({"stream": stream, "chunks": small["chunks"][first:last], "columns": small["columns"]})
@@ -140,7 +151,8 @@ class SavedFile:
     def _check(self, small: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless all tensors are there, and are what decoding relies on."""
         self._freqs = small["tables"].long()
-        if small["tables"].dim() != 2 or self._freqs.shape[1] != rans.SYMBOLS or bool((self._freqs < 0).any()):
+        is_table = small["tables"].dtype == torch.int16 and small["tables"].shape[1:] == (rans.SYMBOLS,)
+        if not is_table or bool((self._freqs < 0).any()):  # larger integers could add up to anything
             raise ValueError("its tables are none")
         if bool((self._freqs.sum(1) != rans.TOTAL).any()):
             raise ValueError("its tables do not add up")
@@ -150,16 +162,18 @@ class SavedFile:
                     raise ValueError(f"{name} has another shape or type than it says")
                 continue
             parts.check(described, {end: small[f"{name}.{end}"] for end in CODED[1:]}, len(self._freqs))
-            stream = self._stored[f"{name}.stream"]
-            if stream.dtype != torch.int16 or stream.shape != (int(small[f"{name}.chunks"][:, :2].sum()),):
+            stream, sizes = self._stored[f"{name}.stream"], small[f"{name}.chunks"][:, :2]
+            if stream.dtype != torch.int16 or stream.shape != (sum(sizes.flatten().tolist()),):
                 raise ValueError(f"{name} has another length than its chunks")
+        if len(self.parts["tokens"].shape) != 2:
+            raise ValueError("its tokens are no rows of tokens")
 
     @contextmanager
-    def _damage(self, where: str) -> Iterator[None]:
-        """Say of what is not as it was written where it is."""
+    def damage(self, where: str, *more: type[Exception]) -> Iterator[None]:
+        """Raise CheckpointError, which says where it is, for what is not as it was written: DAMAGE, and `more`."""
         try:
             yield
-        except (ValueError, KeyError, TypeError, IndexError, RuntimeError, OverflowError) as error:
+        except (*DAMAGE, *more) as error:
             raise CheckpointError(
                 f"{self.path} is damaged at {where} ({first_line(error)}); copy the file again, or save the cache anew"
             ) from error

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError
 from compress.kv import rope
+from compress.kv.cache import held
 from compress.kv.codec import rotate, unrotate
 from compress.kv.saved import basis, parts
 from compress.kv.saved.file import SavedFile, Source
@@ -42,7 +43,7 @@ def facts(cache: Cache) -> list[dict[str, Any] | None]:
 
 def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     """Return the facts of one layer of transformers."""
-    if not getattr(layer, "is_initialized", False):
+    if not getattr(layer, "is_initialized", False) and not held(layer):
         return None
     if type(layer) not in LAYERS:
         raise UnsupportedModelError(
@@ -71,8 +72,11 @@ def turns(model: nn.Module, tokens: int) -> Turns | None:
 
 
 def given(index: int, layer: Any, noise: float | None, both: Turns | None) -> tuple[dict[str, Any], Given]:
-    """Return facts and parts of a layer with keys and values; noise: of the grid, None: without loss."""
-    if noise is None:
+    """Return facts and parts of a layer with keys and values; noise: of the grid, None: without loss.
+
+    A prompt that is no longer than the sinks is kept as it is.
+    """
+    if noise is None or layer.keys.shape[TOKENS] <= SINKS:
         return {}, iter([(f"{index}.{kind}", _exact(getattr(layer, kind))) for kind in KINDS])
     keys = layer.keys
     if both is not None and (keys.shape[TOKENS] != both[0].shape[1] or keys.shape[-1] < both[0].shape[-1]):
@@ -109,6 +113,29 @@ def _rest(whole: Tensor, both: Turns | None, vectors: Tensor | None) -> Tensor:
     return rest if vectors is None else basis.into(rest, vectors)
 
 
+def check(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns | None) -> None:
+    """Raise ValueError unless the parts of a layer belong to each other and to the tokens."""
+    batch, tokens = saved.parts["tokens"].shape
+    found = []
+    for kind in KINDS:
+        part, count = saved.parts[f"{index}.{kind}"], 0
+        if len(part.shape) != 4 or not part.dtype.is_floating_point:
+            raise ValueError(f"its {kind} have the shape {list(part.shape)}")
+        heads, width = part.shape[1], part.shape[3]
+        if part.way == "grid":
+            sink, vectors = saved.parts[f"{index}.{kind}.sink"], saved.parts.get(f"{index}.{kind}.basis")
+            count = SINKS
+            is_sink = sink == Part(sink.way, (part.shape[0], heads, count, width), part.dtype) and sink.way != "grid"
+            if not is_sink or vectors not in (None, Part("raw", (heads, width, width), torch.int8)):
+                raise ValueError(f"the sinks or the basis of its {kind} are not theirs")
+        found.append((part.shape[0], heads, part.rows + count, width))
+    (*sizes, width), (*others, _) = found
+    if sizes != others or sizes[0] != batch or fact["seen"] != tokens or (fact["kind"] == FULL and sizes[2] != tokens):
+        raise ValueError("its keys and values are not those of the tokens")
+    if fact.get("turned") and (both is None or sizes[2] != tokens or width < both[0].shape[-1]):
+        raise ValueError("its keys cannot have been turned back")
+
+
 def tensors(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns | None) -> dict[str, Tensor]:
     """Return keys and values of a layer, [B, h, tokens, width] in the type that they were saved from."""
     found = {}
@@ -126,14 +153,14 @@ def tensors(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns |
     return found
 
 
-def restore(layer: Any, fact: Mapping[str, Any], held: Mapping[str, Tensor], device: torch.device) -> None:
+def restore(layer: Any, fact: Mapping[str, Any], both: Mapping[str, Tensor], device: torch.device) -> None:
     """Fill a fresh layer of transformers. Raises CheckpointError where it is of another kind than the saved one."""
     if LAYERS.get(type(layer)) != fact["kind"]:
         raise CheckpointError(
             f"a layer of {fact['kind']} attention was saved, and the model's is a {type(layer).__name__}; load the "
             "cache with the release of transformers that saved it"
         )
-    keys, values = (held[kind].to(device) for kind in KINDS)
+    keys, values = (both[kind].to(device) for kind in KINDS)
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values = keys, values
     if fact["kind"] == SLIDING:

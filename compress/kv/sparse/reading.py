@@ -263,12 +263,6 @@ def build_reader(reading: Reading, spec: Spec, static: Mapping[str, Tensor], is_
     if not is_fused:
         raise RecipeError("kv_cache.read: only attention that reads stored codes can choose tokens; use path='fused'")
     spec = replace(spec, kind="read")
-    own = calibrated.of(static, spec)
-    try:
-        calibrated.check_reader(reading, spec, own)
-    except ValueError as error:
-        raise RecipeError(
-            f"{spec.where}: {reading.method} is calibrated, but {error}; calibrate the cache with these settings"
-        ) from error
+    own = calibrated.of_checked(reading, static, spec)
     built: Reader = plugins.load("read", reading.method).build(reading.config, spec, own)
     return built
