@@ -5,8 +5,8 @@
 Each prompt is computed once; every cache is then given its exact keys and values, and reads them as codes for the 64
 tokens that follow, 32 at a time. That is what `compress kv-bench` scores at the end of a window, for a small part of
 its time: a model of 135M parameters takes minutes for a prompt of thousands of tokens on one core. Recipes are
-calibrated in one pass over the text, WINDOWS windows of LENGTH tokens. Numbers are float32; bytes are per token, exact
-tokens counted in 16 bits.
+calibrated on WINDOWS windows of LENGTH tokens, in a pass each. Numbers are float32; bytes are per token, exact tokens
+counted in 16 bits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compress import recipe
-from compress.calib import kv
 from compress.calib.data import token_windows
+from compress.calib.kv import calibrate
 from compress.kv import hooks
-from compress.kv.cache import make_cache
+from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 
@@ -35,20 +35,12 @@ SCORED, CHUNK = 64, 32  # tokens read through a cache, and how many at a time
 
 
 def calibrated(model: Any, recipes: dict[str, CacheSettings], tokens: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Return the static tensors of each recipe, from samples that all of them share; tokens [windows, length]."""
-    layers = model.config.num_hidden_layers
-    codings = {name: settings.by_layer(layers) for name, settings in recipes.items() if settings.needs()}
+    """Return the static tensors of each recipe; tokens [windows, length]."""
     static: dict[str, dict[str, Tensor]] = {name: {} for name in recipes}
-    if not codings:
-        return static
-    each = [kv._needed(of) for of in codings.values()]
-    needs = [frozenset().union(*names) for names in zip(*each, strict=True)]
-    policies = [coding.policy for of in codings.values() for kinds in of for coding in kinds.values()]
-    tap = kv._Tap(model, max(p.sink for p in policies), max(p.residual_length for p in policies))
-    made = kv._Pass(kv.Loaded(model), tokens, torch.device("cpu"), 1, tap)  # type: ignore[arg-type]
-    for index, samples, heads in made.layers(needs, None):
-        for name, of in codings.items():
-            static[name] |= kv._static(of, index, samples, heads)
+    for name, settings in recipes.items():
+        if settings.needs():
+            codings = coded_layers(model.config, settings)
+            static[name], _ = calibrate(model, codings, tokens, batch=1, reading=settings.read)
     return static
 
 
