@@ -25,7 +25,7 @@ paper runs the model for each step; U is the start times a Cayley map, which nee
 have fewer bits, as unit-variance levels times a norm for each token and head.
 Static: mean and `back` (U times deviations) in float16, h width^2 numbers, ranks and their damages.
 What it does not do: fold U into the model's weights; code keys before the rotary embedding, whose subspace is smaller
-(compress/kv/codecs/cskv.py and pca.py do).
+(compress/kv/codecs/cskv.py and pca.py do); measure damages with the bound on scores that some models have (softcap).
 """
 
 from __future__ import annotations
