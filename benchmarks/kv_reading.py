@@ -130,12 +130,13 @@ def run(args: argparse.Namespace) -> None:
     from compress.evaluate.cache_candidates import load_model
     from compress.evaluate.scores import Execution
     from compress.kv.cache import coded_layers, make_cache
+    from compress.kv.head_shape import head_shape
     from compress.kv.settings import cache_settings
 
     torch.set_num_threads(args.threads)
     model = load_model(args.model, Execution("float32", "cpu"))
     texts = windows(args.model, args.text, args.windows, args.prompt + args.tokens)
-    width = model.config.head_dim if getattr(model.config, "head_dim", None) else 64
+    _, _, width = head_shape(model.config)
     ranked = cache_settings({**CODEC, "read": {"method": DOUBLE, "channels": width}})
     tokens = windows(args.model, args.calib, *SAMPLES)
     with torch.inference_mode():

@@ -6,9 +6,8 @@
 
 The caches are those of benchmarks/kv_attention.py: one sequence, 32 query heads, 8 KV heads of 128 channels, 4 bits.
 Each way is one call of fused attention for a new token that is not stored; they take turns. With one thread its own
-seconds count, so that other processes do not. Label channels are those
-with the largest keys, as calibration on such keys would find them. Rows go to
-benchmarks/results/kv_reading_speed_cpu.json.
+seconds count, so that other processes do not. Label channels are those with the largest keys, as calibration on such
+keys would find them. Rows go to benchmarks/results/kv_reading_speed_cpu.json.
 """
 
 from __future__ import annotations

@@ -100,16 +100,14 @@ def calibrate(
         else:
             skeleton = model
         made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, _Tap(skeleton.model, sink, near))
-        learned: list[Learned] = []
+        learned: list[_Learned] = []
         for index, samples, heads in made.layers(needs, file):
             learned += _learned(codings, index, samples, heads)
             static |= _static_of_reading(codings, index, samples, heads, reading)
+        learned.sort(key=lambda each: (each.spec.layer, each.spec.kind))
         for method in sorted({each.coding.method for each in learned}):
             if (balance := getattr(plugins.load("kv", method), "balance", None)) is not None:
-                own = sorted(
-                    (x for x in learned if x.coding.method == method), key=lambda x: (x.spec.layer, x.spec.kind)
-                )
-                balance([(x.coding.config, x.spec, x.static) for x in own])
+                balance([(x.coding.config, x.spec, x.static) for x in learned if x.coding.method == method])
         for each in learned:
             names = f"layers.{each.spec.layer}.{each.spec.kind}."
             static |= {names + name: tensor for name, tensor in each.static.items()}
@@ -142,7 +140,7 @@ class _Heads(NamedTuple):
     dtype: torch.dtype
 
 
-class Learned(NamedTuple):
+class _Learned(NamedTuple):
     """What one codec learned from its samples."""
 
     coding: Coding
@@ -150,7 +148,7 @@ class Learned(NamedTuple):
     static: dict[str, Tensor]  # on the CPU
 
 
-def _learned(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> list[Learned]:
+def _learned(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> list[_Learned]:
     """Return what the codecs of a layer learn from its samples."""
     found = []
     for kind in KINDS:
@@ -163,7 +161,7 @@ def _learned(codings: Codings, index: int, samples: Mapping[str, Tensor], heads:
         layers = len(codings)
         spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
         static = plugin.calibrate(coding.config, spec, own)
-        found.append(Learned(coding, spec, {name: tensor.cpu() for name, tensor in static.items()}))
+        found.append(_Learned(coding, spec, {name: tensor.cpu() for name, tensor in static.items()}))
     return found
 
 
@@ -171,8 +169,10 @@ def _static_of_reading(
     codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads, reading: Reading | None
 ) -> dict[str, Tensor]:
     """Return what a layer learns from its samples about which tokens to read."""
-    plugin = None if reading is None else plugins.load("read", reading.method)
-    if plugin is None or reading is None or not plugin.NEEDS or index not in reading_layers(codings):
+    if reading is None or index not in reading_layers(codings):
+        return {}
+    plugin = plugins.load("read", reading.method)
+    if not plugin.NEEDS:
         return {}
     _, count, width = samples["keys"].shape
     spec = Spec("read", index, len(codings), count, width, max(1, heads.queries // count), heads.dtype)

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
+import pico
 from compress import plugins
+from compress.calib.kv import calibrate
 from compress.errors import RecipeError
-from compress.kv import generation, hooks
+from compress.kv import attention, generation, hooks
 from compress.kv.cache import CachePath, KVCache, build, make_cache
 from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, cache_settings
@@ -97,6 +99,29 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
                 own = plugin.calibrate(config, spec, samples)
                 found |= {f"layers.{index}.{kind}.{name}": tensor for name, tensor in own.items()}
     return found
+
+
+def through_a_model(
+    recipe: Mapping[str, Any], repeats: int = 2
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Return what a small model calibrates to, and logits of a padded batch: decoded, fused, with the exact cache."""
+    model = pico.build("llama", {"max_position_embeddings": 2048})
+    ids = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1))
+    static, _ = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(repeats, 1))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    hooks.attach(model)
+    attention.register()
+
+    @torch.no_grad()
+    def logits(cache: Cache) -> Tensor:
+        is_fused = isinstance(cache, KVCache) and cache.path == "fused"
+        model.set_attn_implementation(attention.NAME if is_fused else "sdpa")
+        model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
+        return model(ids[:, 50:], attention_mask=mask, past_key_values=cache).logits
+
+    decoded, fused = (logits(make_cache(model.config, recipe, static, path)) for path in BOTH)
+    return static, (decoded, fused, logits(DynamicCache(config=model.config)))
 
 
 def refusal(method: str, spec: Spec, own: Mapping[str, Tensor], **settings: Any) -> str:

@@ -34,13 +34,13 @@ def window_length(tokens: Tensor, context: int) -> int:
     tokens int64 [samples, seq_len], of calibration. A sample that is longer than the context is not cut: what stays
     exact has to fit.
     """
-    return max(tokens.shape[1], min(context, SCORED, _scored(tokens).numel()))
+    return max(tokens.shape[1], min(context, SCORED, _parted(tokens)[1].numel()))
 
 
-def _scored(tokens: Tensor) -> Tensor:
-    """Return the samples that do not calibrate."""
+def _parted(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the samples that calibrate, and those that are scored: the same one where there is only one."""
     half = min(CALIBRATED, max(1, len(tokens) // 2))
-    return tokens[half:] if len(tokens) > half else tokens
+    return tokens[:half], tokens[half:] if len(tokens) > half else tokens
 
 
 def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor, progress: Progress) -> CacheCosts:
@@ -56,8 +56,8 @@ def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor
             f"measuring a cache takes the whole model in float32, {process_memory.show(whole)}, more than --max-memory "
             "leaves; raise it, or give the bits of the cache in the recipe"
         )
-    samples, scored = tokens[: min(CALIBRATED, max(1, len(tokens) // 2))], _scored(tokens).flatten()
-    length = window_length(tokens, context)
+    samples, scored = _parted(tokens)
+    scored, length = scored.flatten(), window_length(tokens, context)
     scored = scored[: max(1, min(SCORED, scored.numel()) // length) * length].view(-1, length)
     progress("measuring the bytes of caches", 0, 0)
     stored = cache_candidates.load_model(directory, Execution("auto", job.device))

@@ -53,7 +53,8 @@ def report(
         from compress.storage.checkpoint import write_text
 
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
-        found = facts.load(directory)
+        found = facts.load(directory, facts.PAGE)
+        record.load(directory)  # a damaged file is refused before anything is measured
         if base is not None:
             texts, generations = [], []
             with tables.progress_bar() as progress:
@@ -64,7 +65,7 @@ def report(
                     generations.append(_continued(directory, base, begun, max_new_tokens, execution))
             record.add(directory, texts, generations)
         recipe = directory / "recipe.yaml"
-        settings = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
+        settings = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
         page = Path(directory) / PAGE
         write_text(page, checkpoint.page(found, settings, record.load(directory)))
         print(page)

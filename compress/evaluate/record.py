@@ -18,10 +18,9 @@ from compress.errors import CheckpointError
 from compress.evaluate.scores import Comparison
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
-from compress.storage.json_text import INTEGER, NUMBER, TEXT
+from compress.storage.json_text import INTEGER, LINES, NUMBER, SOME, TEXT
 
 FILE = "scores.json"
-SOME = (*NUMBER, type(None))
 LAYOUT = {
     "texts": [
         {
@@ -30,7 +29,7 @@ LAYOUT = {
             **{"same_top1": NUMBER, "kl_se": SOME},
         }
     ],
-    "generations": [{"prompt": TEXT, "base": TEXT, "model": TEXT}],
+    "generations": [{"prompt": LINES, "base": LINES, "model": LINES}],
 }
 
 

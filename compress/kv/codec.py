@@ -124,6 +124,10 @@ class Codec:
         """Turn the sum of what `mix` returned into values [B, h, m, width]; mass [B, h, m, 1]: the sum of p."""
         return mixed
 
+    def _static(self, name: str, like: Tensor) -> Tensor:
+        """Return a calibrated tensor on the device of `like`, float32, or float64 where `like` is."""
+        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
+
 
 def check_bits(bits: int) -> None:
     """Raise ValueError unless codes may have so many bits."""

@@ -178,9 +178,8 @@ def _sizes(report: Report) -> str:
 
 def _kept(report: Report) -> str:
     """Return what was not packed or fell back to another method, and remarks."""
-    kept = [[name, str(reason)] for name, reason in report["kept"].items()]
-    fell = [[name, str(reason)] for name, reason in report["fallbacks"].items()]
-    notes = [[name, "; ".join(map(str, found))] for name, found in report["notes"].items()]
+    kept = list(report["kept"].items())
+    fell, notes = ([[name, "; ".join(said)] for name, said in report[key].items()] for key in ("fallbacks", "notes"))
     return html.section(
         "What was kept, and remarks",
         html.table("Not quantized", ("layer", "reason"), kept) if kept else "",
@@ -191,12 +190,12 @@ def _kept(report: Report) -> str:
 
 def _calibration(report: Report) -> str:
     """Return the facts of the calibration text."""
-    found = report["calibration"]
+    found = report.get("calibration")
     if not found:
         return html.section("Calibration", html.paragraph("None: the recipe needs no text."))
     source = "text that the model wrote itself" if found.get("self_generated") else found["source"]
     count, length = found["num_samples"], found["seq_len"]
-    remarks = "".join(html.paragraph(str(note), "faint") for note in found.get("notes", ()))
+    remarks = "".join(html.paragraph(note, "faint") for note in found["notes"])
     said = f"{count:,} samples of {length:,} tokens ({count * length:,} of {found['tokens_available']:,}): {source}."
     return html.section("Calibration", html.paragraph(said), remarks)
 

@@ -43,8 +43,13 @@ class CacheBytes:
 @torch.no_grad()
 def at_context(
     config: Any, settings: CacheSettings, static: Mapping[str, Tensor], dtype: torch.dtype, context: int | None = None
-) -> CacheBytes:
-    """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to."""
+) -> CacheBytes | None:
+    """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to.
+
+    None where tokens are evicted: how many stay depends on the prompt.
+    """
+    if settings.evict is not None:
+        return None
     context = context or min(CONTEXT, max_positions(config.get_text_config()) or CONTEXT)
     heads = cached_layers(config).by_layer
     cache = make_cache(config, settings, static, "fused")

@@ -174,12 +174,13 @@ def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str
     return section, {"calibration": record["calibration"], "size": _size(output.model, facts, section), **section}
 
 
-def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any]:
-    """Return what the cache of a checkpoint takes, with its calibrated tensors."""
+def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the cache of a checkpoint takes, with its calibrated tensors; None where that is not known."""
     skeleton = facts.prepared.skeleton
     settings = kv_config.read(section, len(caches.layer_types(skeleton.config)))
     static = kv_config.read_static(section, directory, skeleton.config, settings)
-    return cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype).plain()
+    found = cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype)
+    return None if found is None else found.plain()
 
 
 def _is_intact(directory: Path, section: dict[str, Any]) -> bool:

@@ -197,6 +197,9 @@ def _cache(section: Mapping[str, Any]) -> str:
         said.append(f"{kind} by `{coding['method']}`{bits}, the last {coding['residual_length']} tokens exact")
     said = [said[0].replace("keys by", "keys and values by", 1)] if section["keys"] == section["values"] else said
     others = f"; {len(section['layers'])} layers have settings of their own" if section["layers"] else ""
+    if evict := section.get("evict"):
+        stays = f"{evict['keep']:.0%} of the tokens stay" if "keep" in evict else f"{evict['tokens']} tokens stay"
+        others += f". Tokens are evicted: {stays}, chosen by `{evict['method']}`"
     return f"Cache of generation: {'; '.join(said)}, and the first {section['keys']['sink']}{others}."
 
 

@@ -23,7 +23,7 @@ from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.packed import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
-from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
+from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import Manifest
 from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
 
@@ -42,11 +42,16 @@ RECORD = {  # of a finished block, with the rows of its layers
         {
             **{"name": TEXT, "method": TEXT, "format": TEXT, "params": OBJECT, "shape": [INTEGER], "notes": [TEXT]},
             **{"bpw": NUMBER, "nbytes": INTEGER, "tokens": INTEGER, "seconds": NUMBER},
-            **{"weight_error": NUMBER, "output_error": (*NUMBER, type(None))},
+            **{"weight_error": NUMBER, "output_error": SOME},
         }
     ],
 }
-WHOLE = {"bpw": NUMBER, "share": NUMBER, "parameters": INTEGER}  # of the whole model; reports of old have none
+OPTIONAL = {  # what not every report has
+    "whole": {"bpw": NUMBER, "share": NUMBER, "parameters": INTEGER},  # of the whole model
+    "calibration": {
+        **{"source": TEXT, "num_samples": INTEGER, "seq_len": INTEGER, "tokens_available": INTEGER, "notes": [TEXT]}
+    },
+}
 LAYOUT = {  # of what is shown of a report
     "bpw": NUMBER,
     "source_nbytes": INTEGER,
@@ -60,9 +65,15 @@ LAYOUT = {  # of what is shown of a report
     "layers": [
         {
             **{"name": TEXT, "method": TEXT, "bpw": NUMBER, "weight_error": NUMBER, "notes": [TEXT]},
-            "output_error": (*NUMBER, type(None)),
+            "output_error": SOME,
         }
     ],
+}
+PAGE = LAYOUT | {  # of what a page shows of it
+    **{"model": TEXT, "recipe": TEXT, "device": TEXT, "self_check": TEXT, "layers": RECORD["layers"]},
+    **{"kept": {str: TEXT}, "fallbacks": {str: [TEXT]}, "notes": {str: [TEXT]}, "versions": {str: TEXT}},
+    "seconds": {"total": NUMBER, "quantize": NUMBER, str: SOME},
+    "memory": {"predicted_peak": NUMBER, str: SOME},
 }
 
 
@@ -227,13 +238,17 @@ def _squares(matrix: Tensor) -> float:
     return matrix.square().sum(1).sum(dtype=torch.float64).item()
 
 
-def load(directory: Path) -> dict[str, Any]:
-    """Return the report of a checkpoint; what its headers say if there is none, or if that is of an earlier save."""
+def load(directory: Path, layout: dict[str, Any] = LAYOUT) -> dict[str, Any]:
+    """Return the report of a checkpoint; what its headers say if there is none, or if that is of an earlier save.
+
+    layout: what it must have, see `json_text.mismatch`; what its headers say if it has not.
+    """
     path, checkpoint = directory / "report.json", open_checkpoint(directory)
     if not path.is_file():
         return from_headers(checkpoint, "there is no report.json")
     report, listed = read_json(path), Manifest.read(directory)
-    if wrong := json_text.mismatch(report, LAYOUT | ({"whole": WHOLE} if "whole" in report else {})):
+    layout = layout | {key: inner for key, inner in OPTIONAL.items() if report.get(key) is not None}
+    if wrong := json_text.mismatch(report, layout):
         return from_headers(checkpoint, f"report.json is damaged, or of another version ({wrong})")
     weights = {file.name for file in checkpoint.files}
     is_of_these = report["nbytes"]["total"] == checkpoint.nbytes

@@ -35,14 +35,19 @@ def loads(raw: bytes | str) -> Any:
     return value
 
 
+class Lines(str):
+    """Stand in a layout for text of several lines, in which any character may be."""
+
+
 INTEGER, NUMBER, TEXT, OBJECT = (int,), (int, float), (str,), dict[str, Any]()  # layouts, see `mismatch`
+SOME, LINES = (*NUMBER, type(None)), (Lines,)
 
 
 def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
     """Return in a few words what is not as `layout` says, None if all is.
 
     layout: types, of which a value must be one; [layout of every item]; {key: layout of its value}, where other keys
-    may stand beside; {str: layout of every value that no key names}. Texts must be printable.
+    may stand beside; {str: layout of every value that no key names}. Texts must be printable, but for LINES.
     """
     if isinstance(layout, list):
         if not isinstance(value, list):
@@ -57,6 +62,8 @@ def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
         if missing := [key for key in layout if key not in value]:
             return f"{where} has no {missing[0]}"
         return next(filter(None, (mismatch(value[key], inner, shown(key)) for key, inner in layout.items())), None)
+    if isinstance(value, str) and Lines in layout:
+        return None
     if type(value) not in layout or (isinstance(value, str) and not value.isprintable()):
         return f"{where} is {shown(value)}"
     return None

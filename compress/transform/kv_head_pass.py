@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,32 +29,12 @@ from compress.transform.kv_heads import HeadMoments, HeadWeights, Layout
 from compress.transform.qk_pairs import ScoreChannels
 from compress.tune import dense
 
+if TYPE_CHECKING:
+    from compress.transform.merge_kv_heads import Config
+
 FOLDER = "kv-heads"  # of a run's own files
 FACTS = "facts"  # float64 [5] beside the weights of a block: share of keys and values lost, heads moved, errors
 TOKENS = 4096  # of queries, keys and values whose moments are summed at a time
-
-
-class Settings(Protocol):
-    """What `merge_kv_heads.Config` says."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def pooling(self) -> str: ...
-    @property
-    def weighed(self) -> bool: ...
-    @property
-    def order(self) -> str: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def heal(self) -> int: ...
-    @property
-    def heal_rate(self) -> float: ...
-    @property
-    def heal_tokens(self) -> int: ...
-    @property
-    def heals(self) -> str: ...
 
 
 class MergedBlock(NamedTuple):
@@ -83,7 +63,7 @@ def kept(folder: Path, blocks: int) -> list[MergedBlock] | None:
     return found if all(block.path.is_file() for block in found) else None
 
 
-def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Settings, bench: EditContext) -> list[MergedBlock]:
+def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Config, bench: EditContext) -> list[MergedBlock]:
     """Merge the heads of every block; skeleton: of the merged model, whose weights are then those of the files."""
     assert bench.tokens is not None, "the caller asks"
     original = Skeleton(skeleton.checkpoint)
@@ -106,7 +86,7 @@ def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Settings, b
     return merged
 
 
-def notes(merged: Sequence[MergedBlock], config: Settings) -> list[str]:
+def notes(merged: Sequence[MergedBlock], config: Config) -> list[str]:
     """Return what the report should say."""
     facts = torch.tensor([block.facts() for block in merged], dtype=torch.float64)
     keys, values, moved, before, after = facts.T
@@ -144,7 +124,7 @@ class _Models(NamedTuple):
 class _Block:
     """One block: its moments, its merged weights, their training, and the streams that go through it."""
 
-    def __init__(self, models: _Models, index: int, attention: Attention, config: Settings, bench: EditContext) -> None:
+    def __init__(self, models: _Models, index: int, attention: Attention, config: Config, bench: EditContext) -> None:
         self.original, self.skeleton, self.calls, self.stream = models
         self.index, self.attention, self.config, self.bench = index, attention, config, bench
         self.prefix = self.skeleton.block_prefix(index)
@@ -155,7 +135,7 @@ class _Block:
         is_new, heals = not self.path.is_file(), self.config.heal > 0
         block = self.original.load_block(self.index, self.bench.device)
         tensors, facts = self._weights(block) if is_new else ({}, [])
-        if heals and not is_new:
+        if not is_new:
             self._advance(block, FULL)
         self.original.free()
         block = self.skeleton.load_block(self.index, self.bench.device) if heals else block

@@ -53,7 +53,7 @@ from compress import formats
 from compress.model.block_calls import BlockArgs
 from compress.model.blockwise import attached
 from compress.tune.codes import fixed, straight_through
-from compress.tune.descend import descend
+from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import MOST_HELD, Batch, Batches
 from compress.tune.settings import check_codes_rate, check_descent, check_held_out
@@ -206,7 +206,7 @@ def fit(linear: Linear, sums: Sums, held: Held, config: Config) -> None:
 
     def check(step: int) -> None:
         nonlocal best
-        if (step + 1) % max(1, config.steps // CHECKS) and step + 1 < config.steps:
+        if not is_checked(step, config.steps, CHECKS):
             return
         if (error := held.error(*linear.now())) < best:
             best = error

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins
 from compress.tune.adamw8bit import States, saved_nbytes
-from compress.tune.descend import descend
+from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import HeldBlock, Sizes, relative
 from compress.tune.portions import MOST_HELD, Batches
 from compress.tune.preserved import BYTES as PRESERVED
@@ -226,7 +226,7 @@ class BlockTuning(HeldBlock):
             nonlocal best
             for weight in weights.values():
                 weight.behind(step)
-            if (step + 1) % max(1, steps // checks) and step + 1 < steps:
+            if not is_checked(step, steps, checks):
                 return
             if (error := self.error(parameters())) < best:
                 best = error

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.tune.descend import descend
+from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import HeldBlock, relative
 from compress.tune.portions import Batches
 from compress.tune.trained import Trained
@@ -63,7 +63,7 @@ def train(
 
     def check(step: int) -> None:
         nonlocal best
-        if (step + 1) % max(1, steps // CHECKS) and step + 1 < steps:
+        if not is_checked(step, steps, CHECKS):
             return
         if (now := error()) < best:
             best = now

@@ -55,6 +55,11 @@ def descend(
             return
 
 
+def is_checked(step: int, steps: int, checks: int) -> bool:
+    """Return whether the held-out error is measured behind a step: about `checks` times, and behind the last one."""
+    return (step + 1) % max(1, steps // checks) == 0 or step + 1 >= steps
+
+
 def match(
     parameters: Sequence[nn.Parameter], steps: int, rate: float, target: Output, output: Output, batches: BlockInputs
 ) -> None:

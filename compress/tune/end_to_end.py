@@ -30,7 +30,7 @@ from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.tune.adamw8bit import States, saved_nbytes
-from compress.tune.descend import descend
+from compress.tune.descend import descend, is_checked
 from compress.tune.settings import check_held_out
 from compress.tune.streamed import StreamedModel, Text
 from compress.tune.trained import Trained
@@ -190,7 +190,7 @@ class _Training:
     def _check(self, step: int) -> bool:
         """Keep the present state if it is the best on what is not trained on; return whether patience is at an end."""
         self.taken = step + 1
-        if self.taken % max(1, self.config.steps // CHECKS) and self.taken < self.config.steps:
+        if not is_checked(step, self.config.steps, CHECKS):
             return False
         if (found := self._measured()) < self.best:
             self.best, self.since = found, 0

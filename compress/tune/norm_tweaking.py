@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.tune.descend import descend
+from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import HeldBlock, Sizes
 from compress.tune.portions import Batches
 from compress.tune.settings import check_descent, check_held_out
@@ -109,7 +109,7 @@ class BlockTuning(HeldBlock):
 
         def check(step: int) -> None:
             nonlocal best, kept
-            if (step + 1) % max(1, self.config.steps // CHECKS) and step + 1 < self.config.steps:
+            if not is_checked(step, self.config.steps, CHECKS):
                 return
             stored = {name: value.to(self.own_type(name)) for name, value in values().items()}
             if (error := self.error({name: value.float() for name, value in stored.items()})) < best:

@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from compress.calib.kv import calibrate
 from compress.kernels.kv_contract import MOST_MIXED_BITS
-from compress.kv import attention, hooks
-from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import components, lloyd, pca
 from compress.kv.codecs.mixed_packed import row_nbytes
 from compress.kv.rope import Rope
-from compress.kv.settings import Policy, cache_settings
+from compress.kv.settings import Policy
 from compress.kv.token_store import Store
-from kv_cases import refusal
-from pico import build
+from kv_cases import refusal, through_a_model
 
 HEADS, WIDTH, QUERIES = 2, 32, 2
 
@@ -222,25 +217,11 @@ def test_reading_values_without_decoding() -> None:
 @pytest.mark.parametrize("bits", [2.0, 7.0])
 def test_calibrated_on_a_model(bits: float) -> None:
     """Both paths give the same logits for a padded batch; seven bits stay near those of the exact cache."""
-    model = build("llama", {"max_position_embeddings": 2048})
-    ids = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1))
     recipe = {"method": "pca", "bits": bits, "residual_length": 4, "flush": 4}
-    static, facts = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(4, 1))
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
-    hooks.attach(model)
-    attention.register()
-    found = []
-    for path in ("decode", "fused", None):
-        model.set_attn_implementation("sdpa" if path != "fused" else attention.NAME)
-        cache = DynamicCache(config=model.config) if path is None else make_cache(model.config, recipe, static, path)
-        with torch.no_grad():
-            model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
-            found.append(model(ids[:, 50:], attention_mask=mask, past_key_values=cache).logits)
-    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    _, (decoded, fused, exact) = through_a_model(recipe, repeats=4)
+    torch.testing.assert_close(decoded, fused, atol=1e-4, rtol=1e-4)
     if bits == 7:
-        assert float((found[0] - found[2]).norm() / found[2].norm()) < 0.022
-    assert facts["nbytes"] > 0
+        assert float((decoded - exact).norm() / exact.norm()) < 0.022
 
 
 def test_extremes() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from compress.pages import checkpoint, html, svg
+from compress.run.report import OPTIONAL, PAGE
+from compress.storage import json_text
 
 HOSTILE = '<script>alert("x")</script> & co'
 VOID = {"meta", "br", "link"}
@@ -138,7 +141,7 @@ def test_data_in_a_page_is_read_back() -> None:
 
 def layer(name: str, error: float) -> dict[str, Any]:
     return {
-        **{"name": name, "shape": [8, 8], "method": "gptq", "format": "int", "bpw": 4.5, "nbytes": 36},
+        **{"name": name, "shape": [8, 8], "method": "gptq", "format": "int", "params": {}, "bpw": 4.5, "nbytes": 36},
         **{"weight_error": error, "output_error": error, "tokens": 10, "seconds": 0.1, "notes": []},
     }
 
@@ -159,7 +162,7 @@ def report() -> dict[str, Any]:
         "memory": {"limit": None, "predicted_peak": 2 << 20, "measured_peak": 1 << 20},
         "plan": [{**group, "bpw": 4.5, "nbytes": 216}],
         **{
-            "fallbacks": {"x": "singular"},
+            "fallbacks": {"x": ["singular", "said"]},
             "notes": {"y": ["said"]},
             "kept": {"lm_head": "tied"},
             "self_check": "passed",
@@ -178,9 +181,9 @@ def test_page_of_a_checkpoint(report: dict[str, Any]) -> None:
     found = parsed(page)
     assert found.seen.count("script") == 2 and not found.references  # its own two, and nothing from elsewhere
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import", page)
-    for shown in ("5.25", "4.50", "4.7×", "0.0123", "20.50 (20.00", "90.5%", "lm_head", "tied", "singular", "t.txt"):
+    for shown in ("5.25", "4.50", "4.7×", "0.0123", "20.50 (20.00", "90.5%", "lm_head", "tied", "t.txt"):
         assert shown.split(" (")[0] in page
-    assert "Not scored yet" not in page and page.count("<svg") >= 3
+    assert ">singular; said<" in page and "Not scored yet" not in page and page.count("<svg") >= 3
     unscored = checkpoint.page(report, "", None)
     assert "Not scored yet" in unscored and "What both write" not in unscored
 
@@ -191,6 +194,37 @@ def test_planted_defect_is_named(report: dict[str, Any]) -> None:
     damaged["layers"][6]["output_error"] = 0.5
     assert [name for name, _ in checkpoint.suspects(damaged["layers"])] == ["model.layers.3.q_proj"]
     assert "model.layers.3.q_proj (" in checkpoint.page(damaged, "")
+
+
+def places(value: Any, front: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to each value in JSON, of lists to the first."""
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))[:1]
+    for key, inner in items:
+        yield (*front, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*front, key))
+
+
+def test_every_report_is_shown_or_refused(report: dict[str, Any]) -> None:
+    """What stands anywhere in a report, its layout refuses it or the page can show it."""
+    layout = PAGE | OPTIONAL
+    assert json_text.mismatch(report, layout) is None
+    refused = 0
+    for place in places(report):
+        for wrong in (None, math.nan, math.inf, -1, 10**39, "x", "", [], {}, [1], {"a": 1}, ...):
+            hostile = copy.deepcopy(report)
+            inner = hostile
+            for key in place[:-1]:
+                inner = inner[key]
+            if wrong is ...:
+                del inner[place[-1]]
+            else:
+                inner[place[-1]] = wrong
+            if json_text.mismatch(hostile, layout) is None:
+                checkpoint.page(hostile, "")
+            else:
+                refused += 1
+    assert refused > 300
 
 
 def test_page_from_headers_alone(report: dict[str, Any]) -> None:

@@ -82,6 +82,11 @@ def test_the_card_says_that_the_weights_are_those_of_the_original(tmp_path: Path
     assert "ransformed" not in text and "packed" not in text
 
 
+def test_a_cache_that_evicts_is_written(tmp_path: Path) -> None:
+    text = card_of(Setup("kv4-half", ("kv_cache.residual_length=32", "kv_cache.group_size=auto")), tmp_path)
+    assert "and the first 4. Tokens are evicted: 50% of the tokens stay, chosen by `expected_attention`." in text
+
+
 @pytest.mark.parametrize(
     ("setup", "title"),
     [

@@ -11,7 +11,7 @@ import pytest
 from compress.errors import CheckpointError
 from compress.storage import json_text
 from compress.storage.checkpoint import INDEX, open_checkpoint, read_header, read_json
-from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT, mismatch
+from compress.storage.json_text import INTEGER, LINES, NUMBER, OBJECT, SOME, TEXT, mismatch
 
 HOSTILE = {
     "[" * 100_000: "nested more than 64 deep",
@@ -81,8 +81,15 @@ def test_a_shard_of_an_impossible_name(file: str, tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
-LAYOUT = {"name": TEXT, "sizes": [INTEGER], "error": (*NUMBER, type(None)), "by unit": {str: [NUMBER]}, "rest": OBJECT}
-GOOD: dict[str, Any] = {"name": "a", "sizes": [1, 2], "error": None, "by unit": {"u": [1, 2.5]}, "rest": {"x": 1}}
+LAYOUT = {"name": TEXT, "sizes": [INTEGER], "error": SOME, "said": LINES, "by unit": {str: [NUMBER]}, "rest": OBJECT}
+GOOD: dict[str, Any] = {
+    "name": "a",
+    "sizes": [1, 2],
+    "error": None,
+    "said": "a\n\x1b",
+    "by unit": {"u": [1, 2.5]},
+    "rest": {"x": 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,7 @@ GOOD: dict[str, Any] = {"name": "a", "sizes": [1, 2], "error": None, "by unit": 
         ("sizes", [True], "'sizes' is True"),
         ("sizes", {"a": 1}, "'sizes' is no list"),
         ("error", "x", "'error' is 'x'"),
+        ("said", 3, "'said' is 3"),
         ("by unit", [], "'by unit' is no object"),
         ("by unit", {"u": [None]}, "'u' is None"),
         ("rest", [], "'rest' is no object"),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, recipe
 from compress.errors import RecipeError, UnsupportedModelError
+from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
 from compress.run import verify
 from compress.run.job import Job
@@ -143,6 +144,20 @@ module.train = train
     assert found.keys() == whole.keys()
     assert [name for name in found if found[name] != whole[name] and name != "recipe.yaml"] == []
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("heal", [0, 2])
+def test_blocks_that_are_kept_change_nothing_in_those_that_follow(
+    heal: int, pico_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    def files() -> list[bytes]:
+        bench = EditContext(torch.device("cpu"), TOKENS, None, 2, tmp_path, None, lambda text: None)  # type: ignore[arg-type]
+        apply("llama", pico_dir("llama"), heal=heal, heal_tokens=24).choose(bench)
+        return [path.read_bytes() for path in sorted((tmp_path / "kv-heads").iterdir())]
+
+    whole = files()
+    (tmp_path / "kv-heads" / "00001.safetensors").unlink()
+    assert len(whole) == 2 and files() == whole
 
 
 def test_a_merged_model_is_quantized_and_caches_less(pico_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -285,10 +285,6 @@ class Additive(Codec):
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed + mass * self._static("mean", mixed)
 
-    def _static(self, name: str, like: Tensor) -> Tensor:
-        """[h, ...] float32, or float64 for such tensors."""
-        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
-
 
 def meet(q: Tensor, tables: Tensor, half: int) -> Tensor:
     """q [h, m, width], tables [h, M, A, width] -> [h, m, M, A, 2 half + 1]: what cos, sin and 1 are multiplied with."""

@@ -89,7 +89,9 @@ def components(x: Tensor, moment: Tensor | None, weights: Tensor, centre: Tensor
     if moment is None:
         variances, back = torch.linalg.eigh(covariance)
     else:
-        root, inverse = _roots(moment.double())
+        damp = DAMP * moment.double().diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
+        one = torch.eye(moment.shape[1], dtype=torch.float64, device=moment.device)
+        root, inverse = roots(moment.double() + damp[:, None, None] * one)
         variances, back = torch.linalg.eigh(root @ covariance @ root)
         back = inverse @ back
     variances, back = variances.flip(-1), back.flip(-1)
@@ -97,8 +99,14 @@ def components(x: Tensor, moment: Tensor | None, weights: Tensor, centre: Tensor
     return mean, back * variances.sqrt()[:, None], variances
 
 
-def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the symmetric square root [h, width, width] of a moment, damped, and its inverse."""
-    damp = DAMP * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
-    values, vectors = torch.linalg.eigh(moment + damp[:, None, None] * torch.eye(moment.shape[1], dtype=moment.dtype))
-    return (vectors * values.sqrt()[:, None]) @ vectors.mT, (vectors / values.sqrt()[:, None]) @ vectors.mT
+def moments(queries: Tensor, heads: int) -> Tensor:
+    """Return second moments float64 [h, width, width] of queries [tokens, H, width]."""
+    grouped = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).double()
+    return grouped.mT @ grouped / grouped.shape[1]
+
+
+def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the symmetric square root of a positive definite matrix [..., n, n], and its inverse."""
+    values, vectors = torch.linalg.eigh(matrix)
+    sizes = values.sqrt()[..., None, :]
+    return (vectors * sizes) @ vectors.mT, (vectors / sizes) @ vectors.mT

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Block, Codec, Spec, head_rows, token_rows
+from compress.kv.codecs.components import moments, roots
 from compress.kv.codecs.greedy_ranks import greedy, grid
 from compress.kv.codecs.number_rows import Rows
 from compress.numerics import checks
@@ -87,8 +88,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         metric = damped(fisher)
     elif config.metric == "scores" and spec.kind == "keys":
         metric = damped(torch.block_diag(*moments(samples["queries_pre"], spec.heads)))
-    values, vectors = torch.linalg.eigh(metric)
-    root, inverse = ((vectors * values.pow(power)) @ vectors.T for power in (0.5, -0.5))
+    root, inverse = roots(metric)
     variances, turn = torch.linalg.eigh(root @ covariance @ root)
     turn, variances = turn.flip(1), variances.flip(0).clamp(min=0)
     sizes = variances.sqrt().clamp(min=LEAST * float(variances.mean().sqrt())).clamp(min=SMALLEST)
@@ -113,12 +113,6 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
     chosen = greedy(curves, grids, sum(even(config, spec) for config, spec, _ in shared))
     for (_, _, static), count in zip(shared, chosen, strict=True):
         static["rank"] = torch.tensor([count], dtype=torch.int32)
-
-
-def moments(queries: Tensor, heads: int) -> Tensor:
-    """Return second moments float64 [h, width, width] of queries [tokens, H, width]."""
-    grouped = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).double()
-    return grouped.mT @ grouped / grouped.shape[1]
 
 
 def damped(moment: Tensor) -> Tensor:
@@ -158,12 +152,12 @@ class Shrunk(Codec):
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        z = (token_rows(x) - self._on("mean", x)) @ self._on("forward", x)
+        z = (token_rows(x) - self._static("mean", x)) @ self._static("forward", x)
         return self.rows.encode(z[:, None])
 
     def decode(self, block: Block) -> Tensor:
         z = self.rows.decode(block)[:, 0]
-        return head_rows(z @ self._on("back", z).T + self._on("mean", z), self.spec.heads)
+        return head_rows(z @ self._static("back", z).T + self._static("mean", z), self.spec.heads)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
         """Return sums of coefficients [B, h, m, r]."""
@@ -171,13 +165,9 @@ class Shrunk(Codec):
         return mixed.unflatten(1, p.shape[1:3])
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
-        back = self._on("back", mixed).unflatten(0, (self.spec.heads, -1))
-        mean = self._on("mean", mixed).view(self.spec.heads, 1, -1)
+        back = self._static("back", mixed).unflatten(0, (self.spec.heads, -1))
+        mean = self._static("mean", mixed).view(self.spec.heads, 1, -1)
         return mixed @ back.mT + mass * mean
-
-    def _on(self, name: str, like: Tensor) -> Tensor:
-        """Return a tensor of the type of `like`, at least float32."""
-        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

@@ -25,7 +25,7 @@ paper runs the model for each step; U is the start times a Cayley map, which nee
 have fewer bits, as unit-variance levels times a norm for each token and head.
 Static: mean and `back` (U times deviations) in float16, h width^2 numbers, ranks and their damages.
 What it does not do: fold U into the model's weights; code keys before the rotary embedding, whose subspace is smaller
-(compress/kv/codecs/cskv.py and pca.py do).
+(compress/kv/codecs/cskv.py and pca.py do); measure damages with the bound on scores that some models have (softcap).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Nested(Codec):
         if bool(info.any()):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
         ranks = static["ranks"].tolist()
-        is_kept = torch.arange(max(ranks)) < static["ranks"].cpu()[:, None]  # of a head's columns
+        is_kept = torch.arange(max(ranks), device="cpu") < static["ranks"].cpu()[:, None]  # of a head's columns
         held = {
             "mean": static["mean"].float()[:, None],
             "back": (back[..., : max(ranks)] * is_kept[:, None]).float().contiguous(),
@@ -139,15 +139,15 @@ class Nested(Codec):
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        return self.rows.encode((x - self._on("mean", x)) @ self._on("forward", x))
+        return self.rows.encode((x - self._static("mean", x)) @ self._static("forward", x))
 
     def decode(self, block: Block) -> Tensor:
         z = self.rows.decode(block)
-        return z @ self._on("back", z).mT + self._on("mean", z)
+        return z @ self._static("back", z).mT + self._static("mean", z)
 
     def query(self, q: Tensor, state: Block) -> Tensor:
         """Turn the queries and append a column, the constant that the mean adds to all scores."""
-        return torch.cat((q @ self._on("back", q), q @ self._on("mean", q).mT), -1)
+        return torch.cat((q @ self._static("back", q), q @ self._static("mean", q).mT), -1)
 
     def scores(self, query: Tensor, block: Block) -> Tensor:
         return query[..., :-1] @ self.rows.decode(block).mT + query[..., -1:]
@@ -157,11 +157,7 @@ class Nested(Codec):
         return p @ self.rows.decode(block)
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
-        return mixed @ self._on("back", mixed).mT + mass * self._on("mean", mixed)
-
-    def _on(self, name: str, like: Tensor) -> Tensor:
-        """Return a tensor of the type of `like`, at least float32."""
-        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
+        return mixed @ self._static("back", mixed).mT + mass * self._static("mean", mixed)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Spec
-from compress.kv.codecs.pca import components
+from compress.kv.codecs.components import components
 
 MEASURED = 512  # queries that damages are sums over, about
 TRAINED = 64  # queries of a step of training
@@ -67,15 +67,15 @@ class Text:
         elif is_weighted:
             moment = self.fisher.double().sum(1)
             size = moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-            moment = torch.where(size > 0, moment / size, torch.eye(self.spec.width, dtype=moment.dtype))
-        alike = torch.full(self.states.shape[:2], 1 / len(self.states), dtype=torch.float64)  # weights of tokens
+            moment = torch.where(size > 0, moment / size, torch.eye(self.spec.width).to(moment))
+        alike = torch.full_like(self.states[..., 0], 1 / len(self.states), dtype=torch.float64)  # weights of tokens
         mean, back, _ = components(self.states, moment, alike, alike)
         return mean, back
 
     def damages(self, mean: Tensor, back: Tensor, ranks: Sequence[int]) -> Tensor:
         """mean [h, width], back [h, width, width] -> the damage of each of these ranks, float64 [h, len(ranks)]."""
         places = torch.linspace(self.tail, self.length - 1, self.measured).long()
-        total = torch.zeros(self.spec.heads, len(ranks), dtype=torch.float64)
+        total = back.new_zeros(self.spec.heads, len(ranks))
         for sample in range(self.count):
             seen = self.seen(sample, places)
             pair = mean.to(seen.keys), back.to(seen.keys), torch.linalg.inv(back).mT.to(seen.keys)
@@ -88,7 +88,7 @@ class Text:
         """Return what the queries at these places (counted behind the sinks) see."""
         keys, values = (self.whole[kind][sample] for kind in ("keys", "values"))
         queries = self.queries[sample][:, :, places].flatten(1, 2)
-        at, now = torch.arange(keys.shape[1]), places[:, None] + self.sink
+        at, now = torch.arange(keys.shape[1], device=keys.device), places.to(keys.device)[:, None] + self.sink
         return Seen(queries, keys, values, at <= now, (at >= self.sink) & (at <= now - self.tail))
 
     def _of_keys(self, seen: Seen, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]) -> list[Tensor]:
@@ -131,7 +131,7 @@ class Text:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + 2 * self.spec.layer + (self.spec.kind == "keys"))
         with torch.inference_mode(False), torch.enable_grad():
             start = (back / back.norm(dim=1, keepdim=True)).to(self.states.dtype)
-            free = torch.zeros(heads, width, width, requires_grad=True)
+            free = torch.zeros(heads, width, width, device=start.device, requires_grad=True)
             centre = mean.to(self.states.dtype).clone().requires_grad_()
             optimizer = torch.optim.Adam([free, centre], lr=rate)
             for step in range(steps):
@@ -140,10 +140,10 @@ class Text:
                 count = min(TRAINED, self.length - self.tail)
                 places = self.tail + torch.randperm(self.length - self.tail, generator=generator)[:count].sort().values
                 drawn = torch.randint(len(ranks), (heads,), generator=generator)
-                is_kept = torch.arange(width) < torch.tensor(ranks)[drawn][:, None]
+                is_kept = (torch.arange(width) < torch.tensor(ranks)[drawn][:, None]).to(start.device)
                 loss = self._loss(self.seen(sample, places), centre, start @ cayley(free), is_kept)
                 optimizer.zero_grad()
-                (loss / count / base.gather(1, drawn[:, None])[:, 0]).sum().backward()
+                (loss / count / base.gather(1, drawn.to(base.device)[:, None])[:, 0]).sum().backward()
                 optimizer.step()
             mean, basis = centre.detach().double(), start.double() @ cayley(free.detach().double())
         states = self.states.double().transpose(0, 1) - mean[:, None]
@@ -167,7 +167,7 @@ class Text:
 
 def cayley(free: Tensor) -> Tensor:
     """free [h, width, width] -> orthogonal matrices (I - A)(I + A)^-1 with A = free - free^T."""
-    skew, one = free - free.mT, torch.eye(free.shape[-1], dtype=free.dtype)
+    skew, one = free - free.mT, torch.eye(free.shape[-1]).to(free)
     return torch.linalg.solve(one + skew, one - skew)  # the two factors commute
 
 

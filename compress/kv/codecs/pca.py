@@ -51,7 +51,7 @@ from compress.kernels.kv_contract import (
     Rotary,
 )
 from compress.kv.codec import ALL, Block, Codec, Field, Spec
-from compress.kv.codecs.components import components, fitting, token_weights
+from compress.kv.codecs.components import components, fitting, moments, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
 from compress.numerics import checks
@@ -83,9 +83,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     read = samples["attended"][..., 0] if "attended" in samples else x.new_ones(x.shape[:2])
     counted = token_weights(read, 0.5)
     if spec.kind == "keys":
-        queries = samples["queries_pre"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2).double()
-        moment = queries.mT @ queries / queries.shape[1]
-        del queries  # the largest of all that is made here
+        moment = moments(samples["queries_pre"], spec.heads)
         mean, back, variances = components(x, moment, counted, counted)
     else:
         mean, back, variances = components(x, None, counted, token_weights(read, 1.0))
@@ -298,10 +296,6 @@ class Principal(Codec):
     def _levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes [B, h, n, width]."""
         return self._on(codes, self.table)[codes.int() + self._on(codes, self.starts)[:, None]]
-
-    def _static(self, name: str, like: Tensor) -> Tensor:
-        """[h, ...] float32, or float64 for such tensors."""
-        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
 
     def _on(self, like: Tensor, tensor: Tensor) -> Tensor:
         return tensor.to(like.device)
