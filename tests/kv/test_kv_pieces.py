@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import kv_contract, llvm
-from compress.kernels.cpu import kv_basis, kv_mixed, kv_prerope
+from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import pca
 from compress.kv.codecs.mixed_packed import Pieces
@@ -67,8 +67,7 @@ def compiled(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("no AMX here")
     monkeypatch.setattr(kv_contract, "SMALL", 0)
     if request.param == "plain":
-        for module in (kv_basis, kv_prerope):
-            monkeypatch.setattr(module, "has_tiles", lambda: False)
+        monkeypatch.setattr(kv_basis, "has_tiles", lambda: False)
     llvm.function.cache_clear()
     yield
     llvm.function.cache_clear()

@@ -59,6 +59,7 @@ from compress.numerics import checks
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
 AT_ONCE = 2048  # tokens that are written
+FINE = 2.0**-10  # unit of levels of more than 4 bits, to which products of integers round them
 NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
 
 
@@ -280,9 +281,11 @@ class Principal(Codec):
     def _transform(self, kernel: Any, rotary: int) -> Any:
         """Return `back` as compiled code reads it."""
         if rotary not in self._made:
-            back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
+            bits = self.static["bits"].long()
+            back = self.static["back"] * _steps()[bits][..., None]
+            largest = torch.tensor([max(map(abs, own)) for own in _tables(True)])[bits]
             mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
-            self._made[rotary] = kernel.transform(back, mean, self.pieces.columns, rotary, is_exact)
+            self._made[rotary] = kernel.transform(back, mean, largest, self.pieces.columns, rotary, is_exact)
             self.static[f"turned{rotary}"] = self._made[rotary].back
         return self._made[rotary]
 
@@ -319,10 +322,10 @@ def table(bits: int) -> Tensor:
 
 @cache
 def _steps() -> Tensor:
-    """Return the steps that levels are multiples of, by bits."""
+    """Return the steps that levels are multiples of, by bits; of more than 4 bits nearly, see FINE."""
     whole = range(1, MOST_LEVEL_BITS + 1)
     found = {b: float(levels(b).max()) / kv_contract.LARGEST_LEVEL for b in whole}
-    return torch.tensor([found.get(b, 1.0) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
+    return torch.tensor([found.get(b, FINE) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
 
 
 @cache
@@ -330,7 +333,7 @@ def _tables(in_steps: bool) -> LevelTables:
     """Return levels by bits, for compiled code."""
     found = []
     for b, size in enumerate(_steps().tolist()):
-        multiples = (table(b) / size).round() if size != 1 else table(b)
+        multiples = (table(b) / size).round() if b <= MOST_LEVEL_BITS else table(b) / size
         found.append(tuple((multiples if in_steps else table(b)).tolist()))
     return tuple(found)
 
