@@ -36,6 +36,7 @@ TOLERANCE = 1e-2  # relative error of outputs in bfloat16, with decoded keys and
 RECIPES: dict[str, dict[str, Any]] = {
     "kivi": {"method": "kivi"},
     "pca": {"method": "pca"},
+    "commvq": {"method": "commvq", "tied": False, "steps": 0, "rounds": 0, "sweeps": 0},
     "lloyd": {"method": "lloyd", "keys": {"rope": "post", "centre": "none"}},
     "lloyd-pre": {"method": "lloyd", "keys": {"rope": "pre"}},
 }

@@ -72,13 +72,19 @@ def transform(back: Tensor, mean: Tensor, largest: Tensor, columns: Tensor, rota
 
 def _tiles(rows: Tensor, rotary: int, together: int) -> Tensor:
     """[h, fields, width] -> the order in which the kernel reads them: [h, pair, step, side, together, 16, 2]."""
-    turning, width = rotary // 2, rows.shape[2]
+    tiles = (
+        rows[..., pair_channels(rotary, rows.shape[2])].unflatten(2, (-1, 2, LANES)).unflatten(1, (-1, together, 2))
+    )  # h, s, row, k, n, side, c
+    return tiles.permute(0, 4, 1, 5, 2, 6, 3).contiguous()
+
+
+def pair_channels(rotary: int, width: int) -> Tensor:
+    """Return the channels of a head in the order in which two times 16 of them are turned together."""
+    turning = rotary // 2
     sides = [range(0, turning, LANES), range(turning, rotary, LANES)]
     rest = [range(rotary + side * LANES, width, 2 * LANES) for side in range(2)]
     firsts = [first for pair in (*zip(*sides, strict=True), *zip(*rest, strict=True)) for first in pair]
-    channels = torch.cat([torch.arange(first, first + LANES) for first in firsts])
-    tiles = rows[..., channels].unflatten(2, (-1, 2, LANES)).unflatten(1, (-1, together, 2))  # h, s, row, k, n, side, c
-    return tiles.permute(0, 4, 1, 5, 2, 6, 3).contiguous()
+    return torch.cat([torch.arange(first, first + LANES) for first in firsts])
 
 
 def _pitch(columns: Tensor) -> int:

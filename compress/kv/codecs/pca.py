@@ -30,7 +30,7 @@ the calibration text, but for its norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,16 +41,15 @@ from torch import Tensor
 from compress.errors import RecipeError
 from compress.kernels import dispatch, kv_contract
 from compress.kernels.kv_contract import (
-    BLOCK,
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
     NORM_STEPS,
     PIECE,
     LevelTables,
     MixedCodes,
-    Rotary,
 )
 from compress.kv.codec import ALL, Block, Codec, Field, Spec
+from compress.kv.codecs.compiled_parts import NO_TURNS, can_turn, rest, turns, whole_tokens
 from compress.kv.codecs.components import components, fitting, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
@@ -60,7 +59,6 @@ NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
 AT_ONCE = 2048  # tokens that are written
 FINE = 2.0**-10  # unit of levels of more than 4 bits, to which products of integers round them
-NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
 
 
 @dataclass(frozen=True)
@@ -199,24 +197,24 @@ class Principal(Codec):
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
         kernel = self._reader(query, block)
-        whole, turns = self._turns(block) if kernel is not None else (0, NO_TURNS)
+        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
         if kernel is not None and whole:
-            made, part = self._transform(kernel, turns.width), self._stored(block, whole)
-            kernel.scores(query, part, made, _tables(True), turns, out[..., :whole])
-        for tokens, rest in self._parts(block, whole):
-            out[..., tokens] = self.scores(query, rest)
+            made, part = self._transform(kernel, turned.width), self._stored(block, whole)
+            kernel.scores(query, part, made, _tables(True), turned, out[..., :whole])
+        for tokens, part in rest(self, block, whole):
+            out[..., tokens] = self.scores(query, part)
 
     def write_at_once(self, out: Tensor) -> int:
         return AT_ONCE if self._writer(out) is not None else self.block
 
     def write(self, block: Block, out: Tensor) -> None:
         kernel = self._writer(out)
-        whole, turns = self._turns(block) if kernel is not None else (0, NO_TURNS)
+        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
         if kernel is not None and whole:
-            made, part = self._transform(kernel, turns.width), self._stored(block, whole)
-            kernel.write(part, made, _tables(True), turns, out[:, :, :whole])
-        for tokens, rest in self._parts(block, whole):
-            out[:, :, tokens] = self.dense(rest)
+            made, part = self._transform(kernel, turned.width), self._stored(block, whole)
+            kernel.write(part, made, _tables(True), turned, out[:, :, :whole])
+        for tokens, part in rest(self, block, whole):
+            out[:, :, tokens] = self.dense(part)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
         kernel = self._reader(p, block)
@@ -249,30 +247,8 @@ class Principal(Codec):
         return kernel if kernel is not None and kernel.supports(self.spec.width) else None
 
     def _whole(self, block: Block) -> int:
-        """Return how many of the first tokens compiled code may read, which reads past the last piece of a row."""
-        next_row = int(self.pieces.reach > self.pieces.nbytes)
-        return (block["norms"].shape[2] - next_row) // BLOCK * BLOCK
-
-    def _turns(self, block: Block) -> tuple[int, Rotary]:
-        """Return how many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
-        whole = self._whole(block)
-        if self.rope == "post":
-            return whole, NO_TURNS
-        halves = block.get("halves")
-        if halves is None or halves.dtype not in kv_contract.DTYPES or not can_turn(2 * halves.shape[-1]):
-            return 0, NO_TURNS
-        return whole, Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
-
-    def _parts(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
-        """Yield the tokens from `first` on, as plain code reads them."""
-        for start in range(first, block["norms"].shape[2], self.block):
-            tokens = slice(start, start + self.block)
-            rows = {name: block[name][:, :, tokens] for name in self.fields}
-            rows |= {name: block[name][:, tokens] for name in ("cos", "sin") if name in block}
-            if "halves" in block:
-                both = torch.cat((block["halves"][:, :, tokens],) * 2, -1)
-                rows |= {"cos": both[:, 0], "sin": both[:, 1]}
-            yield tokens, rows
+        """Return how many of the first tokens compiled code may read."""
+        return whole_tokens(block["codes"], self.pieces.reach)
 
     def _stored(self, block: Block, count: int) -> MixedCodes:
         codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
@@ -308,11 +284,6 @@ class Principal(Codec):
 
     def _on(self, like: Tensor, tensor: Tensor) -> Tensor:
         return tensor.to(like.device)
-
-
-def can_turn(rotary: int) -> bool:
-    """Return whether compiled code can turn so many channels: half of them must be whole pieces."""
-    return rotary % (2 * kv_contract.PIECE) == 0
 
 
 def table(bits: int) -> Tensor:
