@@ -98,7 +98,8 @@ def static(method: str, bits: int, device: str) -> dict[str, Any]:
         queries = torch.randn(SAMPLES, HEADS, WIDTH, generator=generator)
         samples = {"keys": x, "keys_pre": x, "values": x, "queries": queries, "queries_pre": queries}
         spec = Spec(kind, 0, 1, KV_HEADS, WIDTH, HEADS // KV_HEADS, torch.bfloat16)  # type: ignore[arg-type]
-        made = plugin.calibrate(plugin.Config(bits=bits), spec, samples)
+        settings = {name: value for name, value in RECIPES[method].items() if name not in ("method", "keys")}
+        made = plugin.calibrate(plugin.Config(bits=bits, **settings), spec, samples)
         found |= {f"layers.0.{kind}.{name}": tensor.to(device) for name, tensor in made.items()}
     return found
 

@@ -67,7 +67,7 @@ class _Principal(Turned):
         """Store sixteen levels in a."""
 
     def sums_of(self, steps: Any, place: Place, zero: Any, step: Any, add: Any, end: Any) -> None:
-        """c of a pair, TOGETHER tokens at a time in registers: add(left, right, sum) for all steps, then end(sum, side).
+        """c of a pair, TOGETHER tokens at a time in registers: add(left, right, sum) for all steps, end(sum, side).
 
         step(k) returns the two registers of `back` and a function that loads the number of a row of a.
         """
