@@ -128,11 +128,14 @@ class _Offsets(Unpacker):
     layout: _Layout
     size: int  # numbers of an entry
 
-    def offsets(self, token: Any, inside: Any, space: Any) -> None:
-        """Write the offsets of all codes of a token, int32, to the row `inside` of space [BLOCK, 16 chunks]."""
+    def offsets(self, token: Any, inside: Any, space: Any, chunks: tuple[Any, Any]) -> None:
+        """Write offsets of codes of a token, int32, to the row `inside` of space [BLOCK, 16 chunks].
+
+        chunks: of sixteen codes, the first one and the end.
+        """
         b, layout = self.b, self.layout
         row, place = b.mul(token, self.row), b.mul(inside, self.i64(layout.chunks * LANES))
-        with self.loop(self.i64(layout.chunks)) as chunk:
+        with self.loop(chunks[1], chunks[0]) as chunk:
             planes = {
                 w: b.add(b.mul(chunk, self.i64(2 * w)), self.i64(start))
                 for w, start in plane_starts(layout.bits, layout.heads * layout.count)
@@ -147,14 +150,18 @@ class _Offsets(Unpacker):
 class _Sums(Turned, _Offsets):
     """Sums of entries; a is [BLOCK, 16 chunks] offsets, `second` the entries of a head."""
 
+    is_by_head = True
+
     def prepare(self, layout: _Layout) -> None:
         self.layout, self.size = layout, ENTRY
 
-    def begin_block(self, token: Any) -> None:
-        with self.loop(self.i64(BLOCK)) as inside:
-            self.offsets(self.b.add(token, inside), inside, self.a)
-
     def unpack(self, head: Any, token: Any) -> None:
+        b = self.b
+        first = b.mul(head, self.i64(self.layout.count))
+        end = b.add(first, self.i64(self.layout.count + LANES - 1))
+        chunks = b.lshr(first, self.i64(4)), b.lshr(end, self.i64(4))
+        with self.loop(self.i64(BLOCK)) as inside:
+            self.offsets(b.add(token, inside), inside, self.a, chunks)
         if self.layout.has_norms:
             self.read_norms(head, token)
             return
@@ -203,7 +210,7 @@ class _Mix(_Offsets):
         with self.loop(blocks) as block:
             first = b.mul(block, self.i64(BLOCK))
             with self.loop(self.i64(BLOCK)) as inside:
-                self.offsets(b.add(first, inside), inside, space)
+                self.offsets(b.add(first, inside), inside, space, (self.i64(0), self.i64(layout.chunks)))
             with self.loop(end, begin) as head, self.loop(self.i64(BLOCK)) as inside:
                 token = b.mul(b.add(first, inside), self.i64(lanes))
                 share = self.load(p, b.add(b.mul(head, p_step), token), self.float, lanes)

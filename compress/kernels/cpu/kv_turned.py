@@ -82,6 +82,8 @@ class Turned(Writer, Unpacker, ABC):
     q [h, M, width], out [h, M, tokens], or with M = 0 out [h, tokens, width]. layout: what `prepare` is given.
     """
 
+    is_by_head = False  # all tokens of a head before those of the next one: where what a head reads fills a cache
+
     def __init__(self, sizes: Sizes, layout: Any, count: int, dtype: torch.dtype) -> None:
         super().__init__("turned", 17, 9, dtype)
         self.sizes, self.count = sizes, count
@@ -94,18 +96,27 @@ class Turned(Writer, Unpacker, ABC):
         scales.align = LINE  # so that the stack is, and each register that is put there lies in one line of memory
         self.scales = self.b.inttoptr(self.b.ptrtoint(scales, self.index), self.pointer)
         self.begin()
-        with self.loop(blocks) as block:
-            token = self.b.mul(block, self.i64(BLOCK))
-            self._turn(token)
-            self.begin_block(token)
-            with self.loop(heads) as head:
-                self.head = head
-                self.unpack(head, token)
-                self._multiply(head, token, self.load(self.firsts, self.b.add(heads, head), self.index))
-                for m in range(count):
-                    self._total(head, token, m)
+        if self.is_by_head:
+            with self.loop(heads) as head, self.loop(blocks) as block:
+                token = self.b.mul(block, self.i64(BLOCK))
+                self._turn(token)
+                self._block(head, token, heads)
+        else:
+            with self.loop(blocks) as block:
+                token = self.b.mul(block, self.i64(BLOCK))
+                self._turn(token)
+                with self.loop(heads) as head:
+                    self._block(head, token, heads)
         self.end()
         self.b.ret_void()
+
+    def _block(self, head: Any, token: Any, heads: Any) -> None:
+        self.head = head
+        fields = self.load(self.firsts, self.b.add(heads, head), self.index)
+        self.unpack(head, token)
+        self._multiply(head, token, fields)
+        for m in range(self.count):
+            self._total(head, token, m)
 
     @abstractmethod
     def prepare(self, layout: Any) -> None:
@@ -125,9 +136,6 @@ class Turned(Writer, Unpacker, ABC):
 
     def end(self) -> None:
         """After the last."""
-
-    def begin_block(self, token: Any) -> None:
-        """Before the heads of a block of tokens."""
 
     def read_norms(self, head: Any, token: Any) -> None:
         """Write the norms of a block to scales."""
