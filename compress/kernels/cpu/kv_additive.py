@@ -2,8 +2,8 @@
 
 A key of a head is mean + norm sum_i table_i[code_i], turned by the position of its token. The codes of a block of
 tokens become offsets of entries; then entries are added up, two times 16 channels of a token at a time, and what
-follows is done by compress/kernels/cpu/kv_turned.py. The paper multiplies entries with the query in place of tokens; for the query
-heads of a KV head together, sums of entries that all of them read are less work than sums of products for each.
+follows is done by compress/kernels/cpu/kv_turned.py. The paper multiplies entries with the query in place of tokens.
+For the query heads of a KV head together, sums of entries that all of them read are less work than sums of products.
 
 Values: probabilities are added up for each entry, those of all queries of a head in one register, and one product with
 the codebooks gives the output.

@@ -10,7 +10,7 @@ The product is one of matrices in AMX tiles, of int16 numbers, or float32: see c
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,49 @@ class _Integers(_Principal):
         return [[round(level) for level in table] for table in tables]
 
     def keep(self, words: Any, offset: Any) -> None:
-        self.store(self.b.trunc(words, self.vector(self.short, LANES)), self.a, offset)
+        self.store(words, self.a, offset)
+
+    def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
+        """The table's numbers for sixteen channels of a token, int16: half the register, and none to be narrowed."""
+        b, found, low = self.b, None, bits
+        for width, start in planes.items():
+            low -= width
+            spread = self._words(b.add(b.mul(token, self.row), start), width)
+            moves = self.ir.Constant(spread.type, [(width * lane - low) % 16 for lane in range(LANES)])
+            moved = self.intrinsic(f"llvm.fshr.v{LANES}i16", spread.type, spread, spread, moves)
+            if found is not None:
+                below = (1 << (low + width)) - 1
+                above = b.and_(found, self.constant(self.short, LANES, 0xFFFF - below))
+                moved = b.or_(above, b.and_(moved, self.constant(self.short, LANES, below)))
+            found = moved
+        return self._short_levels(found, self.tables[bits])
+
+    def _words(self, offset: Any, width: int) -> Any:
+        """The number with sixteen fields; each lane has those 16 bits of it that its field is in."""
+        b, kind = self.b, self.ir.IntType(LANES * width)
+        number = b.load(self.at(self.codes, offset, self.byte), typ=kind, align=1)
+        all_words = b.bitcast(self.splat(number, LANES // width), self.vector(self.short, LANES))
+        return self.shuffled(all_words, all_words, [width * lane // 16 for lane in range(LANES)])
+
+    def _short_levels(self, index: Any, table: Sequence[int]) -> Any:
+        """Numbers of a table, whose length is a power of 2, by the lowest bits of the indices."""
+        b, short = self.b, self.short
+        if len(table) <= LANES:
+            own = self.ir.Constant(index.type, [table[i % len(table)] for i in range(LANES)])
+            return self.intrinsic("llvm.x86.avx512.permvar.hi.256", index.type, own, index)
+        wide = self.vector(short, 2 * LANES)
+        index = self.shuffled(index, index, list(range(2 * LANES)))
+        tables = [self.ir.Constant(wide, table[at : at + 2 * LANES]) for at in range(0, len(table), 2 * LANES)]
+        if len(tables) == 1:
+            found = [self.intrinsic("llvm.x86.avx512.permvar.hi.512", wide, tables[0], index)]
+        else:
+            name, pairs = "llvm.x86.avx512.vpermi2var.hi.512", zip(tables[::2], tables[1::2], strict=True)
+            found = [self.intrinsic(name, wide, low, index, high) for low, high in pairs]
+        if len(found) == 2:
+            masked = b.and_(index, self.constant(short, 2 * LANES, 64))
+            is_set = b.icmp_unsigned("!=", masked, self.constant(short, 2 * LANES, 0))
+            found = [b.select(is_set, found[1], found[0])]
+        return self.shuffled(found[0], found[0], list(range(LANES)))
 
     def multiply(self, first: Any, fields: Any, place: Place) -> None:
         b, half = self.b, self.b.lshr(self.pitch, self.i64(1))
