@@ -209,6 +209,7 @@ class _Mix(_Offsets):
         blocks, begin, end, self.row, p_step, out_step = self.integers
         with self.loop(blocks) as block:
             first = b.mul(block, self.i64(BLOCK))
+            self.ask_for(b.add(first, self.i64(BLOCK)))
             with self.loop(self.i64(BLOCK)) as inside:
                 self.offsets(b.add(first, inside), inside, space, (self.i64(0), self.i64(layout.chunks)))
             with self.loop(end, begin) as head, self.loop(self.i64(BLOCK)) as inside:

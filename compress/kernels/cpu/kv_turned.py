@@ -22,6 +22,7 @@ from compress.kernels.cpu.row_decoder import Writer
 from compress.kernels.kv_contract import BLOCK, MixedCodes, Rotary
 
 LINE = 64
+LINE_NUMBERS = 32  # numbers of 16 bits of a line
 GROUP = 8  # queries that are in registers together
 AT_ONCE = 16  # products of a query and a token that are in registers together
 
@@ -139,17 +140,23 @@ class Turned(Writer, Unpacker, ABC):
 
     def read_norms(self, head: Any, token: Any) -> None:
         """Write the norms of a block to scales."""
+        next_norms = self.b.add(self.b.mul(head, self.norm_step), self.b.add(token, self.i64(BLOCK)))
+        self.prefetch(self.norm, next_norms, self.byte)
         for start in range(0, BLOCK, LANES):
             at = self.b.add(self.b.mul(head, self.norm_step), self.b.add(token, self.i64(start)))
             self.store(self.norms(self.norm, at), self.scales, self.i64(start))
 
     def _turn(self, token: Any) -> None:
-        """Writes cos and sin of a block's tokens, half a row of each, as float32."""
+        """Writes cos and sin of a block's tokens, half a row of each, as float32; asks for what the next one reads."""
         b, sizes = self.b, self.sizes
+        self.ask_for(b.add(token, self.i64(BLOCK)))
         with self.loop(self.i64(BLOCK)) as inside:
             first, own = b.mul(b.add(token, inside), self.turn_step), b.mul(inside, self.i64(sizes.rotary))
             for channel in range(0, sizes.half, LANES):
                 for side, pointer in enumerate((self.cos, self.sin)):
+                    if channel % LINE_NUMBERS == 0:
+                        at = b.add(b.add(first, b.mul(self.turn_step, self.i64(BLOCK))), self.i64(channel))
+                        self.prefetch(pointer, at, self.short if sizes.turns.itemsize == 2 else self.float)
                     found = self.load_floats(pointer, b.add(first, self.i64(channel)), sizes.turns, LANES)
                     self.store(found, self.turns, b.add(own, self.i64(side * sizes.half + channel)))
 
