@@ -67,12 +67,12 @@ class MixedCodes(NamedTuple):
 
 
 class AdditiveCodes(NamedTuple):
-    """Tokens of `count` codes for each head, of `bits` bits each, as they are stored."""
+    """Tokens of `books` codes for each head, of `bits` bits each, as they are stored."""
 
     codes: Tensor  # uint8 [B, 1, n, bytes], rows contiguous
     norms: Tensor | None  # uint8 [B, h or 1, n, 1], contiguous along n
     heads: int
-    count: int
+    books: int
     bits: int
 
 

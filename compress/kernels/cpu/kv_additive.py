@@ -35,17 +35,17 @@ MOST_QUERIES = 16
 
 
 class _Layout(NamedTuple):
-    """Of the codes of a token: `count` of each of `heads`, of `bits` each."""
+    """Of the codes of a token: `books` of each of `heads`, of `bits` each."""
 
     bits: int
     heads: int
-    count: int
+    books: int
     has_norms: bool
     is_exact: bool
 
     @property
     def chunks(self) -> int:
-        return -(-self.heads * self.count // LANES)
+        return -(-self.heads * self.books // LANES)
 
 
 def supports(width: int, bits: int) -> bool:
@@ -84,7 +84,7 @@ def mix(p: Tensor, coded: AdditiveCodes) -> Tensor:
     lanes = next(n for n in (4, 8, MOST_QUERIES) if n >= rows)
     shares = p.new_zeros(batch, heads, tokens, lanes)
     shares[..., :rows] = p.mT
-    out = torch.zeros(batch, heads, coded.count, 1 << coded.bits, lanes, dtype=torch.float32, device="cpu")
+    out = torch.zeros(batch, heads, coded.books, 1 << coded.bits, lanes, dtype=torch.float32, device="cpu")
     layout = _layout(coded, True)._replace(has_norms=False)
     kernel, bases = llvm.function(_Mix, layout, lanes), _bases(coded, lanes)
 
@@ -95,7 +95,7 @@ def mix(p: Tensor, coded: AdditiveCodes) -> Tensor:
             places = (t.data_ptr() for t in (coded.codes[index], bases, shares[index], out[index], space))
             kernel(*places, tokens // BLOCK, begin, end, coded.codes.stride(2), tokens * lanes, out.stride(1))
 
-    llvm.parallel(work, batch * heads, -(-THREAD // (max(tokens, 1) * LANES * coded.count)))
+    llvm.parallel(work, batch * heads, -(-THREAD // (max(tokens, 1) * LANES * coded.books)))
     return out[..., :rows].movedim(-1, 2)
 
 
@@ -113,12 +113,12 @@ def _run(ends: tuple[Tensor, Tensor, int], coded: AdditiveCodes, made: Transform
 
 
 def _layout(coded: AdditiveCodes, is_exact: bool) -> _Layout:
-    return _Layout(coded.bits, coded.heads, coded.count, coded.norms is not None, is_exact)
+    return _Layout(coded.bits, coded.heads, coded.books, coded.norms is not None, is_exact)
 
 
 def _bases(coded: AdditiveCodes, size: int) -> Tensor:
     """Return where the entries of each code of a token begin, int32, in numbers; an entry takes `size`."""
-    own = torch.arange(coded.count, dtype=torch.int32, device="cpu") * (size << coded.bits)
+    own = torch.arange(coded.books, dtype=torch.int32, device="cpu") * (size << coded.bits)
     return own.repeat(coded.heads + LANES)
 
 
@@ -138,7 +138,7 @@ class _Offsets(Unpacker):
         with self.loop(chunks[1], chunks[0]) as chunk:
             planes = {
                 w: b.add(b.mul(chunk, self.i64(2 * w)), self.i64(start))
-                for w, start in plane_starts(layout.bits, layout.heads * layout.count)
+                for w, start in plane_starts(layout.bits, layout.heads * layout.books)
             }
             code = b.and_(self._index(row, planes, layout.bits), self.constant(self.word, LANES, 2**layout.bits - 1))
             first = b.mul(chunk, self.i64(LANES))
@@ -157,8 +157,8 @@ class _Sums(Turned, _Offsets):
 
     def unpack(self, head: Any, token: Any) -> None:
         b = self.b
-        first = b.mul(head, self.i64(self.layout.count))
-        end = b.add(first, self.i64(self.layout.count + LANES - 1))
+        first = b.mul(head, self.i64(self.layout.books))
+        end = b.add(first, self.i64(self.layout.books + LANES - 1))
         chunks = b.lshr(first, self.i64(4)), b.lshr(end, self.i64(4))
         with self.loop(self.i64(BLOCK)) as inside:
             self.offsets(b.add(token, inside), inside, self.a, chunks)
@@ -176,7 +176,7 @@ class _Sums(Turned, _Offsets):
         factors = [self.load(self.factors, b.add(begin, x), self.float, LANES) for x in (place.low, place.high)]
         with self.loop(self.i64(BLOCK)) as inside:
             row = b.add(b.mul(inside, self.i64(layout.chunks * LANES)), fields)
-            places = [self.load(self.a, b.add(row, self.i64(i)), self.word) for i in range(layout.count)]
+            places = [self.load(self.a, b.add(row, self.i64(i)), self.word) for i in range(layout.books)]
             for side, x in enumerate(self._sums(tables, [b.zext(at, self.index) for at in places])):
                 found = x if layout.is_exact else b.fmul(x, factors[side])
                 self.store(found, self.c, self.cell(place, side, inside))
@@ -215,9 +215,9 @@ class _Mix(_Offsets):
             with self.loop(end, begin) as head, self.loop(self.i64(BLOCK)) as inside:
                 token = b.mul(b.add(first, inside), self.i64(lanes))
                 share = self.load(p, b.add(b.mul(head, p_step), token), self.float, lanes)
-                row = b.add(b.mul(inside, self.i64(layout.chunks * LANES)), b.mul(head, self.i64(layout.count)))
+                row = b.add(b.mul(inside, self.i64(layout.chunks * LANES)), b.mul(head, self.i64(layout.books)))
                 own = self.at(out, b.mul(head, out_step), self.float)
-                for i in range(layout.count):
+                for i in range(layout.books):
                     at = b.zext(self.load(space, b.add(row, self.i64(i)), self.word), self.index)
                     self.store(b.fadd(self.load(own, at, self.float, lanes), share), own, at)
         b.ret_void()

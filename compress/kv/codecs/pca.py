@@ -17,8 +17,9 @@ component; at run time `back` and its inverse in float32, 16 columns for each pi
 copy. Levels of 5 to 7 bits are rounded to bfloat16, which costs up to 0.7 % of their error.
 
 On CPUs with AVX-512 compiled code chooses and packs the codes (compress/kernels/cpu/kv_encode.py), blocks of tokens
-are decoded, turned and multiplied with the queries, or written out (compress/kernels/cpu/kv_prerope.py), and
-probabilities meet the codes of values (compress/kernels/cpu/kv_mixed.py).
+are decoded, turned and multiplied with the queries, or written out (compress/kernels/cpu/kv_prerope.py: in float32 for
+float32 models, else in products of int16 or bfloat16), and probabilities meet the codes of values
+(compress/kernels/cpu/kv_mixed.py).
 
 Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
 errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);
@@ -199,8 +200,8 @@ class Principal(Codec):
         kernel = self._reader(query, block)
         whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
         if kernel is not None and whole:
-            made, part = self._transform(kernel, turned.width), self._stored(block, whole)
-            kernel.scores(query, part, made, _tables(True), turned, out[..., :whole])
+            made, stored = self._transform(kernel, turned.width), self._stored(block, whole)
+            kernel.scores(query, stored, made, _tables(True), turned, out[..., :whole])
         for tokens, part in rest(self, block, whole):
             out[..., tokens] = self.scores(query, part)
 
@@ -211,8 +212,8 @@ class Principal(Codec):
         kernel = self._writer(out)
         whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
         if kernel is not None and whole:
-            made, part = self._transform(kernel, turned.width), self._stored(block, whole)
-            kernel.write(part, made, _tables(True), turned, out[:, :, :whole])
+            made, stored = self._transform(kernel, turned.width), self._stored(block, whole)
+            kernel.write(stored, made, _tables(True), turned, out[:, :, :whole])
         for tokens, part in rest(self, block, whole):
             out[:, :, tokens] = self.dense(part)
 
