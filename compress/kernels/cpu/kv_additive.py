@@ -32,6 +32,7 @@ __all__ = ["mix", "scores", "supports", "transform", "write"]
 
 ENTRY = 2 * LANES  # numbers of an entry that lie side by side
 MOST_QUERIES = 16
+CACHE = 1 << 19  # bytes of codebooks of all heads up to which they are read for each block of tokens
 
 
 class _Layout(NamedTuple):
@@ -150,9 +151,9 @@ class _Offsets(Unpacker):
 class _Sums(Turned, _Offsets):
     """Sums of entries; a is [BLOCK, 16 chunks] offsets, `second` the entries of a head."""
 
-    is_by_head = True
-
     def prepare(self, layout: _Layout) -> None:
+        tables = layout.heads * layout.books * self.sizes.width * (4 if layout.is_exact else 2) << layout.bits
+        self.is_by_head = tables > CACHE
         self.layout, self.size = layout, ENTRY
 
     def unpack(self, head: Any, token: Any) -> None:
