@@ -36,6 +36,7 @@ TOLERANCE = 1e-2  # relative error of outputs in bfloat16, with decoded keys and
 RECIPES: dict[str, dict[str, Any]] = {
     "kivi": {"method": "kivi"},
     "pca": {"method": "pca"},
+    "commvq": {"method": "commvq", "tied": False, "steps": 0, "rounds": 0, "sweeps": 0},
     "lloyd": {"method": "lloyd", "keys": {"rope": "post", "centre": "none"}},
     "lloyd-pre": {"method": "lloyd", "keys": {"rope": "pre"}},
 }
@@ -97,7 +98,8 @@ def static(method: str, bits: int, device: str) -> dict[str, Any]:
         queries = torch.randn(SAMPLES, HEADS, WIDTH, generator=generator)
         samples = {"keys": x, "keys_pre": x, "values": x, "queries": queries, "queries_pre": queries}
         spec = Spec(kind, 0, 1, KV_HEADS, WIDTH, HEADS // KV_HEADS, torch.bfloat16)  # type: ignore[arg-type]
-        made = plugin.calibrate(plugin.Config(bits=bits), spec, samples)
+        settings = {name: value for name, value in RECIPES[method].items() if name not in ("method", "keys")}
+        made = plugin.calibrate(plugin.Config(bits=bits, **settings), spec, samples)
         found |= {f"layers.0.{kind}.{name}": tensor.to(device) for name, tensor in made.items()}
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import kv_contract, llvm
-from compress.kernels.cpu import kv_basis, kv_mixed, kv_prerope
+from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import pca
 from compress.kv.codecs.mixed_packed import Pieces
@@ -67,8 +67,7 @@ def compiled(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("no AMX here")
     monkeypatch.setattr(kv_contract, "SMALL", 0)
     if request.param == "plain":
-        for module in (kv_basis, kv_prerope):
-            monkeypatch.setattr(module, "has_tiles", lambda: False)
+        monkeypatch.setattr(kv_basis, "has_tiles", lambda: False)
     llvm.function.cache_clear()
     yield
     llvm.function.cache_clear()
@@ -224,3 +223,17 @@ def test_what_compiled_code_leaves_alone() -> None:
     assert made.at_once(normal(1, HEADS, 2, 64).double()) == made.block
     wide = codec("keys", 72, torch.float32)
     assert wide.at_once(normal(1, HEADS, 2, 72)) == wide.block
+
+
+def test_sums_of_integer_products_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With levels as large as they may be, all of one sign; numbers of `back` are otherwise as large as int16 holds."""
+    monkeypatch.setattr(kv_basis, "has_tiles", lambda: False)
+    columns, mean = torch.arange(64)[None], torch.zeros(1, 64)
+    for largest in (1.0, 127.0, 4000.0):
+        back = normal(1, 64, 64).abs() + 1
+        made = kv_basis.transform(back, mean, torch.full((1, 64), largest), columns, 64, False)
+        sums = made.back.long().sum((2, 6)).flatten() * int(largest)  # over the steps and the two fields of each
+        assert sums.max() < 2**31 and made.back.dtype == torch.int16
+        rebuilt = sums / largest * made.scales[0, kv_basis.pair_channels(64, 64)]
+        torch.testing.assert_close(rebuilt, back[0].sum(0)[kv_basis.pair_channels(64, 64)], rtol=1e-3, atol=0)
+        assert largest > 1000 or int(made.back.max()) == 32767

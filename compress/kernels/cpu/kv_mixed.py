@@ -23,6 +23,7 @@ from compress.kernels.cpu.kv_affine import THREAD, addresses
 from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, NORM_STEPS, PLANES, LevelTables, MixedCodes
 
 UNROLLED = 8  # tokens
+LINE_BITS = 6  # bits of a byte's place in a line of memory
 FRACTIONS = 23  # bits of the fraction of a float32
 
 
@@ -83,6 +84,13 @@ class Unpacker(emitter.Emitter):
         """Fields of the head before a piece."""
         at = self.b.mul(piece, self.i64(len(PLANES) + 1))
         return self.integer(self.pointers[1], self.b.add(at, self.i64(len(PLANES))))
+
+    def ask_for(self, token: Any) -> None:
+        """Ask for the rows of a block of tokens, which is read later; what is past the end does no harm."""
+        b = self.b
+        first, end = (b.lshr(b.mul(at, self.row), self.i64(LINE_BITS)) for at in (token, b.add(token, self.i64(BLOCK))))
+        with self.loop(b.add(end, self.i64(1)), first) as line:
+            self.prefetch(self.codes, b.shl(line, self.i64(LINE_BITS)), self.byte)
 
     def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
         """The table's words for sixteen channels of a token, int32."""
@@ -170,6 +178,7 @@ class _Mix(Unpacker):
         self.held = [self.variable(self.vector(self.float, LANES)) for _ in range(count)]
         with self.loop(blocks) as block:
             token = self.b.mul(block, self.i64(BLOCK))
+            self.ask_for(self.b.add(token, self.i64(BLOCK)))
             with self.loop(last, first) as head:
                 self._weights(head, token)
                 begin = self.bound(head, 0)
@@ -181,6 +190,7 @@ class _Mix(Unpacker):
     def _weights(self, head: Any, token: Any) -> None:
         """Writes p times norm for the tokens of a block."""
         b = self.b
+        self.prefetch(self.norm, b.add(b.mul(head, self.steps[0]), b.add(token, self.i64(BLOCK))), self.byte)
         for start in range(0, BLOCK, LANES):
             here = b.add(token, self.i64(start))
             norms = self.norms(self.norm, b.add(b.mul(head, self.steps[0]), here))

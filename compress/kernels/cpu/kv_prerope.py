@@ -1,18 +1,17 @@
 """Read keys stored before the rotary embedding, as codes of a linear transform, on CPUs with AVX-512.
 
-A key of a head is mean + norm back level(code), turned by the position of its token. BLOCK tokens of a head at a time:
-codes become levels (compress/kernels/cpu/kv_mixed.py); then, for two times 16 channels that turn together, a
-product with `back`, the mean, the turn, and the products with the queries of the head, or the keys are written out. All
-of it stays in the first caches; nothing but codes and norms comes from memory.
+A key of a head is mean + norm back level(code), turned by the position of its token. Codes become levels
+(compress/kernels/cpu/kv_mixed.py), of which there is a product with `back`, and what follows is done by
+compress/kernels/cpu/kv_turned.py.
 
-The product is one of matrices in AMX tiles, or float32: see compress/kernels/cpu/kv_basis.py.
+The product is one of matrices in AMX tiles, of int16 numbers, or float32: see compress/kernels/cpu/kv_basis.py.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +19,13 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.cpu import kv_mixed
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, Transform, has_tiles, tile_config, transform
-from compress.kernels.cpu.kv_mixed import Unpacker
-from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, Transform, transform
+from compress.kernels.cpu.kv_turned import LINE, Place, Sizes, Turned, run
 from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, LevelTables, MixedCodes, Rotary
 
 __all__ = ["scores", "supports", "transform", "write"]
 
-LINE = 64
-GROUP = 8  # queries that are in registers together
-TOGETHER = 8  # tokens of a float32 product
-
-
-class _Sizes(NamedTuple):
-    """width: of a head; rotary: of its channels that turn, the first ones; turns: the type of cos and sin."""
-
-    width: int
-    rotary: int
-    turns: torch.dtype
-
-    @property
-    def half(self) -> int:
-        return self.rotary // 2
+TOGETHER = 8  # tokens of a product that are in registers together
 
 
 def supports(width: int) -> bool:
@@ -52,78 +36,27 @@ def supports(width: int) -> bool:
 def scores(q: Tensor, coded: MixedCodes, made: Transform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
     """q [B, h, m, width] float32; out [B, h, m, n] float32, its last axis contiguous, n a multiple of BLOCK."""
     q = q.contiguous()
-    sizes = _Sizes(q.shape[3], turns.width, turns.cos.dtype)
-    _run(_function(sizes, tables, q.shape[2], torch.float32), (q, out, 4), coded, made, turns)
+    sizes = Sizes(q.shape[3], turns.width, turns.cos.dtype)
+    run(_function(sizes, tables, q.shape[2], torch.float32, made), (q, out, 4), coded, made, turns)
 
 
 def write(coded: MixedCodes, made: Transform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
     """out [B, h, n, width] of float32, float16 or bfloat16, its last axis contiguous, n a multiple of BLOCK."""
-    sizes = _Sizes(out.shape[3], turns.width, turns.cos.dtype)
-    kernel = _function(sizes, tables, 0, out.dtype)
-    _run(kernel, (out, out, out.element_size() * out.stride(2)), coded, made, turns)
+    sizes = Sizes(out.shape[3], turns.width, turns.cos.dtype)
+    kernel = _function(sizes, tables, 0, out.dtype, made)
+    run(kernel, (out, out, out.element_size() * out.stride(2)), coded, made, turns)
 
 
-def _run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: MixedCodes, made: Transform, turns: Rotary) -> None:
-    """ends: q, out and the bytes between tokens of out."""
-    q, out, move = ends
-    heads, tokens, width = coded.norms.shape[1], coded.norms.shape[2], made.mean.shape[1]
-    count = q.shape[2] if q is not out else 0
-    row, turn_step = coded.codes.stride(2), turns.cos.stride(1)
-    fixed = tuple(t.data_ptr() for t in (made.back, made.firsts, made.mean))
-    strides = row, coded.norms.stride(1), turn_step, out.stride(1), out.stride(2), made.pitch, made.second
-    config = tile_config()
-
-    def work(first: int, last: int) -> None:
-        turned = torch.empty(BLOCK, max(turns.width, 1), dtype=torch.float32, device="cpu")
-        a = torch.zeros(BLOCK, made.pitch, dtype=torch.float32, device="cpu")
-        c = torch.empty(BLOCK, 2 * LANES, dtype=torch.float32, device="cpu")
-        sums = torch.empty(count * BLOCK * LANES, dtype=torch.float32, device="cpu")
-        space = tuple(t.data_ptr() for t in (turned, a, c, sums, config))
-        start = first * BLOCK
-        for index in range(q.shape[0]):
-            codes, norms, at_q, at_out = (t[index].data_ptr() for t in (coded.codes, coded.norms, q, out))
-            angles = (
-                (x[index % len(x)].data_ptr() + start * turn_step * x.element_size()) for x in (turns.cos, turns.sin)
-            )
-            places = codes + start * row, coded.starts.data_ptr(), coded.bounds.data_ptr(), norms + start
-            kernel(*places, *fixed, *angles, at_q, at_out + start * move, *space, last - first, heads, *strides)
-
-    llvm.parallel(work, tokens // BLOCK, -(-(1 << 17) // (BLOCK * heads * width)))
+def _function(
+    sizes: Sizes, tables: LevelTables, count: int, dtype: torch.dtype, made: Transform
+) -> Callable[..., None]:
+    kind = {torch.bfloat16: _Tiles, torch.int16: _Integers, torch.float32: _Plain}[made.back.dtype]
+    return llvm.function(kind, sizes, tables, count, dtype)
 
 
-def _function(sizes: _Sizes, tables: LevelTables, count: int, dtype: torch.dtype) -> Callable[..., None]:
-    return llvm.function(_Tiles if has_tiles() else _Plain, sizes, tables, count, dtype)
-
-
-class _Turned(Writer, Unpacker, ABC):
-    """void turned(codes, starts, bounds, norms, back, firsts, mean, cos, sin, q, out, turns, a, c, sums, config,
-    blocks, heads, bytes of a token, norms between heads, numbers of cos and sin between tokens, of out between heads
-    and between rows, numbers of a row of a, steps with a second number).
-
-    q [h, M, width], out [h, M, tokens], or with M = 0 out [h, tokens, width].
-    """
-
-    def __init__(self, sizes: _Sizes, tables: LevelTables, count: int, dtype: torch.dtype) -> None:
-        super().__init__("turned", 16, 9, dtype)
-        self.sizes, self.count, self.tables = sizes, count, self.entries(tables)
-        self.norm, self.back, self.firsts, self.mean, self.cos, self.sin, self.q, self.out = self.pointers[3:11]
-        self.turns, self.a, self.c, self.sums, self.config = self.pointers[11:]
-        blocks, heads, self.row, self.norm_step, self.turn_step, self.out_head, self.out_row = self.integers[:7]
-        self.pitch, self.second = self.integers[7:]
-        scales = self.variable(self.ir.ArrayType(self.float, BLOCK))  # norms of a block
-        scales.align = LINE  # so that the stack is, and each register that is put there lies in one line of memory
-        self.scales = self.b.inttoptr(self.b.ptrtoint(scales, self.index), self.pointer)
-        self.begin()
-        with self.loop(blocks) as block:
-            token = self.b.mul(block, self.i64(BLOCK))
-            self._turn(token)
-            with self.loop(heads) as head:
-                self._unpack(head, token)
-                self._multiply(head, token, self.load(self.firsts, self.b.add(heads, head), self.index))
-                for m in range(count):
-                    self._total(head, token, m)
-        self.end()
-        self.b.ret_void()
+class _Principal(Turned):
+    def prepare(self, layout: LevelTables) -> None:
+        self.tables = self.entries(layout)
 
     @abstractmethod
     def entries(self, tables: LevelTables) -> list[list[int]]:
@@ -133,32 +66,30 @@ class _Turned(Writer, Unpacker, ABC):
     def keep(self, words: Any, offset: Any) -> None:
         """Store sixteen levels in a."""
 
-    @abstractmethod
-    def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
-        """c [2, BLOCK, 16] = a times the `back` that begins at `first`, over `fields` columns of a, for two times 16
-        channels; place: their number as a pair and the first channel of each."""
+    def sums_of(self, steps: Any, place: Place, zero: Any, step: Any, add: Any, end: Any) -> None:
+        """c of a pair, TOGETHER tokens at a time in registers: add(left, right, sum) for all steps, end(sum, side).
 
-    def begin(self) -> None:
-        """Before the first product."""
-
-    def end(self) -> None:
-        """After the last."""
-
-    def _turn(self, token: Any) -> None:
-        """Writes cos and sin of a block's tokens, half a row of each, as float32."""
-        b, sizes = self.b, self.sizes
-        with self.loop(self.i64(BLOCK)) as inside:
-            first, own = b.mul(b.add(token, inside), self.turn_step), b.mul(inside, self.i64(sizes.rotary))
-            for channel in range(0, sizes.half, LANES):
-                for side, pointer in enumerate((self.cos, self.sin)):
-                    found = self.load_floats(pointer, b.add(first, self.i64(channel)), sizes.turns, LANES)
-                    self.store(found, self.turns, b.add(own, self.i64(side * sizes.half + channel)))
-
-    def _unpack(self, head: Any, token: Any) -> None:
+        step(k) returns the two registers of `back` and a function that loads the number of a row of a.
+        """
         b = self.b
-        for start in range(0, BLOCK, LANES):
-            at = b.add(b.mul(head, self.norm_step), b.add(token, self.i64(start)))
-            self.store(self.norms(self.norm, at), self.scales, self.i64(start))
+        held = [[self.variable(zero.type) for _ in range(2)] for _ in range(TOGETHER)]
+        with self.loop(self.i64(BLOCK // TOGETHER)) as part:
+            for x in (x for own in held for x in own):
+                b.store(zero, x)
+            rows = [b.add(b.mul(part, self.i64(TOGETHER)), self.i64(t)) for t in range(TOGETHER)]
+            with self.loop(steps) as k:
+                right, left_of = step(k)
+                for row, own in zip(rows, held, strict=True):
+                    left = self.splat(left_of(row), LANES)
+                    for x, y in zip(own, right, strict=True):
+                        b.store(add(left, y, b.load(x)), x)
+            for row, own in zip(rows, held, strict=True):
+                for side, x in enumerate(own):
+                    self.store(end(b.load(x), side), self.c, self.cell(place, side, row))
+
+    def unpack(self, head: Any, token: Any) -> None:
+        b = self.b
+        self.read_norms(head, token)
         for place in range(MOST_MIXED_BITS):
             with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
                 planes, column = self.planes(piece, MOST_MIXED_BITS - place), self.column(piece)
@@ -168,92 +99,8 @@ class _Turned(Writer, Unpacker, ABC):
                         found = self.levels(b.add(token, inside), planes, MOST_MIXED_BITS - place)
                         self.keep(found, b.add(b.mul(inside, self.pitch), column))
 
-    def _multiply(self, head: Any, token: Any, fields: Any) -> None:
-        b, sizes, first = self.b, self.sizes, self.load(self.firsts, head, self.index)
-        with self.loop(self.i64(self.count * BLOCK)) as cell:
-            self.store(self.floats(0.0), self.sums, b.mul(cell, self.i64(LANES)))
-        with self.loop(self.i64(sizes.half // LANES)) as pair:
-            low = b.mul(pair, self.i64(LANES))
-            place = pair, low, b.add(low, self.i64(sizes.half))
-            self.multiply(first, fields, place)
-            self._read(head, token, place, True)
-        with self.loop(self.i64((sizes.width - sizes.rotary) // (2 * LANES))) as rest:
-            low = b.add(b.mul(rest, self.i64(2 * LANES)), self.i64(sizes.rotary))
-            place = b.add(rest, self.i64(sizes.half // LANES)), low, b.add(low, self.i64(LANES))
-            self.multiply(first, fields, place)
-            self._read(head, token, place, False)
 
-    def _read(self, head: Any, token: Any, place: tuple[Any, Any, Any], turns: bool) -> None:
-        """Add up or write two times 16 channels of a block of tokens."""
-        b, sizes, channels = self.b, self.sizes, place[1:]
-        first = b.mul(head, self.i64(sizes.width))
-        mean = [self.load(self.mean, b.add(first, channel), self.float, LANES) for channel in channels]
-        for start in range(0, max(self.count, 1), GROUP):
-            queries = []
-            for m in range(start, min(start + GROUP, self.count)):
-                row = b.add(b.mul(head, self.i64(self.count * sizes.width)), self.i64(m * sizes.width))
-                queries.append([self.load(self.q, b.add(row, channel), self.float, LANES) for channel in channels])
-            with self.loop(self.i64(BLOCK // 2)) as part:
-                for i in range(2):
-                    inside = b.add(b.mul(part, self.i64(2)), self.i64(i))
-                    keys = self._keys(inside, mean, place[1] if turns else None)
-                    if queries:
-                        self._add(inside, start, queries, keys)
-                    else:
-                        self._write(head, b.add(token, inside), channels, keys)
-
-    def _keys(self, inside: Any, mean: list[Any], channel: Any) -> list[Any]:
-        """Two times 16 channels of a token, turned if the first `channel` of them is given."""
-        b, scale = self.b, self.splat(self.load(self.scales, inside, self.float), LANES)
-        cells = [b.mul(b.add(inside, self.i64(side * BLOCK)), self.i64(LANES)) for side in range(2)]
-        x, y = (
-            self.multiply_add(self.load(self.c, cell, self.float, LANES), scale, own)
-            for cell, own in zip(cells, mean, strict=True)
-        )
-        if channel is None:
-            return [x, y]
-        at = b.add(b.mul(inside, self.i64(self.sizes.rotary)), channel)
-        cos, sin = (
-            self.load(self.turns, b.add(at, self.i64(side)), self.float, LANES) for side in (0, self.sizes.half)
-        )
-        return [
-            self.multiply_add(x, cos, b.fneg(b.fmul(y, sin))),
-            self.multiply_add(y, cos, b.fmul(x, sin)),
-        ]
-
-    def _add(self, inside: Any, start: int, queries: list[list[Any]], keys: list[Any]) -> None:
-        """Adds products of a token with the queries from `start` on, lane by lane."""
-        b = self.b
-        for m, query in enumerate(queries):
-            cell = b.mul(b.add(inside, self.i64((start + m) * BLOCK)), self.i64(LANES))
-            held = self.load(self.sums, cell, self.float, LANES)
-            for q, key in zip(query, keys, strict=True):
-                held = self.multiply_add(q, key, held)
-            self.store(held, self.sums, cell)
-
-    def _write(self, head: Any, token: Any, channels: tuple[Any, ...], keys: list[Any]) -> None:
-        b = self.b
-        row = b.add(b.mul(head, self.out_head), b.mul(token, self.out_row))
-        for channel, key in zip(channels, keys, strict=True):
-            self.store(self.rounded(key), self.out, b.add(row, channel))
-
-    def _total(self, head: Any, token: Any, m: int) -> None:
-        b = self.b
-        row = b.add(b.mul(head, self.out_head), b.mul(self.out_row, self.i64(m)))
-        for start in range(0, BLOCK, LANES):
-            place = b.add(row, b.add(token, self.i64(start)))
-            self.store(self._totals(m * BLOCK + start, LANES), self.out, place)
-
-    def _totals(self, first: int, count: int) -> Any:
-        """The sums of `count` vectors of sums, neighbours added up: in the end a lane for a vector."""
-        if count == 1:
-            return self.load(self.sums, self.i64(first * LANES), self.float, LANES)
-        x, y = (self._totals(start, count // 2) for start in (first, first + count // 2))
-        even, odd = (self.shuffled(x, y, list(range(side, 2 * LANES, 2))) for side in (0, 1))
-        return self.b.fadd(even, odd)
-
-
-class _Tiles(_Turned):
+class _Tiles(_Principal):
     """Levels as bfloat16; a is [BLOCK, pitch] of them, in the first half of its memory."""
 
     def entries(self, tables: LevelTables) -> list[list[int]]:
@@ -268,11 +115,11 @@ class _Tiles(_Turned):
     def end(self) -> None:
         self._tile("tilerelease")
 
-    def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
+    def multiply(self, first: Any, fields: Any, place: Place) -> None:
         b = self.b
         most = b.lshr(self.pitch, self.i64(5))
         steps = b.lshr(b.add(fields, self.i64(STEP - 1)), self.i64(5))
-        first = b.add(first, b.mul(b.mul(place[0], b.add(most, self.second)), self.i64(PAIR)))
+        first = b.add(first, b.mul(b.mul(place.pair, b.add(most, self.second)), self.i64(PAIR)))
         for tile in range(4):
             self._tile("tilezero", self.byte(tile))
         with self.loop(steps) as step:
@@ -280,7 +127,7 @@ class _Tiles(_Turned):
         with self.loop(self.second) as step:
             self._step(step, b.add(first, b.mul(b.add(most, step), self.i64(PAIR))))
         for tile in range(4):
-            at = self.i64((tile % 2 * BLOCK + tile // 2 * LANES) * LANES)
+            at = self.cell(place, tile % 2, self.i64(tile // 2 * LANES))
             self._tile("tilestored64", self.byte(tile), self.at(self.c, at, self.float), self.i64(4 * LANES))
 
     def _step(self, step: Any, at: Any) -> None:
@@ -298,7 +145,7 @@ class _Tiles(_Turned):
         self.intrinsic(f"llvm.x86.{name}", self.ir.VoidType(), *values)
 
 
-class _Plain(_Turned):
+class _Plain(_Principal):
     """Levels as float32."""
 
     def entries(self, tables: LevelTables) -> list[list[int]]:
@@ -307,21 +154,84 @@ class _Plain(_Turned):
     def keep(self, words: Any, offset: Any) -> None:
         self.store(words, self.a, offset)
 
-    def multiply(self, first: Any, fields: Any, place: tuple[Any, Any, Any]) -> None:
-        b = self.b
-        held = [[self.variable(self.vector(self.float, LANES)) for _ in range(2)] for _ in range(TOGETHER)]
-        with self.loop(self.i64(BLOCK // TOGETHER)) as part:
-            for x in (x for own in held for x in own):
-                b.store(self.floats(0.0), x)
-            rows = [b.add(b.mul(part, self.i64(TOGETHER)), self.i64(t)) for t in range(TOGETHER)]
-            with self.loop(fields) as k:
-                at = b.add(first, b.mul(k, self.i64(self.sizes.width)))
-                right = [self.load(self.back, b.add(at, channel), self.float, LANES) for channel in place[1:]]
-                for row, own in zip(rows, held, strict=True):
-                    left = self.splat(self.load(self.a, b.add(b.mul(row, self.pitch), k), self.float), LANES)
-                    for x, y in zip(own, right, strict=True):
-                        b.store(self.multiply_add(left, y, b.load(x)), x)
-            for row, own in zip(rows, held, strict=True):
-                for side, x in enumerate(own):
-                    cell = b.mul(b.add(row, self.i64(side * BLOCK)), self.i64(LANES))
-                    self.store(b.load(x), self.c, cell)
+    def multiply(self, first: Any, fields: Any, place: Place) -> None:
+        def step(k: Any) -> tuple[list[Any], Any]:
+            at = self.b.add(first, self.b.mul(k, self.i64(self.sizes.width)))
+            right = [self.load(self.back, self.b.add(at, x), self.float, LANES) for x in place[1:]]
+            return right, lambda row: self.load(self.a, self.b.add(self.b.mul(row, self.pitch), k), self.float)
+
+        zero = self.floats(0.0)
+        self.sums_of(fields, place, zero, step, self.multiply_add, lambda x, side: x)
+
+
+class _Integers(_Principal):
+    """Levels as int16, two of them and two numbers of `back` multiplied and added up at a time; a is [BLOCK, pitch]."""
+
+    def entries(self, tables: LevelTables) -> list[list[int]]:
+        return [[round(level) for level in table] for table in tables]
+
+    def keep(self, words: Any, offset: Any) -> None:
+        self.store(words, self.a, offset)
+
+    def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
+        """The table's numbers for sixteen channels of a token, int16: half the register, and none to be narrowed."""
+        b, found, low = self.b, None, bits
+        for width, start in planes.items():
+            low -= width
+            spread = self._words(b.add(b.mul(token, self.row), start), width)
+            moves = self.ir.Constant(spread.type, [(width * lane - low) % 16 for lane in range(LANES)])
+            moved = self.intrinsic(f"llvm.fshr.v{LANES}i16", spread.type, spread, spread, moves)
+            if found is not None:
+                below = (1 << (low + width)) - 1
+                above = b.and_(found, self.constant(self.short, LANES, 0xFFFF - below))
+                moved = b.or_(above, b.and_(moved, self.constant(self.short, LANES, below)))
+            found = moved
+        return self._short_levels(found, self.tables[bits])
+
+    def _words(self, offset: Any, width: int) -> Any:
+        """The number with sixteen fields; each lane has those 16 bits of it that its field is in."""
+        b, kind = self.b, self.ir.IntType(LANES * width)
+        number = b.load(self.at(self.codes, offset, self.byte), typ=kind, align=1)
+        all_words = b.bitcast(self.splat(number, LANES // width), self.vector(self.short, LANES))
+        return self.shuffled(all_words, all_words, [width * lane // 16 for lane in range(LANES)])
+
+    def _short_levels(self, index: Any, table: Sequence[int]) -> Any:
+        """Numbers of a table, whose length is a power of 2, by the lowest bits of the indices."""
+        b, short = self.b, self.short
+        if len(table) <= LANES:
+            own = self.ir.Constant(index.type, [table[i % len(table)] for i in range(LANES)])
+            return self.intrinsic("llvm.x86.avx512.permvar.hi.256", index.type, own, index)
+        wide = self.vector(short, 2 * LANES)
+        index = self.shuffled(index, index, list(range(2 * LANES)))
+        tables = [self.ir.Constant(wide, table[at : at + 2 * LANES]) for at in range(0, len(table), 2 * LANES)]
+        if len(tables) == 1:
+            found = [self.intrinsic("llvm.x86.avx512.permvar.hi.512", wide, tables[0], index)]
+        else:
+            name, pairs = "llvm.x86.avx512.vpermi2var.hi.512", zip(tables[::2], tables[1::2], strict=True)
+            found = [self.intrinsic(name, wide, low, index, high) for low, high in pairs]
+        if len(found) == 2:
+            masked = b.and_(index, self.constant(short, 2 * LANES, 64))
+            is_set = b.icmp_unsigned("!=", masked, self.constant(short, 2 * LANES, 0))
+            found = [b.select(is_set, found[1], found[0])]
+        return self.shuffled(found[0], found[0], list(range(LANES)))
+
+    def multiply(self, first: Any, fields: Any, place: Place) -> None:
+        b, half = self.b, self.b.lshr(self.pitch, self.i64(1))
+        first = b.add(first, b.mul(b.mul(place.pair, half), self.i64(4 * LANES)))
+
+        def step(k: Any) -> tuple[list[Any], Any]:
+            at = b.add(first, b.mul(k, self.i64(4 * LANES)))
+            right = [self.load(self.back, b.add(at, self.i64(i * 2 * LANES)), self.short, 2 * LANES) for i in range(2)]
+            return right, lambda row: self.load(self.a, b.add(b.mul(row, half), k), self.word)
+
+        def add(left: Any, right: Any, held: Any) -> Any:
+            return b.add(held, self.pair_sums(b.bitcast(left, right.type), right))
+
+        first_of_head = b.mul(self.head, self.i64(self.sizes.width))
+        factors = [self.load(self.factors, b.add(first_of_head, x), self.float, LANES) for x in place[1:]]
+
+        def scaled(x: Any, side: int) -> Any:
+            return b.fmul(b.sitofp(x, factors[side].type), factors[side])
+
+        steps = b.lshr(b.add(fields, self.i64(1)), self.i64(1))
+        self.sums_of(steps, place, self.constant(self.word, LANES, 0), step, add, scaled)

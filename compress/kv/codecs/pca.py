@@ -17,8 +17,9 @@ component; at run time `back` and its inverse in float32, 16 columns for each pi
 copy. Levels of 5 to 7 bits are rounded to bfloat16, which costs up to 0.7 % of their error.
 
 On CPUs with AVX-512 compiled code chooses and packs the codes (compress/kernels/cpu/kv_encode.py), blocks of tokens
-are decoded, turned and multiplied with the queries, or written out (compress/kernels/cpu/kv_prerope.py), and
-probabilities meet the codes of values (compress/kernels/cpu/kv_mixed.py).
+are decoded, turned and multiplied with the queries, or written out (compress/kernels/cpu/kv_prerope.py: in float32 for
+float32 models, else in products of int16 or bfloat16), and probabilities meet the codes of values
+(compress/kernels/cpu/kv_mixed.py).
 
 Differences from the paper: bits by the greedy rule on a Gaussian model instead of dynamic programming on measured
 errors; a basis for each head, so that values are read in it (probabilities meet codes, one product turns the sum back);
@@ -30,7 +31,7 @@ the calibration text, but for its norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,16 +42,15 @@ from torch import Tensor
 from compress.errors import RecipeError
 from compress.kernels import dispatch, kv_contract
 from compress.kernels.kv_contract import (
-    BLOCK,
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
     NORM_STEPS,
     PIECE,
     LevelTables,
     MixedCodes,
-    Rotary,
 )
 from compress.kv.codec import ALL, Block, Codec, Field, Spec
+from compress.kv.codecs.compiled_parts import NO_TURNS, can_turn, rest, turns, whole_tokens
 from compress.kv.codecs.components import components, fitting, moments, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
@@ -59,7 +59,7 @@ from compress.numerics import checks
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
 AT_ONCE = 2048  # tokens that are written
-NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
+FINE = 2.0**-10  # unit of levels of more than 4 bits, to which products of integers round them
 
 
 @dataclass(frozen=True)
@@ -196,24 +196,24 @@ class Principal(Codec):
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
         kernel = self._reader(query, block)
-        whole, turns = self._turns(block) if kernel is not None else (0, NO_TURNS)
+        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
         if kernel is not None and whole:
-            made, part = self._transform(kernel, turns.width), self._stored(block, whole)
-            kernel.scores(query, part, made, _tables(True), turns, out[..., :whole])
-        for tokens, rest in self._parts(block, whole):
-            out[..., tokens] = self.scores(query, rest)
+            made, stored = self._transform(kernel, turned.width), self._stored(block, whole)
+            kernel.scores(query, stored, made, _tables(True), turned, out[..., :whole])
+        for tokens, part in rest(self, block, whole):
+            out[..., tokens] = self.scores(query, part)
 
     def write_at_once(self, out: Tensor) -> int:
         return AT_ONCE if self._writer(out) is not None else self.block
 
     def write(self, block: Block, out: Tensor) -> None:
         kernel = self._writer(out)
-        whole, turns = self._turns(block) if kernel is not None else (0, NO_TURNS)
+        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
         if kernel is not None and whole:
-            made, part = self._transform(kernel, turns.width), self._stored(block, whole)
-            kernel.write(part, made, _tables(True), turns, out[:, :, :whole])
-        for tokens, rest in self._parts(block, whole):
-            out[:, :, tokens] = self.dense(rest)
+            made, stored = self._transform(kernel, turned.width), self._stored(block, whole)
+            kernel.write(stored, made, _tables(True), turned, out[:, :, :whole])
+        for tokens, part in rest(self, block, whole):
+            out[:, :, tokens] = self.dense(part)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
         kernel = self._reader(p, block)
@@ -246,30 +246,8 @@ class Principal(Codec):
         return kernel if kernel is not None and kernel.supports(self.spec.width) else None
 
     def _whole(self, block: Block) -> int:
-        """Return how many of the first tokens compiled code may read, which reads past the last piece of a row."""
-        next_row = int(self.pieces.reach > self.pieces.nbytes)
-        return (block["norms"].shape[2] - next_row) // BLOCK * BLOCK
-
-    def _turns(self, block: Block) -> tuple[int, Rotary]:
-        """Return how many of the first tokens compiled code can turn, or need not, and their rotary embedding."""
-        whole = self._whole(block)
-        if self.rope == "post":
-            return whole, NO_TURNS
-        halves = block.get("halves")
-        if halves is None or halves.dtype not in kv_contract.DTYPES or not can_turn(2 * halves.shape[-1]):
-            return 0, NO_TURNS
-        return whole, Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
-
-    def _parts(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
-        """Yield the tokens from `first` on, as plain code reads them."""
-        for start in range(first, block["norms"].shape[2], self.block):
-            tokens = slice(start, start + self.block)
-            rows = {name: block[name][:, :, tokens] for name in self.fields}
-            rows |= {name: block[name][:, tokens] for name in ("cos", "sin") if name in block}
-            if "halves" in block:
-                both = torch.cat((block["halves"][:, :, tokens],) * 2, -1)
-                rows |= {"cos": both[:, 0], "sin": both[:, 1]}
-            yield tokens, rows
+        """Return how many of the first tokens compiled code may read."""
+        return whole_tokens(block["codes"], self.pieces.reach)
 
     def _stored(self, block: Block, count: int) -> MixedCodes:
         codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
@@ -278,9 +256,11 @@ class Principal(Codec):
     def _transform(self, kernel: Any, rotary: int) -> Any:
         """Return `back` as compiled code reads it."""
         if rotary not in self._made:
-            back = self.static["back"] * _steps()[self.static["bits"].long()][..., None]
+            bits = self.static["bits"].long()
+            back = self.static["back"] * _steps()[bits][..., None]
+            largest = torch.tensor([max(map(abs, own)) for own in _tables(True)])[bits]
             mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
-            self._made[rotary] = kernel.transform(back, mean, self.pieces.columns, rotary, is_exact)
+            self._made[rotary] = kernel.transform(back, mean, largest, self.pieces.columns, rotary, is_exact)
             self.static[f"turned{rotary}"] = self._made[rotary].back
         return self._made[rotary]
 
@@ -301,11 +281,6 @@ class Principal(Codec):
         return tensor.to(like.device)
 
 
-def can_turn(rotary: int) -> bool:
-    """Return whether compiled code can turn so many channels: half of them must be whole pieces."""
-    return rotary % (2 * kv_contract.PIECE) == 0
-
-
 def table(bits: int) -> Tensor:
     """Levels: multiples of `step` by whole numbers, or of more than 4 bits, by bfloat16."""
     return levels(bits) if bits <= MOST_LEVEL_BITS else levels(bits).bfloat16().float()
@@ -313,10 +288,10 @@ def table(bits: int) -> Tensor:
 
 @cache
 def _steps() -> Tensor:
-    """Return the steps that levels are multiples of, by bits."""
+    """Return the steps that levels are multiples of, by bits; of more than 4 bits nearly, see FINE."""
     whole = range(1, MOST_LEVEL_BITS + 1)
     found = {b: float(levels(b).max()) / kv_contract.LARGEST_LEVEL for b in whole}
-    return torch.tensor([found.get(b, 1.0) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
+    return torch.tensor([found.get(b, FINE) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
 
 
 @cache
@@ -324,7 +299,7 @@ def _tables(in_steps: bool) -> LevelTables:
     """Return levels by bits, for compiled code."""
     found = []
     for b, size in enumerate(_steps().tolist()):
-        multiples = (table(b) / size).round() if size != 1 else table(b)
+        multiples = (table(b) / size).round() if b <= MOST_LEVEL_BITS else table(b) / size
         found.append(tuple((multiples if in_steps else table(b)).tolist()))
     return tuple(found)
 
