@@ -91,7 +91,7 @@ def _check_eviction(
     settings: CacheSettings, coding: Coding, spec: Spec, heads: CachedHeads, is_before_rope: bool
 ) -> None:
     """Raise RecipeError where tokens of a layer cannot be evicted as the settings ask."""
-    if settings.evict is None:
+    if settings.evict is None or settings.evict.exempts(spec.layer):
         return
     reason = eviction.refusal(settings.evict, coding, spec.kind, is_before_rope)
     if heads.unwatched:
