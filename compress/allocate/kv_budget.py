@@ -28,10 +28,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
+from compress import plugins
 from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, RecipeError
-from compress.kv.settings import KINDS, CacheSettings, LayerRule
+from compress.kv.settings import KINDS, CacheSettings, Coding, LayerRule
 from compress.process_memory import show
 from compress.recipe.schema import CacheEstimator
 
@@ -118,7 +119,7 @@ def options(
     Raises RecipeError for bits that a method does not take, or that leave no choice.
     """
     if listed:
-        return tuple(_listed(each) for each in listed)
+        return tuple(_listed(settings, each) for each in listed)
     if bits and len(set(bits)) < max(2, len(bits)):
         raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
     offered = []
@@ -137,13 +138,32 @@ def options(
     return tuple(offered)
 
 
-def _listed(given: Mapping[str, Any]) -> CacheOption:
-    """Return the option of one entry of `cache_options`."""
-    settings = {key: value for key, value in given.items() if key != "evict"}
+def _listed(settings: CacheSettings, given: Mapping[str, Any]) -> CacheOption:
+    """Return the option of one entry of `cache_options`.
+
+    A codec that shares out channels among all layers does so within each layer here, because layers get options of
+    their own; RecipeError where the entry says otherwise.
+    """
+    own = {key: value for key, value in given.items() if key != "evict"}
     keep = given["evict"]["keep"] if "evict" in given else None
-    named = [f"{key}={value}" for key, value in settings.items()]
+    named = [f"{key}={value}" for key, value in own.items()]
     named += [] if keep is None else [f"tokens={keep:g}"]
-    return CacheOption(", ".join(named) or "as it is", None, settings, keep)
+    changes = [shared_out(settings.of(kind).over(own)) for kind in KINDS]
+    for key in changes[0]:
+        if key in own:
+            raise RecipeError(
+                f"allocate.cache_options: {key}: {own[key]} divides channels among layers, and so does the target; "
+                f"set {key}: {changes[0][key]}"
+            )
+    alone = changes[0] if changes[0] == changes[1] else {}
+    return CacheOption(", ".join(named) or "as it is", None, {**own, **alone}, keep)
+
+
+def shared_out(coding: Coding) -> dict[str, str]:
+    """Return the settings to change so that what a layer stores does not depend on the other layers."""
+    alone = getattr(plugins.load("kv", coding.method), "alone", None)
+    found: dict[str, str] = {} if alone is None else alone(coding.config)
+    return found
 
 
 def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple[Unit, ...]:

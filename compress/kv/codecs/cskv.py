@@ -115,6 +115,11 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
         static["rank"] = torch.tensor([count], dtype=torch.int32)
 
 
+def alone(config: Config) -> dict[str, str]:
+    """Return the settings to change so that the ranks of a layer do not depend on other layers."""
+    return {"ranks": "even"} if config.ranks == "model" else {}
+
+
 def moments(queries: Tensor, heads: int) -> Tensor:
     """Return second moments float64 [h, width, width] of queries [tokens, H, width]."""
     grouped = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).double()
