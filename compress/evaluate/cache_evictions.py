@@ -93,7 +93,8 @@ def _divergences(model: Any, tokens: Tensor, settings: CacheSettings) -> dict[in
     exact_logits = logits({})
     forgetting = {i: layer for i, layer in enumerate(evicting.layers) if not getattr(layer, "is_exempt", True)}
     found: dict[int | None, Tensor] = {}
-    for key, changed in {None: forgetting, **{i: {i: layer} for i, layer in forgetting.items()}}.items():
+    alone: dict[int | None, dict[int, Any]] = {i: {i: layer} for i, layer in forgetting.items()}
+    for key, changed in {None: forgetting, **alone}.items():
         kl = score([logits(changed), exact_logits], target)[2]
         if not torch.isfinite(kl).all():
             raise NumericalError("the model gives logits that are not finite through a cache; its weights are damaged")
