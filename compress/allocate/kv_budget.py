@@ -13,7 +13,11 @@ channels; keys grouped along tokens can turn it round, so c is the measured erro
 greedy: all units at their fewest bits, then again and again the raise of largest gain a bit that still fits. The other
 estimators are summed by the solver of the weights' bits (within a bound of the optimum).
 
-Errors of layers and kinds are taken to add up; damage to what later layers see of earlier ones' errors is in
+Where options say how many tokens stay (compress/allocate/kv_tokens.py), the unit is a layer: its entries are all pairs
+of an option for keys and one for values that keep the same share, and their damage that of both and of the tokens that
+are forgotten.
+
+Errors of layers, kinds and tokens are taken to add up; damage to what later layers see of earlier ones' errors is in
 `kl_one_at_a_time` only. compress/allocate/kv_share.py puts this beside the weights: one budget for both.
 """
 
@@ -21,12 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
+from compress import plugins
 from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, RecipeError
-from compress.kv.settings import KINDS, CacheSettings, LayerRule
+from compress.kv.settings import KINDS, CacheSettings, Coding, LayerRule
 from compress.process_memory import show
 from compress.recipe.schema import CacheEstimator
 
@@ -34,6 +40,7 @@ DIVERGENCE: Final = KL_ONE_AT_A_TIME
 OUTPUT_ERROR: Final = "output_error"
 RULE: Final = "rule"
 PREFIX = "kv_cache.layers."  # of the units' names: kv_cache.layers.3.keys
+BESIDE = " | "  # between the options of a layer's keys and values, in the name of an entry for both
 BITS = (1, 2, 3, 4, 6, 8)  # offered where a recipe lists none
 
 
@@ -44,6 +51,7 @@ class CacheOption:
     name: str
     bits: float | None  # nominal, of a code; None: options differ in more than that
     settings: Mapping[str, Any]
+    keep: float | None = None  # share of the prompt's tokens that stays; None: as the recipe says
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,17 @@ class TensorCosts:
 
 
 @dataclass(frozen=True)
+class LayerCosts:
+    """The costs of the tokens that one layer forgets, by option; their bytes are in those of keys and values."""
+
+    layer: int
+    errors: tuple[float, ...]  # of the attention's output, relative squared
+    kls: tuple[float, ...]  # divergence, nats a token
+    stored: tuple[float, ...]  # share of the context's tokens that the layer stores
+    tokens: int  # that divergences were taken over
+
+
+@dataclass(frozen=True)
 class CacheCosts:
     """The costs of a recipe's cache at a context length."""
 
@@ -66,6 +85,7 @@ class CacheCosts:
     fixed_nbytes: int  # of what no option changes: layers that stay exact, rotary rows
     tokens: int  # that divergences were taken over
     window: int = 0  # [tokens] of the windows on which they were measured
+    forgotten: tuple[LayerCosts, ...] = ()  # by layer, where tokens are evicted
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,14 @@ class CacheOffer:
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units that an allocation chooses for."""
+        if self.shares_tokens:
+            return pairs(self.costs, self.options)
         return units(self.costs.units, self.options)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether options say how many tokens stay, so that those of keys and values go together."""
+        return any(option.keep is not None for option in self.options)
 
 
 def options(
@@ -92,8 +119,7 @@ def options(
     Raises RecipeError for bits that a method does not take, or that leave no choice.
     """
     if listed:
-        named = (", ".join(f"{key}={value}" for key, value in each.items()) or "as it is" for each in listed)
-        return tuple(CacheOption(name, None, each) for name, each in zip(named, listed, strict=True))
+        return tuple(_listed(settings, each) for each in listed)
     if bits and len(set(bits)) < max(2, len(bits)):
         raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
     offered = []
@@ -112,6 +138,34 @@ def options(
     return tuple(offered)
 
 
+def _listed(settings: CacheSettings, given: Mapping[str, Any]) -> CacheOption:
+    """Return the option of one entry of `cache_options`.
+
+    A codec that shares out channels among all layers does so within each layer here, because layers get options of
+    their own; RecipeError where the entry says otherwise.
+    """
+    own = {key: value for key, value in given.items() if key != "evict"}
+    keep = given["evict"]["keep"] if "evict" in given else None
+    named = [f"{key}={value}" for key, value in own.items()]
+    named += [] if keep is None else [f"tokens={keep:g}"]
+    changes = [shared_out(settings.of(kind).over(own)) for kind in KINDS]
+    for key in changes[0]:
+        if key in own:
+            raise RecipeError(
+                f"allocate.cache_options: {key}: {own[key]} divides channels among layers, and so does the target; "
+                f"set {key}: {changes[0][key]}"
+            )
+    alone = changes[0] if changes[0] == changes[1] else {}
+    return CacheOption(", ".join(named) or "as it is", None, {**own, **alone}, keep)
+
+
+def shared_out(coding: Coding) -> dict[str, str]:
+    """Return the settings to change so that what a layer stores does not depend on the other layers."""
+    alone = getattr(plugins.load("kv", coding.method), "alone", None)
+    found: dict[str, str] = {} if alone is None else alone(coding.config)
+    return found
+
+
 def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple[Unit, ...]:
     """Return the units that an allocation chooses for, each with an entry for each option."""
     made = []
@@ -126,6 +180,28 @@ def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
         name = f"{PREFIX}{unit.layer}.{unit.kind}"
         made.append(Unit(name, (name,), unit.layer, unit.numel, tuple(order)))
+    return tuple(made)
+
+
+def pairs(costs: CacheCosts, options: Sequence[CacheOption]) -> tuple[Unit, ...]:
+    """Return a unit for each layer, with an entry for each pair of options that keep the same share of tokens."""
+    by_place = {(unit.layer, unit.kind): unit for unit in costs.units}
+    alike = [(k, v) for k, v in product(range(len(options)), repeat=2) if options[k].keep == options[v].keep]
+    made = []
+    for of in costs.forgotten:
+        keys, values = (by_place[of.layer, kind] for kind in KINDS)
+        numel, entries = keys.numel + values.numel, []
+        for k, v in alike:
+            nbytes = keys.nbytes[k] + values.nbytes[v]
+            damage = {
+                DIVERGENCE: keys.kls[k] + values.kls[v] + of.kls[k],
+                OUTPUT_ERROR: keys.errors[k] + values.errors[v] + of.errors[k],
+            }
+            name = f"{options[k].name}{BESIDE}{options[v].name}"
+            entries.append(Entry(name, nbytes, 8 * nbytes / numel, damage))
+        order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
+        names = tuple(f"{PREFIX}{of.layer}.{kind}" for kind in KINDS)
+        made.append(Unit(f"{PREFIX}{of.layer}", names, of.layer, numel, tuple(order)))
     return tuple(made)
 
 
@@ -184,20 +260,29 @@ def divided(
 
 def described(offer: CacheOffer, choice: Choice) -> dict[str, Any]:
     """Return the facts of a choice, as JSON values."""
-    chosen = [(unit, unit.entries[i]) for unit, i in zip(offer.units, choice, strict=True)]
-    of_kind = {kind: [pair for pair in chosen if pair[0].name.endswith(kind)] for kind in KINDS}
+    chosen = [unit.entries[i] for unit, i in zip(offer.units, choice, strict=True)]
+    by_layer = chosen_options(offer.units, choice)
+    number = {option.name: i for i, option in enumerate(offer.options)}
+    at = {(layer, kind): number[name] for layer, by_kind in by_layer.items() for kind, name in by_kind.items()}
+    of_kind = {kind: [unit for unit in offer.costs.units if unit.kind == kind] for kind in KINDS}
+    forgotten = [(of, at[of.layer, "keys"]) for of in offer.costs.forgotten]
+    divergence = sum(entry.damage[DIVERGENCE] for entry in chosen)
+    if not offer.shares_tokens:
+        divergence += sum(of.kls[i] for of, i in forgotten)
     return {
         "context": offer.context,
-        "nbytes": sum(entry.nbytes for _, entry in chosen) + offer.costs.fixed_nbytes,
+        "nbytes": sum(entry.nbytes for entry in chosen) + offer.costs.fixed_nbytes,
         "bits per element": {
-            kind: 8 * sum(entry.nbytes for _, entry in pairs) / sum(unit.numel for unit, _ in pairs)
-            for kind, pairs in of_kind.items()
+            kind: 8 * sum(u.nbytes[at[u.layer, kind]] for u in of) / sum(u.numel for u in of)
+            for kind, of in of_kind.items()
         },
-        "divergence": sum(entry.damage[DIVERGENCE] for _, entry in chosen),
+        "divergence": divergence,
         "tokens": offer.costs.tokens,
         "measured at": offer.costs.window,
-        "layers": {str(layer): by_kind for layer, by_kind in chosen_options(offer.units, choice).items()},
+        "layers": {str(layer): by_kind for layer, by_kind in by_layer.items()},
         "layers of the model": offer.layers,
+        **({"tokens stored": sum(of.stored[i] for of, i in forgotten) / len(forgotten)} if forgotten else {}),
+        **({"tokens after prompts": forgotten[0][0].tokens} if forgotten else {}),
     }
 
 
@@ -205,8 +290,10 @@ def chosen_options(units: Sequence[Unit], choice: Choice) -> dict[int, dict[str,
     """Return layer -> kind -> name of an option."""
     by_layer: dict[int, dict[str, str]] = {}
     for unit, index in zip(units, choice, strict=True):
-        layer, kind = unit.name.removeprefix(PREFIX).split(".")
-        by_layer.setdefault(int(layer), {})[kind] = unit.entries[index].option
+        option = unit.entries[index].option
+        for member, name in zip(unit.members, option.split(BESIDE) if len(unit.members) > 1 else [option], strict=True):
+            layer, kind = member.removeprefix(PREFIX).split(".")
+            by_layer.setdefault(int(layer), {})[kind] = name
     return by_layer
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from compress import process_memory
-from compress.allocate import kv_options, kv_sizes
+from compress.allocate import kv_options, kv_tokens
 from compress.allocate.kv_budget import CacheCosts, CacheOption
 from compress.errors import BudgetError
 from compress.evaluate import cache, cache_candidates
@@ -62,11 +63,14 @@ def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor
     progress("measuring the bytes of caches", 0, 0)
     stored = cache_candidates.load_model(directory, Execution("auto", job.device))
     caches = kv_options.offered(stored, recipe, options, samples)
-    sizes = kv_sizes.sized(stored, scored[:1], caches, context)
+    asked = kv_tokens.Asked(recipe, options, context)
+    sizes = kv_tokens.sized(stored, scored[:1], caches, asked)
     del stored
     model = cache_candidates.load_model(directory, Execution("float32", job.device))
     caches = kv_options.offered(model, recipe, options, samples)
     say = cache.counter(progress, "measuring the divergence of caches", len(scored))
     measured = kv_options.measure(model, scored, caches, sizes, say)
+    say = cache.counter(progress, "measuring the divergence of evicting", len(scored) * len(asked.evictions()))
+    forgotten = kv_tokens.measure(model, scored, asked, sizes, say)
     process_memory.check(job.max_memory)
-    return measured
+    return replace(measured, forgotten=forgotten)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.allocate import kv_budget, kv_measure, kv_options
-from compress.allocate.kv_budget import CacheCosts, CacheOffer, TensorCosts
+from compress.allocate.kv_budget import CacheCosts, CacheOffer, LayerCosts, TensorCosts
 from compress.errors import CheckpointError, NotMeasuredError
 from compress.importers import open_checkpoint
 from compress.kernels import llvm
@@ -37,6 +37,7 @@ COSTS: dict[str, Any] = {  # in a file: `CacheCosts`
     "fixed_nbytes": INTEGER,
     "tokens": INTEGER,
     "window": INTEGER,
+    "forgotten": [{"layer": INTEGER, "errors": [NUMBER], "kls": [NUMBER], "stored": [NUMBER], "tokens": INTEGER}],
 }
 
 
@@ -48,12 +49,12 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
     recipe, context = job.recipe.kv_cache, allocation.context
     assert recipe is not None and context is not None, "the recipe was checked"
     directory = source.of(job)
-    layers = kv_options.check(load.load_config(directory), recipe, context)
     options = kv_budget.options(recipe, allocation.cache_bits, allocation.cache_options)
+    layers = kv_options.check(load.load_config(directory), recipe, options, context)
     known = {
         "model": fingerprint.fingerprint(open_checkpoint(directory)),
         "kv_cache": recipe.plain(),
-        "options": [dict(option.settings) for option in options],
+        "options": [{**option.settings, "tokens": option.keep} for option in options],
         "context": context,
         "window": kv_measure.window_length(tokens, context),
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
@@ -67,10 +68,14 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
         costs = kv_measure.costs(job, options, context, tokens, progress)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**known, "costs": dataclasses.asdict(costs)}, indent=1) + "\n")
-    stored, lists = read_json(path), ("nbytes", "errors", "kls")
+    stored, lists = read_json(path), ("nbytes", "errors", "kls", "stored")
     if wrong := json_text.mismatch(stored, {"costs": COSTS}):
         raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); remove it to measure anew")
-    listed, fixed, counted, window = (stored["costs"][key] for key in COSTS)
-    units = tuple(TensorCosts(**{**unit, **{key: tuple(unit[key]) for key in lists}}) for unit in listed)
-    found = CacheCosts(units, fixed, counted, window)
+    listed, fixed, counted, window, forgotten = (stored["costs"][key] for key in COSTS)
+
+    def read(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if key in lists else value for key, value in row.items()}
+
+    units = tuple(TensorCosts(**read(unit)) for unit in listed)
+    found = CacheCosts(units, fixed, counted, window, tuple(LayerCosts(**read(layer)) for layer in forgotten))
     return CacheOffer(options, found, context, layers)

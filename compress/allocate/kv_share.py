@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.allocate import kv_budget, kv_session, metrics, prepare_options, table
+from compress.allocate import kv_budget, kv_session, kv_tokens, metrics, prepare_options, table
 from compress.allocate.prepare_options import Options
 from compress.allocate.sensitivity import Measurements
 from compress.errors import BudgetError
@@ -76,9 +76,12 @@ def alone(asked: Job, allocation: Allocation, progress: Progress) -> Job:
 
 
 def applied(recipe: Recipe, allocation: Allocation, facts: dict[str, Any]) -> Recipe:
-    """Return the recipe with the bits that the facts of a cache state, as rules of its layers."""
+    """Return the recipe with what the facts of a cache state: rules of its layers, and their shares of tokens."""
     assert recipe.kv_cache is not None, "the recipe was checked"
     options = kv_budget.options(recipe.kv_cache, allocation.cache_bits, allocation.cache_options)
     by_layer = {int(layer): by_kind for layer, by_kind in facts["layers"].items()}
-    cache = kv_budget.laid_out(recipe.kv_cache, by_layer, facts["layers of the model"], options)
+    layers, named = facts["layers of the model"], {option.name: option.keep for option in options}
+    cache = kv_budget.laid_out(recipe.kv_cache, by_layer, layers, options)
+    shares = {layer: named[by_kind["keys"]] for layer, by_kind in by_layer.items()}
+    cache = dataclasses.replace(cache, evict=kv_tokens.chosen(recipe.kv_cache, shares, layers))
     return dataclasses.replace(recipe, kv_cache=cache)

@@ -2,7 +2,8 @@
 
 Bytes are of the type that the model runs in, for one sequence, static tensors included. They are measured at two
 lengths that are as far from a whole flush as the context is, and carried on along that line; between the two, tokens
-come as many at a time as are whole flushes of all codecs, much as in a long generation.
+come as many at a time as are whole flushes of all codecs, much as in a long generation. A layer that evicts takes what
+it would take with the tokens that stay alone, those of the prompt at once (compress/allocate/kv_tokens.py).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from compress.errors import CalibrationError
 from compress.evaluate.cache_scores import Candidate, policies
+from compress.evaluate.feed import fed
 from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache
-from compress.kv.settings import EXACT, KINDS
+from compress.kv.settings import KINDS, reading_layers
 from compress.kv.token_store import Bytes
 
 
@@ -30,23 +32,27 @@ class CacheSizes:
     units: dict[tuple[int, str], int]
     total: int
     elements: dict[tuple[int, str], int]  # numbers of the context
+    before_rope: frozenset[int] = frozenset()  # layers that store keys before the rotary embedding
 
 
 @torch.no_grad()
-def sized(model: Any, tokens: Tensor, candidates: Sequence[Candidate], context: int) -> list[CacheSizes]:
+def sized(
+    model: Any, tokens: Tensor, candidates: Sequence[Candidate], context: int, first: int = 1
+) -> list[CacheSizes]:
     """Return the bytes of each at the context, read as generation reads it; tokens int64 [1, seq_len].
 
-    Raises CalibrationError where the tokens are too few to tell.
+    first: tokens that come at once, before the others. Raises CalibrationError where the tokens are too few to tell.
     """
     if generation.can_read_codes(model):
         generation.switch(model)
         candidates = [replace(candidate, path="fused") for candidate in candidates]
-    return [_sized(model, tokens.to(model.device), candidate, context) for candidate in candidates]
+    return [_sized(model, tokens.to(model.device), candidate, context, first) for candidate in candidates]
 
 
-def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> CacheSizes:
+def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int, first: int) -> CacheSizes:
     cache = candidate.cache(model.config)
-    model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+    first = first if first <= context <= tokens.shape[1] else 1
+    fed(model, tokens[:, :first], cache)
     period = math.lcm(*(store.flush for _, layer in _coded(cache) for store in layer.stores.values()))
     longest = tokens.shape[1]
     after = context if context <= longest else longest - (longest - context) % period
@@ -58,11 +64,10 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> Ca
             "calibration.seq_len"
         )
     numbers = []
-    at = 1
+    at = first
     for stop in (max(1, before), after):
         for start in range(at, stop, period):
-            chunk = tokens[:, start : min(start + period, stop)]
-            model(input_ids=chunk, past_key_values=cache, use_cache=True)
+            fed(model, tokens[:, start : min(start + period, stop)], cache)
         at = max(at, stop)
         if cache.path == "fused" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
             cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these
@@ -81,13 +86,13 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int) -> Ca
         for k in KINDS
     }
     carried_units = {key: carried(units[key], nbytes) for key, nbytes in more.items()}
-    return CacheSizes(carried_units, carried(total, most), elements)
+    before_rope = frozenset(i for i, layer in _coded(cache) if layer.stores["keys"].codec.rope == "pre")
+    return CacheSizes(carried_units, carried(total, most), elements, before_rope)
 
 
 def _coded(cache: KVCache) -> list[tuple[int, CodedLayer]]:
     """Return index and cache of the layers that are not skipped."""
+    chosen = reading_layers(cache.codings)
     return [
-        (index, layer)
-        for index, layer in enumerate(cache.layers)
-        if isinstance(layer, CodedLayer) and any(coding.method != EXACT for coding in cache.codings[index].values())
+        (index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, CodedLayer) and index in chosen
     ]

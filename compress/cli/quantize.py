@@ -184,15 +184,14 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
 
 
 def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
-    """Return what the recipe's cache takes; None without one, and for one of which that is not known yet."""
+    """Return what the recipe's cache takes; None without one, and for one that is still to be calibrated."""
     from compress.run import cache_bytes
 
     settings = job.recipe.kv_cache
     if settings is None or settings.needs() or (job.recipe.packs and not job.pack):
         return None
     skeleton = prepared.skeleton
-    found = cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype)
-    return None if found is None else found.plain()
+    return cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
 def _print_unmeasured(found: Unmeasured, as_json: bool, words: list[str]) -> None:

@@ -217,7 +217,9 @@ def cache_line(found: dict[str, Any]) -> str:
     each = f"{found['nbytes'] / found['context']:,.0f} bytes a token, calibrated tensors included"
     window = found.get("measured at") or found["context"]
     measured = f"; errors measured at {window:,} tokens" if window < found["context"] else ""
-    return f"cache of {found['context']:,} tokens: {size(found['nbytes'])} ({each}); bits an element: {bits}{measured}"
+    stored = f"; {found['tokens stored']:.0%} of its tokens stored" if "tokens stored" in found else ""
+    said = f"cache of {found['context']:,} tokens: {size(found['nbytes'])} ({each}); bits an element: {bits}"
+    return f"{said}{stored}{measured}"
 
 
 def verify_line(found: dict[str, Any], directory: str) -> str:

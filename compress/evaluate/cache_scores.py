@@ -3,7 +3,7 @@
 Windows are fed in chunks: the past is read as it is stored, the chunk itself exactly, then it is stored. With chunks
 that divide `flush` and `residual_length`, the first of them as long as nothing is coded, this is what token-by-token
 decoding reads (tests compare them), so `exact_prefill` plays no part. The uncompressed cache of transformers goes
-through the same chunks beside it. Where one of the caches evicts tokens, all but the last AFTER tokens of a window are
+through the same chunks beside it. Where one of the caches evicts tokens, all but the last 64 tokens of a window are
 the prompt, and come in one chunk; only those last ones tell what eviction costs.
 
 Recall. A passage (the needle) is put into other text at several depths, all outside of what stays exact, and comes
@@ -26,12 +26,12 @@ from transformers import DynamicCache
 from compress.errors import NumericalError, RecipeError
 from compress.evaluate.scores import score
 from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, exact
 
 NEEDLE = 32  # tokens
 CUE = 8  # of them, not scored
 COPIES = 4  # a model of a few million weights does little with one
-AFTER = 64  # tokens of a window that follow the prompt, where tokens are evicted
 RESAMPLED = 2000  # times, for the confidence interval
 
 Say = Callable[[int], None]  # is told how many windows more are done
@@ -104,7 +104,7 @@ def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
 def prompt_tokens(candidates: Sequence[Candidate], tokens: int) -> int:
     """Return how many tokens of a window are the prompt of caches that evict; 0 where none does."""
     evicts = any(candidate.settings.evict is not None for candidate in candidates)
-    return tokens - min(AFTER, tokens // 2) if evicts else 0
+    return prompt_of(tokens) if evicts else 0
 
 
 def chunks_of(config: Any, candidates: Sequence[Candidate], tokens: int) -> list[tuple[int, int]]:

@@ -344,8 +344,13 @@ def evicting(decoder: Any, settings: CacheSettings) -> Callable[[int, KVCache], 
     if getattr(decoder, "num_kv_shared_layers", 0):
         raise RecipeError("kv_cache.evict: layers of this model share keys and values; remove evict")
     skipped = {index % decoder.num_hidden_layers for index in settings.skip_layers}
-    eviction = settings.evict
-    return lambda index, cache: EvictingLayer(index, cache, eviction, index in skipped)
+    eviction, count = settings.evict, len(settings.evict.budget.keep_by_layer)
+    if count not in (0, decoder.num_hidden_layers):
+        raise RecipeError(
+            f"kv_cache.evict: keep_by_layer has {count} numbers, the model {decoder.num_hidden_layers} layers; give "
+            "one for each"
+        )
+    return lambda i, cache: EvictingLayer(i, cache, eviction, i in skipped or eviction.exempts(i))
 
 
 def make_cache(

@@ -31,7 +31,8 @@
       units: fused             # what gets one option together: fused, linear, expert, block
       context: 65536           # the target is for the weights and for the kv_cache of so many tokens, by layer, K and V
       cache_bits: [2, 3, 4]    # what they may get; default: what the method of the cache takes
-      cache_options: [{bits: 2}, {method: lloyd, bits: 3}]  # or any settings of the cache, in place of cache_bits
+      cache_options: [{bits: 2}, {method: lloyd, bits: 3}]  # or any settings of the cache, in place of cache_bits, and
+                               # evict: {keep: 0.5}, the share of tokens that stays
       cache_estimator: kl_one_at_a_time  # how the cache's share is spent; or output_error, rule (KV-AdaQuant)
     tune:                      # train what lies beside the codes: methods of compress/tune and their `Config`, or one
       - method: blockwise

@@ -147,7 +147,7 @@ class Allocation:
         "kl_one_at_a_time"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
     )
     cache_options: tuple[Mapping[str, Any], ...] = ()  # settings of kv_cache offered to the keys and values of each
-    # layer in place of cache_bits: {bits: 2}, {method: lloyd, bits: 3}
+    # layer in place of cache_bits: {bits: 2}, {method: lloyd, bits: 3}, {bits: 4, evict: {keep: 0.5}}
     tables: tuple[Scheme | None, ...] = ()  # what the token embeddings and the output head may get, like the sections
     # embeddings and head: {bits: 8}, {keep: true}; they then count in the target; empty: they are not allocated
 

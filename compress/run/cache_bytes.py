@@ -3,7 +3,8 @@
 Keys and values drawn at random fill the stores of one layer of each kind, at two lengths a whole flush of all codecs
 apart, and the line through these is carried on to the context. What is calibrated counts once for a model, whatever the
 number of sequences; divided by the tokens of one sequence it is part of the bytes a token. Layers that stay as
-transformers has them are left out.
+transformers has them are left out. A layer that evicts is filled with the tokens that stay at that context
+(compress/kv/evict/kept_tokens.py), and with what it remembers of their places.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.evict import kept_tokens
 from compress.kv.settings import KINDS, CacheSettings
 from compress.kv.token_store import Bytes
 from compress.model.cache_pass import CachedHeads, cached_layers
@@ -43,29 +45,39 @@ class CacheBytes:
 @torch.no_grad()
 def at_context(
     config: Any, settings: CacheSettings, static: Mapping[str, Tensor], dtype: torch.dtype, context: int | None = None
-) -> CacheBytes | None:
-    """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to.
-
-    None where tokens are evicted: how many stay depends on the prompt.
-    """
-    if settings.evict is not None:
-        return None
+) -> CacheBytes:
+    """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to."""
     context = context or min(CONTEXT, max_positions(config.get_text_config()) or CONTEXT)
     heads = cached_layers(config).by_layer
+    stored, forgets = _stored(config, settings, context), settings.evict is not None
+    settings = replace(settings, evict=None)
     cache = make_cache(config, settings, static, "fused")
     coded = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CodedLayer) and index in heads]
-    alike = Counter(repr((cache.codings[index], heads[index])) for index in coded)
+    alike = Counter(repr((cache.codings[index], heads[index], stored[index])) for index in coded)
     total = exact = static_nbytes = rotary = 0
     for index in coded:
-        if not (count := alike.pop(repr((cache.codings[index], heads[index])), 0)):
+        if not (count := alike.pop(repr((cache.codings[index], heads[index], stored[index])), 0)):
             continue  # its like was measured
         one = make_cache(config, settings, static, "fused")
-        size = _layer(one, index, heads[index], dtype, context)
+        size = _layer(one, index, heads[index], dtype, stored[index])
+        if forgets and stored[index] < context:
+            later = context - kept_tokens.prompt_of(context)
+            size += Bytes(state=kept_tokens.places(stored[index] - later, bool(len(one.rope))))
         if len(one.rope):  # keys before the rotary embedding, whose rows and positions all layers share
             rotary = max(rotary, heads[index].rotary * dtype.itemsize + 4)
         total, static_nbytes = total + count * size.total, static_nbytes + count * size.static
         exact += count * sum(math.prod(shape) for shape in (heads[index].keys, heads[index].values)) * dtype.itemsize
     return CacheBytes(context, rotary + (total + static_nbytes) / context, exact, static_nbytes)
+
+
+def _stored(config: Any, settings: CacheSettings, context: int) -> list[int]:
+    """Return how many tokens each layer of a model stores at a context."""
+    layers = make_cache(config, settings, {}, "fused").layers
+    if settings.evict is None:
+        return [context] * len(layers)
+    evicting = [index for index, layer in enumerate(layers) if not getattr(layer, "is_exempt", True)]
+    later, sink = context - kept_tokens.prompt_of(context), settings.keys.policy.sink
+    return [later + kept_tokens.kept(settings.evict, sink, index, evicting, context) for index in range(len(layers))]
 
 
 def _layer(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.dtype, context: int) -> Bytes:

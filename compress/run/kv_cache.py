@@ -91,7 +91,7 @@ def _check_eviction(
     settings: CacheSettings, coding: Coding, spec: Spec, heads: CachedHeads, is_before_rope: bool
 ) -> None:
     """Raise RecipeError where tokens of a layer cannot be evicted as the settings ask."""
-    if settings.evict is None:
+    if settings.evict is None or settings.evict.exempts(spec.layer):
         return
     reason = eviction.refusal(settings.evict, coding, spec.kind, is_before_rope)
     if heads.unwatched:
@@ -174,13 +174,12 @@ def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str
     return section, {"calibration": record["calibration"], "size": _size(output.model, facts, section), **section}
 
 
-def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what the cache of a checkpoint takes, with its calibrated tensors; None where that is not known."""
+def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any]:
+    """Return what the cache of a checkpoint takes, with its calibrated tensors."""
     skeleton = facts.prepared.skeleton
     settings = kv_config.read(section, len(caches.layer_types(skeleton.config)))
     static = kv_config.read_static(section, directory, skeleton.config, settings)
-    found = cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype)
-    return None if found is None else found.plain()
+    return cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype).plain()
 
 
 def _is_intact(directory: Path, section: dict[str, Any]) -> bool:

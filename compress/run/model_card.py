@@ -188,6 +188,13 @@ def _is_words(value: object) -> bool:
     return bool(words) and all(isinstance(word, str) and WORD.fullmatch(word) for word in words)
 
 
+def _stays(evict: Mapping[str, Any]) -> str:
+    """Return how much of a prompt a cache that evicts keeps."""
+    if shares := evict.get("keep_by_layer"):
+        return f"{min(shares):.0%} to {max(shares):.0%} of the tokens stay in each layer"
+    return f"{evict['keep']:.0%} of the tokens stay" if "keep" in evict else f"{evict['tokens']} tokens stay"
+
+
 def _cache(section: Mapping[str, Any]) -> str:
     """Return how keys and values are kept, in a line; `section`: that of config.json."""
     said = []
@@ -198,8 +205,7 @@ def _cache(section: Mapping[str, Any]) -> str:
     said = [said[0].replace("keys by", "keys and values by", 1)] if section["keys"] == section["values"] else said
     others = f"; {len(section['layers'])} layers have settings of their own" if section["layers"] else ""
     if evict := section.get("evict"):
-        stays = f"{evict['keep']:.0%} of the tokens stay" if "keep" in evict else f"{evict['tokens']} tokens stay"
-        others += f". Tokens are evicted: {stays}, chosen by `{evict['method']}`"
+        others += f". Tokens are evicted: {_stays(evict)}, chosen by `{evict['method']}`"
     return f"Cache of generation: {'; '.join(said)}, and the first {section['keys']['sink']}{others}."
 
 

@@ -115,6 +115,11 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
         static["rank"] = torch.tensor([count], dtype=torch.int32)
 
 
+def alone(config: Config) -> dict[str, str]:
+    """Return the settings to change so that the ranks of a layer do not depend on other layers."""
+    return {"ranks": "even"} if config.ranks == "model" else {}
+
+
 def damped(moment: Tensor) -> Tensor:
     """Return a second moment [n, n] with a mean diagonal of 1 and no direction without weight."""
     size = moment.diagonal().mean()

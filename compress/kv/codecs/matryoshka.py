@@ -103,6 +103,11 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
         static["ranks"] = torch.tensor([next(chosen) for _ in range(spec.heads)], dtype=torch.int32)
 
 
+def alone(config: Config) -> dict[str, str]:
+    """Return the settings to change so that the ranks of a layer do not depend on other layers."""
+    return {"ranks": "layer"} if config.ranks == "model" else {}
+
+
 def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     """Return what `calibrate` gives, for keys and for values."""
     channels = (spec.heads, spec.width)

@@ -5,7 +5,8 @@
 Tokens are chosen after the prompt, removed, and the survivors are coded as any tokens are. settings.py holds the
 settings, select.py turns scores into survivors, layer.py is the cache layer, queries.py shows it the queries where
 attention reads tensors, head_stores.py stores heads of different lengths, kept_rope.py finds the rotary rows of tokens
-with gaps between them, merge.py merges evicted tokens, moments.py and attention_mass.py are statistics of queries.
+with gaps between them, merge.py merges evicted tokens, moments.py and attention_mass.py are statistics of queries,
+kept_tokens.py says how many tokens stay at a context.
 
 A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as `method`. It defines:
 

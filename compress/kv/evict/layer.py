@@ -243,6 +243,8 @@ class EvictingLayer(CodedLayer):
         place = layers.index(self) if variances is None else place
         keep = budget.keep if budget.keep is not None else min(1.0, (budget.tokens or 0) / tokens)
         shares, whole = [1.0] * len(layers), set[int]()
+        if budget.keep_by_layer:
+            keep = budget.keep_by_layer[self.index]
         if budget.layers == "pyramid":
             shares = select.pyramid(len(layers))
         if variances is not None:

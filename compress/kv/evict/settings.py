@@ -3,6 +3,10 @@
 evict:
   method: snapkv           # a file of compress/kv/evict and the settings of its `Config`
   keep: 0.5                # the rest: `Budget`
+
+Layers may keep different shares, each said by hand or chosen by a budget for weights and cache (docs/allocation.md):
+
+evict: {method: snapkv, keep_by_layer: [1.0, 0.5, 0.25, 0.5]}
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ class Budget:
 
     keep: float | None = None  # fraction of the tokens that stays, mean over layers and heads; this or tokens
     tokens: int | None = None  # [tokens] that stay, mean over layers and heads; this or keep
+    keep_by_layer: tuple[float, ...] = ()  # fraction of the tokens that stays in each layer of the model, the first one
+    # first; in place of keep and tokens
     recent: int = 64  # [tokens] newest, which always stay; so do those of kv_cache.sink
     heads: Heads = (
         "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same tokens
@@ -41,8 +47,11 @@ class Budget:
             raise ValueError(f"keep {self.keep} is not a fraction above 0 and at most 1")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError("tokens must be 1 or more")
-        if self.keep is not None and self.tokens is not None:
-            raise ValueError("tokens and keep are both set; set one of them")
+        if wrong := [share for share in self.keep_by_layer if not 0 < share <= 1]:
+            raise ValueError(f"keep_by_layer {wrong[0]} is not a fraction above 0 and at most 1")
+        named = {"keep": self.keep, "tokens": self.tokens, "keep_by_layer": self.keep_by_layer or None}
+        if len(said := [name for name, value in named.items() if value is not None]) > 1:
+            raise ValueError(f"{said[1]} and {said[0]} are both set; set one of them")
         if self.recent < 1:
             raise ValueError("recent must be 1 or more: the newest token stays")
         if self.interval < 1:
@@ -62,8 +71,15 @@ class Eviction:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data, with every default."""
-        chosen = {key: value for key, value in dataclasses.asdict(self.budget).items() if value is not None}
+        chosen = {key: value for key, value in dataclasses.asdict(self.budget).items() if value not in (None, ())}
+        if self.budget.keep_by_layer:
+            chosen["keep_by_layer"] = list(self.budget.keep_by_layer)
         return {"method": self.method, **dataclasses.asdict(self.config), **chosen}
+
+    def exempts(self, layer: int) -> bool:
+        """Return whether a layer of this number, counted from 0, keeps all of its tokens by `keep_by_layer`."""
+        shares = self.budget.keep_by_layer
+        return layer < len(shares) and shares[layer] == 1
 
 
 def refusal(eviction: Eviction, coding: Any, kind: str, is_before_rope: bool) -> str | None:
@@ -91,8 +107,10 @@ def refusal(eviction: Eviction, coding: Any, kind: str, is_before_rope: bool) ->
 def check(eviction: Eviction) -> None:
     """Raise ValueError, which begins with a field's name, for settings that do not go together."""
     budget = eviction.budget
-    if budget.keep is None and budget.tokens is None:
+    if budget.keep is None and budget.tokens is None and not budget.keep_by_layer:
         raise ValueError("keep or tokens is needed: how much stays")
+    if budget.keep_by_layer and budget.layers != "equal":
+        raise ValueError(f"keep_by_layer and layers: {budget.layers} both divide the tokens; set layers: equal")
     if budget.decode and getattr(plugins.load("evict", eviction.method), "PROMPT_ONLY", False):
         raise ValueError(f"decode is not possible with {eviction.method}, which judges the prompt; choose another")
     for name, value, plain in (("heads", budget.heads, "ada"), ("layers", budget.layers, "variance")):
