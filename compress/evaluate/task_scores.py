@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compress.evaluate import intervals
 from compress.evaluate.items import Outcome
 
 
@@ -52,5 +53,70 @@ class TaskScore:
 
 
 def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
-    """Return the figures of a task; base: the original's outcomes of the same items, in any order."""
-    raise NotImplementedError
+    """Return the figures of a task; base: the original's outcomes of the same items, in any order.
+
+    ValueError for outcomes that do not belong together, or none.
+    """
+    names = [outcome.name for outcome in outcomes]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"task {task}: {len(names)} outcomes of {len(set(names))} items")
+    right = sum(outcome.right for outcome in outcomes)
+    low, high = intervals.wilson(right, len(names))
+    nll, kl = (intervals.mean_error(known) if known else (None, None) for known in (_nll(outcomes), _kl(outcomes)))
+    return TaskScore(
+        task=task,
+        way=way,
+        items=len(names),
+        accuracy=right / len(names),
+        accuracy_low=low,
+        accuracy_high=high,
+        accuracy_by_bytes=_mean([o.right_by_bytes for o in outcomes]),
+        tokens_right=_mean([o.tokens_right for o in outcomes]),
+        nll=nll[0],
+        nll_se=nll[1],
+        kl=kl[0],
+        kl_se=kl[1],
+        paired=None if base is None else _paired(task, outcomes, base),
+    )
+
+
+def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Paired:
+    by_name = {outcome.name: outcome for outcome in base}
+    if by_name.keys() != {outcome.name for outcome in outcomes} or len(by_name) < len(base):
+        raise ValueError(f"task {task}: the outcomes of the two models are not of the same items")
+    pairs = [(by_name[outcome.name], outcome) for outcome in outcomes]
+    lost = sum(before.right and not after.right for before, after in pairs)
+    gained = sum(after.right and not before.right for before, after in pairs)
+    low, high = intervals.paired_shares(lost, gained, len(pairs))
+    more = [b.nll - a.nll for a, b in pairs if a.nll is not None and b.nll is not None]
+    bounds = intervals.interval(more) if more else None
+    base_nll, base_kl = _nll(base), _kl(base)
+    return Paired(
+        base_accuracy=sum(before.right for before, _ in pairs) / len(pairs),
+        difference=(gained - lost) / len(pairs),
+        difference_low=low,
+        difference_high=high,
+        lost=lost,
+        gained=gained,
+        p_value=intervals.mcnemar(lost, gained),
+        flips=(lost + gained) / len(pairs),
+        all_flips=sum(before.chosen != after.chosen for before, after in pairs) / len(pairs),
+        base_nll=_mean(base_nll),
+        nll_difference=_mean(more),
+        nll_low=bounds[0] if bounds else None,
+        nll_high=bounds[1] if bounds else None,
+        base_kl=_mean(base_kl),
+    )
+
+
+def _nll(outcomes: Sequence[Outcome]) -> list[float]:
+    return [outcome.nll for outcome in outcomes if outcome.nll is not None]
+
+
+def _kl(outcomes: Sequence[Outcome]) -> list[float]:
+    return [outcome.kl for outcome in outcomes if outcome.kl is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
