@@ -1,8 +1,7 @@
 """Long-range recall: pairs of a key and a value stand in the context, and one key comes again.
 
 Keys and values are frequent tokens in random order, so that nothing but the context tells them: multi-query associative
-recall of Arora
-et al., "Zoology" (2312.04927), with one query an item. The pair that is asked lies at an even spread of distances.
+recall of Arora et al., "Zoology" (2312.04927), with one query an item. Distances of the pair that is asked are even.
 """
 
 from __future__ import annotations
