@@ -28,6 +28,7 @@ from compress.runtime import linears
 
 SAME_BASIS = 0.5  # relative squared distance of embeddings below which they are alike
 LIKE = 0.5  # correlation above which an output feature is that of the original
+GRAM = 0.1  # by which the Gram matrix of a head is more like that of another place
 SHIFTS = 8  # rows that move by the same distance, for it to be told
 ROWS = 4096  # of the embeddings that the rotation is found from, at least
 
@@ -78,6 +79,8 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
     if given.hidden.shape != taken.hidden.shape:
         raise UnsupportedModelError("the hidden states of the models are not of the same width")
     rotation, distance = _rotation(base, model)
+    config = base.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden, found = given.hidden.float(), []
     for i, block in enumerate(blocks):
         if any(given.extra[i]) and any(x.numel() for x in given.extra[i]):
@@ -89,7 +92,7 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
         added = (out - hidden).square().sum().clamp_min(1e-30)
         error = float((other - out).square().sum() / added)
         pairs = [
-            _linear(f"{name}.{i}.{path}", path, i, seen[path], other_seen[path], rotation)
+            _linear(f"{name}.{i}.{path}", path, i, seen[path], other_seen[path], rotation, head_dim)
             for path in seen
             if path in other_seen and seen[path][1].shape == other_seen[path][1].shape
         ]
@@ -163,6 +166,7 @@ def _linear(
     pair: tuple[Tensor, Tensor],
     other: tuple[Tensor, Tensor],
     rotation: Tensor | None,
+    head_dim: int,
 ) -> Linear:
     """Compare input and output [tokens, features] of a linear with those of the compressed one."""
     (x, y), (x_other, y_other) = pair, other
@@ -176,7 +180,9 @@ def _linear(
         ((float((energy * _correlations(y, v)).sum()), v) for v in versions), key=lambda scored: scored[0]
     )
     strange = float(energy[_correlations(y, best) < LIKE].sum())
-    return Linear(name, path, block, float(ratio.median()), float(gain.median()), 1 - alike, strange, _moved(y, best))
+    return Linear(
+        name, path, block, float(ratio.median()), float(gain.median()), 1 - alike, strange, _moved(y, best, head_dim)
+    )
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -192,10 +198,11 @@ def _correlations(y: Tensor, other: Tensor) -> Tensor:
     return (_unit(y) * _unit(other)).sum(0).abs()
 
 
-def _moved(y: Tensor, other: Tensor) -> str:
+def _moved(y: Tensor, other: Tensor, head_dim: int) -> str:
     """Say which features of the original stand elsewhere; "" where they do not, or cannot be found.
 
-    A feature has moved where its correlation is below LIKE at its own place, and above LIKE and the largest at another.
+    A feature has moved where its correlation is below LIKE at its own place, and high and the largest at another. Where
+    all are in another basis, heads are looked for.
     """
     lost = (_correlations(y, other) < LIKE).nonzero()[:, 0]
     if not len(lost):
@@ -204,8 +211,21 @@ def _moved(y: Tensor, other: Tensor) -> str:
     found, places = (_unit(y[:, lost]).T @ _unit(other)).abs().max(1)
     sure = (found > 0.75) & (places != lost)
     if int(sure.sum()) < max(2, len(lost) / 2) or len(set(places[sure].tolist())) < int(sure.sum()):
-        return ""
+        return _moved_heads(y, other, head_dim) if 2 * len(lost) > y.shape[1] else ""
     return _said(list(zip(lost[sure].tolist(), places[sure].tolist(), strict=True)))
+
+
+def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
+    """Say which heads stand elsewhere, by their Gram matrices over tokens; y, other [tokens, features], centered."""
+    if y.shape[1] % head_dim or y.shape[1] == head_dim:
+        return ""
+    grams = [torch.stack([(h @ h.T).flatten() for h in part.split(head_dim, 1)]) for part in (y, other)]
+    alike = nn.functional.normalize(grams[0]) @ nn.functional.normalize(grams[1]).T
+    found, places = alike.max(1)
+    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and found[h] > alike[h, h] + GRAM]
+    if not heads or len({at for _, at in heads}) < len(heads):
+        return ""
+    return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)
 
 
 def _said(pairs: list[tuple[int, int]]) -> str:
@@ -214,6 +234,8 @@ def _said(pairs: list[tuple[int, int]]) -> str:
     for row, place in pairs:
         by_shift.setdefault(place - row, []).append(row)
     if len(pairs) < SHIFTS * len(by_shift):
-        return f"{len(pairs)} of its rows, from {pairs[0][0]} to {pairs[-1][0]}"
+        return f"rows in another order: {len(pairs)} of those from {pairs[0][0]} to {pairs[-1][0]}"
     runs = [(rows[0], rows[-1], shift) for shift, rows in by_shift.items() if len(rows) > 1]
-    return ", ".join(f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs)
+    return "rows in another order: " + ", ".join(
+        f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs
+    )
