@@ -189,6 +189,58 @@ def test_generation(path: CachePath) -> None:
         assert found[row, TOKENS:].tolist() == chosen
 
 
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("is_before_rope", [False, True])
+def test_dropped_tokens_come_back(path: CachePath, is_before_rope: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is computed once in a layer, at its place in the text, and read from then on."""
+    expected, lengths = slow(0, 0, True)
+    if is_before_rope:
+        build_codec = identity.build
+
+        def built(config: Any, spec: Any, static: Any) -> Any:
+            codec = build_codec(config, spec, static)
+            codec.rope = "pre" if spec.kind == "keys" else "post"
+            return codec
+
+        monkeypatch.setattr(identity, "build", built)
+    cache = made_cache(path, revive=True)
+    found = steps(prepared(path), prompt(1), 0, cache, [1] * len(FURTHER))
+    torch.testing.assert_close(found[0].double(), expected, atol=1e-4, rtol=0)
+    assert tuple(layer.stored for layer in cache.layers) == lengths
+    assert sum(lengths) > sum(slow(0, 0)[1]) + 10  # some came back
+    assert not torch.allclose(expected, slow(0, 0)[0], atol=1e-2)
+    assert [layer.seen for layer in cache.layers] == [TOKENS + len(FURTHER)] * LAYERS
+    for layer in cache.layers:
+        assert len(set(layer.columns.tolist())) == layer.stored
+    waiting = sum(len(columns) for _, columns in cache.layers[0].pruning.revival.left.values())
+    assert waiting > 0 and cache.nbytes().state > waiting * 64 * 4
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_several_tokens_after_some_came_back(path: CachePath) -> None:
+    """A step of many tokens reads what came back in steps of one, and brings back nothing."""
+    made, found = prepared(path), []
+    for sizes in ([1, 1, 1, 5], [1, 1, 1, 2, 3]):
+        cache = made_cache(path, revive=True)
+        found.append(steps(made, prompt(1), 0, cache, sizes))
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=0)
+    torch.testing.assert_close(found[0][0, :4].double(), slow(0, 0, True)[0][:4], atol=1e-4, rtol=0)
+
+
+def test_coming_back_is_for_one_sequence() -> None:
+    with pytest.raises(CompressError, match="takes one sequence without padding"):
+        steps(prepared("decode"), prompt(), 0, made_cache(revive=True), [1])
+    cache = made_cache(revive=True)
+    steps(prepared("decode"), prompt(1), 0, cache, [1])
+    with pytest.raises(CompressError, match="revive: true cannot take tokens back"):
+        cache.crop(-1)
+    with pytest.raises(CompressError, match="takes one sequence"):
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    found = steps(prepared("decode"), prompt(1), 0, cache, [1, 1])
+    torch.testing.assert_close(found[0].double(), slow(0, 0, True)[0][:3], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("after", [(), (0,), (2, -2), (0, 1, 2)])
 @pytest.mark.parametrize("keep", [1.0, 0.75, 0.6])
 def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep: float) -> None:

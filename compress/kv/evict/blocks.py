@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from compress.errors import CompressError, RecipeError
 from compress.kv.cache import KVCache
 from compress.kv.evict.pruned import PrunedLayer, Pruning
+from compress.kv.evict.revival import Revival
 
 UNSLICED = (
     "kv_cache.evict: tokens cannot be dropped between the layers of this model, whose decoder is no list of blocks "
@@ -61,27 +63,42 @@ def _is_block(module: nn.Module, index: int) -> bool:
 def attach(model: nn.Module, cache_of: CacheOf) -> list[Any]:
     """Add hooks to a model and return their handles; cache_of finds a cache among the arguments of a forward pass."""
     found = blocks(model)
-
-    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = cache_of(kwargs)
-        if cache is not None and drops(cache) and not cache.get_seq_length():
-            _check(module, found, kwargs)
-
-    def slice_block(index: int, args: Any, kwargs: dict[str, Any]) -> Any:
-        cache = cache_of(kwargs)
-        layer = None if cache is None else cache.layers[index]
-        if index == 0 or not isinstance(layer, PrunedLayer) or layer.seen or layer.pruning.columns is None:
-            return None
-        return _sliced(layer.pruning, args, kwargs)
-
-    handles = [model.register_forward_pre_hook(enter, with_kwargs=True)]
+    handles: list[Any] = [model.register_forward_pre_hook(partial(_enter, found, cache_of), with_kwargs=True)]
     for index, block in enumerate(found or ()):
-
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], index: int = index) -> Any:
-            return slice_block(index, args, kwargs)
-
-        handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+        if index:
+            handles.append(block.register_forward_pre_hook(partial(_block, index, cache_of), with_kwargs=True))
+    if found:
+        handles.append(found[-1].register_forward_hook(partial(_last, cache_of), with_kwargs=True))
     return handles
+
+
+def _enter(found: list[nn.Module] | None, cache_of: CacheOf, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Check a forward pass of the whole model."""
+    cache = cache_of(kwargs)
+    if cache is not None and drops(cache) and not cache.get_seq_length():
+        _check(model, found, kwargs)
+
+
+def _block(index: int, cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of a block of this number; None: they stay."""
+    cache = cache_of(kwargs)
+    layer = None if cache is None else cache.layers[index]
+    if not isinstance(layer, PrunedLayer):
+        return None
+    if layer.seen:
+        revival = layer.pruning.revival
+        return None if revival is None or not revival.is_stepping else _joined(revival, args, kwargs)
+    return None if layer.pruning.columns is None else _sliced(layer.pruning, index, args, kwargs)
+
+
+def _last(cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Return the new token alone, for what follows the blocks, where others came back with it; None: it is alone."""
+    cache = cache_of(kwargs)
+    layer = None if cache is None else cache.layers[-1]
+    if not isinstance(layer, PrunedLayer) or layer.pruning.revival is None or not layer.pruning.revival.count:
+        return None
+    layer.pruning.revival.columns = None
+    return (output[0][:, -1:], *output[1:]) if isinstance(output, tuple) else output[:, -1:]
 
 
 def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any]) -> None:
@@ -104,19 +121,44 @@ def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any]) ->
         )
 
 
-def _sliced(pruning: Pruning, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a block with the rows of the tokens that are left."""
+def _hidden(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states among the arguments of a block."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     if len(args) > 1 or not isinstance(hidden, Tensor):
         raise CompressError(UNSLICED)
+    return hidden
+
+
+def _with(hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a block with other hidden states."""
+    return ((hidden,), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _joined(revival: Revival, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a block with the rows of dropped tokens that come back in this step."""
+    hidden = revival.enter(_hidden(args, kwargs))
+    if revival.count:
+        kwargs = {**kwargs, POSITIONS: revival.with_new(revival.positions, kwargs.get(POSITIONS))}
+        if revival.turns is not None and isinstance(kwargs.get(TURNS), tuple):
+            both = zip(revival.turns, kwargs[TURNS], strict=True)
+            kwargs[TURNS] = tuple(revival.with_new(whole, new) for whole, new in both)
+    return _with(hidden, args, kwargs)
+
+
+def _sliced(pruning: Pruning, index: int, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a block of this number with the rows of the tokens that are left."""
+    hidden = _hidden(args, kwargs)
     if pruning.moves is not None:
+        if pruning.revival is not None and pruning.before is not None:
+            is_left = torch.ones(hidden.shape[1], dtype=torch.bool, device=hidden.device)
+            is_left[pruning.moves[0].to(hidden.device)] = False
+            pruning.revival.leave(index - 1, hidden[:, is_left], pruning.before[0, is_left])
+            pruning.revival.turns, pruning.revival.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
         hidden = _take(hidden, pruning.moves)
         pruning.moves = None
     pruning.turns, pruning.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
     kwargs = {**kwargs, **{name: _left(pruning, name, given) for name, given in kwargs.items()}}
-    if args:
-        return (hidden,), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
+    return _with(hidden, args, kwargs)
 
 
 def _left(pruning: Pruning, name: str, given: Any) -> Any:

@@ -27,7 +27,14 @@ from compress.kv.cache import CODED, KVCache
 from compress.kv.evict import select
 from compress.kv.evict.layer import UNSEEN, Call, EvictingLayer
 from compress.kv.evict.placing import aligned
+from compress.kv.evict.revival import Revival
 from compress.kv.evict.settings import Eviction
+from compress.kv.token_store import Bytes
+
+ALONE = (
+    "kv_cache.evict: revive: true takes one sequence without padding (no beams either); give one prompt at a time, or "
+    "set it to false"
+)
 
 
 @dataclass
@@ -38,15 +45,19 @@ class Pruning:
     tokens: int = 0  # columns of the prompt, pads included
     columns: Tensor | None = None  # int64 [B, m]: of the tokens that are left; None: all
     pads: Tensor | None = None  # int64 [B]: first of these columns that are filled up
+    before: Tensor | None = None  # int64 [1, n]: the columns of the layer that dropped some; with revival
     moves: Tensor | None = None  # int64 [B, m]: places of these among the tokens of the layer that dropped some
     turns: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, tokens, rotary width] of the whole prompt
     positions: Tensor | None = None  # int64 [B or 1, tokens]
     sliced: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # arguments of blocks: as given, of what is left
+    revival: Revival | None = None  # where dropped tokens may come back
 
     def begin(self, tokens: int) -> None:
         """Begin with a prompt of so many columns."""
         self.forget()
         self.tokens, self.columns, self.pads = tokens, None, None
+        if self.revival is not None:
+            self.revival.begin()
 
     def forget(self) -> None:
         """Free what later passes do not need."""
@@ -57,7 +68,9 @@ class Pruning:
         """Leave these tokens of each row, places int64 in token order."""
         index, pads = aligned([[row] for row in chosen])
         self.moves, self.pads = index[:, 0].to(device), pads[:, 0].to(device)
-        self.columns = self.moves if self.columns is None else self.columns.gather(1, self.moves)
+        before = torch.arange(self.tokens, device=device)[None] if self.columns is None else self.columns
+        self.before = before
+        self.columns = before.expand(len(self.moves), -1).gather(1, self.moves)
         self.sliced.clear()
 
 
@@ -76,7 +89,7 @@ def layers(kinds: Collection[str], eviction: Eviction) -> Callable[[int, KVCache
         stays = plugins.load("evict", eviction.method).fractions(eviction.config, eviction.budget.keep, len(kinds))
     except ValueError as error:
         raise RecipeError(f"kv_cache.evict ({eviction.method}): {error}") from error
-    pruning = Pruning(stays)
+    pruning = Pruning(stays, revival=Revival() if eviction.config.revive else None)
     return lambda index, cache: PrunedLayer(index, cache, eviction, pruning)
 
 
@@ -87,18 +100,38 @@ class PrunedLayer(EvictingLayer):
         super().__init__(index, cache, eviction, is_exempt=False)
         self.pruning = pruning
 
+    def _begin(self) -> None:
+        super()._begin()
+        self.columns: Tensor | None = None  # int64 [stored]: in the order of the store, where tokens may come back
+
     def before(self, call: Call, mask: Any, tokens: int) -> Any:
+        pruning, revival = self.pruning, self.pruning.revival
         if not self.seen:
             if self.index == 0:
-                self.pruning.begin(tokens)
-            elif self.pruning.turns is not None:
-                self.turns = self.pruning.turns  # rotary rows are kept for all tokens, whoever asks first
-                if self.pruning.positions is not None and not len(self.cache.rope):
-                    self.cache.rope.announce(self.pruning.positions, call.makers)
+                pruning.begin(tokens)
+            elif pruning.turns is not None:
+                self._tell_rotation(call, pruning.turns, pruning.positions)
+        elif revival is not None:
+            if self.index == 0:
+                revival.step(tokens)
+            elif revival.count and call.turns is not None:
+                positions = None if call.positions is None else call.positions[:, -1:]
+                self._tell_rotation(call, (call.turns[0][:, -1:], call.turns[1][:, -1:]), positions)
+                self.call = call
+                assert self.columns is not None
+                return revival.mask(self.columns, self.seen, mask)
         return super().before(call, mask, tokens)
 
+    def _tell_rotation(self, call: Call, turns: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
+        """Let rotary rows be kept as they are of all new tokens of the text, whichever layer asks for them first."""
+        self.turns = turns
+        if positions is not None and len(self.cache.rope) == self.seen:
+            self.cache.rope.announce(positions, call.makers)
+
     def _asks(self, count: int) -> bool:
-        return self.index in self.pruning.stays and self.seen == count
+        revival = self.pruning.revival
+        is_step = revival is not None and revival.is_stepping
+        return self.index in self.pruning.stays and (self.seen == count or is_step)
 
     def _store(self, new: tuple[Tensor, Tensor], queries: Tensor | None = None) -> None:
         count = new[0].shape[2]
@@ -107,10 +140,33 @@ class PrunedLayer(EvictingLayer):
             return
         if self.seen == count:
             self._store_prompt(new, queries)
+        elif self.columns is not None:
+            self._store_step(new, queries)
         else:
             self._append(new, queries)
             self.newest += count
         self.call = None
+
+    def _store_step(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
+        """Store new tokens behind those that came back with them, and say who comes back behind this layer."""
+        revival = self.pruning.revival
+        assert revival is not None and self.columns is not None, "columns are held for it"
+        count = revival.count if self.index else 0
+        self.seen -= count  # which were seen before
+        text = torch.arange(self.seen - new[0].shape[2] + count, self.seen, device=self.columns.device)
+        parts = (self.columns, revival.columns, text) if count and revival.columns is not None else (self.columns, text)
+        self.columns = torch.cat(parts)
+        if count and self.stores["keys"].codec.rope == "pre":
+            self.rope.place(self.columns[None], self.seen)
+        self._append(new, queries)
+        if self.index in self.pruning.stays and revival.is_stepping:
+            assert queries is not None, "commit has checked"
+            keys = self.stores["keys"].read()
+            scores = self._scores(keys[0], keys[0], queries[0])
+            sink, recent = self.sink, self.eviction.budget.recent
+            scores[:, (self.columns < sink) | (self.columns >= self.seen - recent)] = torch.inf
+            kept = select.count(self.seen, self.pruning.stays[self.index], sink + recent)
+            revival.choose(self.index, self.columns[select.best(scores, [min(kept, len(self.columns))])[0]])
 
     def _store_prompt(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
         pruning = self.pruning
@@ -128,6 +184,8 @@ class PrunedLayer(EvictingLayer):
                 self.rope.place(columns, pruning.tokens)
             self.seen, self.newest = pruning.tokens, self.eviction.budget.recent
         self._append(new, queries)
+        if pruning.revival is not None:
+            self.columns = torch.arange(self.seen, device=new[0].device) if pruning.columns is None else columns[0]
         if self.index in pruning.stays:
             assert queries is not None, "commit has checked"
             self._choose(new, queries, pruning.stays[self.index])
@@ -137,23 +195,47 @@ class PrunedLayer(EvictingLayer):
     @torch.no_grad()
     def _choose(self, new: tuple[Tensor, Tensor], queries: Tensor, fraction: float) -> None:
         """Drop tokens of the prompt behind this layer, of which it was given these [B, h, n, width]."""
-        assert self.call is not None
         keys, values = new
         width = keys.shape[2]
-        scaling = getattr(self.call.module, "scaling", None) or keys.shape[-1] ** -0.5
+        if self.pruning.revival is not None and (len(keys) > 1 or self.cache.pads is not None):
+            raise CompressError(ALONE)
         prompts = self._firsts(len(keys), keys.device).tolist()
         own = self.pruning.pads
         firsts = prompts if own is None else own.tolist()
         chosen = []
         for row, (first, pads) in enumerate(zip(firsts, prompts, strict=True)):
-            seen = select.Seen(keys[row, :, first:], values[row, :, first:], queries[row, :, -1:], scaling, self.sink)
-            scores = self.plugin.score(self.eviction.config, seen).mean(0, keepdim=True)
+            scores = self._scores(keys[row, :, first:], values[row, :, first:], queries[row])
             recent = self.eviction.budget.recent
             kept = select.count(self.pruning.tokens - pads, fraction, self.sink + recent)
             found = select.best(select.protected(scores, self.sink, recent), [min(kept, width - first)])[0]
             chosen.append(found + first)
         if any(len(row) < width - first for row, first in zip(chosen, firsts, strict=True)):
             self.pruning.drop(chosen, keys.device)
+
+    def _scores(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        """Return the scores [1, n] of tokens [h, n, width] by the last of the queries [H, m, width]."""
+        assert self.call is not None
+        scaling = getattr(self.call.module, "scaling", None) or keys.shape[-1] ** -0.5
+        seen = select.Seen(keys, values, queries[:, -1:], scaling, self.sink)
+        return self.plugin.score(self.eviction.config, seen).mean(0, keepdim=True)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove < 0 and self.pruning.revival is not None:
+            raise CompressError(
+                "kv_cache.evict: revive: true cannot take tokens back (assisted decoding); set it to false"
+            )
+        super().crop(tokens_to_remove)
+
+    def _select(self, index: Tensor) -> None:
+        if self.pruning.revival is not None and len(index) > 1:
+            raise CompressError(ALONE)
+        super()._select(index)
+
+    def nbytes(self) -> Bytes:
+        held = 0 if self.columns is None else self.columns.numel() * self.columns.element_size()
+        if self.index == 0 and self.pruning.revival is not None:
+            held += self.pruning.revival.nbytes
+        return super().nbytes() + Bytes(state=held, allocated=held)
 
 
 def _rows(x: Tensor, columns: Tensor) -> Tensor:
