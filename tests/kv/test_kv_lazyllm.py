@@ -162,6 +162,7 @@ def test_rows_are_reordered_and_tokens_taken_back(path: CachePath) -> None:
     cache.crop(-3 - RECENT)
     with pytest.raises(CompressError, match="cannot take back 1 tokens"):
         cache.crop(-1)
+    assert {layer.seen for layer in cache.layers} == {TOKENS - RECENT}  # none was cut
     cache.reset()
     steps(made, prompt(1, 40), 0, cache, [1])
     assert cache.layers[0].stored == 41 > cache.layers[-1].stored
@@ -279,6 +280,7 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
     ("asked", "message"),
     [
         ({"labels": torch.zeros(1, 20, dtype=torch.long)}, "labels asks for all tokens"),
+        ({"logits_to_keep": RECENT + 1}, "of which only the newest 8 are sure to stay"),
         ({"output_hidden_states": True}, "output_hidden_states asks for all tokens"),
     ],
 )

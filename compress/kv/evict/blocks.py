@@ -76,7 +76,7 @@ def _enter(found: list[nn.Module] | None, cache_of: CacheOf, model: Any, args: A
     """Check a forward pass of the whole model."""
     cache = cache_of(kwargs)
     if cache is not None and drops(cache) and not cache.get_seq_length():
-        _check(model, found, kwargs)
+        _check(model, found, kwargs, cache.layers[0].eviction.budget.recent)
 
 
 def _block(index: int, cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -101,8 +101,8 @@ def _last(cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any
     return (output[0][:, -1:], *output[1:]) if isinstance(output, tuple) else output[:, -1:]
 
 
-def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any]) -> None:
-    """Raise CompressError for a forward pass of a prompt that cannot lose tokens."""
+def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any], recent: int) -> None:
+    """Raise CompressError for a forward pass of a prompt that cannot lose tokens but the `recent` newest."""
     if found is None:
         raise CompressError(UNSLICED)
     if model.training and torch.is_grad_enabled():
@@ -114,6 +114,12 @@ def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any]) ->
                 f"kv_cache.evict: {name} asks for all tokens of the prompt, of which some are dropped; give no {name}, "
                 "or another cache"
             )
+    asked = kwargs.get("logits_to_keep")
+    if isinstance(asked, int) and asked > recent:
+        raise CompressError(
+            f"kv_cache.evict: logits_to_keep asks for {asked} tokens of the prompt, of which only the newest {recent} "
+            "are sure to stay; raise kv_cache.evict.recent"
+        )
     own = model.config._attn_implementation
     if own is not None and not own.startswith(WATCHED):
         raise CompressError(

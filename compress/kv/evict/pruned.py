@@ -224,6 +224,10 @@ class PrunedLayer(EvictingLayer):
             raise CompressError(
                 "kv_cache.evict: revive: true cannot take tokens back (assisted decoding); set it to false"
             )
+        uncut = [layer for layer in self._layers() if layer.seen == self.seen and layer.pads is not None]
+        least = min(uncut, key=lambda layer: layer.newest, default=self)
+        if least is not self and -tokens_to_remove > least.newest:
+            EvictingLayer.crop(least, tokens_to_remove)  # says why not, before any layer is cut
         super().crop(tokens_to_remove)
 
     def _select(self, index: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError
 from compress.kv import rope
 from compress.kv.cache import CodedLayer, KVCache, make_cache, named_path
+from compress.kv.evict import blocks
 from compress.kv.saved import identity, parts, plain
 from compress.kv.saved.file import SavedFile, Source
 from compress.kv.saved.parts import Part
@@ -27,7 +28,15 @@ Given = Iterator[tuple[str, tuple[Part, Source]]]
 
 
 def facts(cache: KVCache) -> dict[str, Any]:
-    """Return what is to be known of the cache but its layers; settings that layers share are written once."""
+    """Return what is to be known of the cache but its layers; settings that layers share are written once.
+
+    CheckpointError for a cache whose layers dropped tokens of the prompt.
+    """
+    if blocks.drops(cache):
+        raise CheckpointError(
+            "the layers of this cache have dropped tokens of the prompt, which a file does not tell; save one without "
+            "kv_cache.evict"
+        )
     codings = [json.dumps({k: c.plain() for k, c in layer.items()}, sort_keys=True) for layer in cache.codings]
     known = sorted(set(codings))
     return {
