@@ -19,8 +19,11 @@ Rows = dict[int, Tensor]  # position -> float64 [hidden]
 
 
 class SlowLlama:
-    def __init__(self, model: Any, stays: Mapping[int, float], sink: int, recent: int, revive: bool = False) -> None:
+    def __init__(
+        self, model: Any, stays: Mapping[int, float], sink: int, recent: int, revive: bool = False, window: int = 1
+    ) -> None:
         self.config, self.stays, self.sink, self.recent, self.revive = model.config, stays, sink, recent, revive
+        self.window = window
         self.weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
         self.stored: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(self.config.num_hidden_layers)]
         self.left: dict[int, Rows] = {index: {} for index in stays}  # hidden states of tokens that were dropped behind
@@ -43,7 +46,9 @@ class SlowLlama:
         for index in range(self.config.num_hidden_layers):
             rows, given = self._block(index, rows)
             if index in self.stays and (is_prompt or self.revive):
-                kept = self._best(given[last], self.stays[index])
+                newest = sorted(rows)[-self.window if is_prompt else -1 :]
+                mean = {q: sum(given[p].get(q, 0.0) for p in newest) / len(newest) for q in given[last]}
+                kept = self._best(mean, self.stays[index])
                 waiting = self.left[index]
                 waiting.update({p: row for p, row in rows.items() if p not in kept})
                 rows = {p: row for p, row in rows.items() if p in kept}

@@ -65,10 +65,10 @@ def steps(made: Any, ids: Tensor, pads: int, cache: Any, sizes: list[int]) -> Te
 
 
 @once
-def slow(row: int, pads: int, revive: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+def slow(row: int, pads: int, revive: bool = False, window: int = 1) -> tuple[Tensor, tuple[int, ...]]:
     """The same of one row by itself in float64, and how many tokens each layer has stored."""
     stays = lazyllm.fractions(lazyllm.Config(), KEEP, LAYERS)
-    one = SlowLlama(model(), stays, SINK, RECENT, revive)
+    one = SlowLlama(model(), stays, SINK, RECENT, revive, window)
     logits = [one.prompt(prompt()[row, pads:].tolist()), *map(one.step, FURTHER)]
     return torch.stack(logits), tuple(one.lengths)
 
@@ -89,12 +89,14 @@ def test_it_is_the_pruned_pass_by_plain_loops(path: CachePath, pads: int, sizes:
     assert len(set(slow(1, pads)[1])) == 4  # three times tokens were dropped
 
 
-def test_a_mask_that_is_added() -> None:
+def test_a_mask_that_is_added_and_several_queries_that_choose() -> None:
     """Eager attention adds its mask in float."""
     made = prepared("decode")
     made.set_attn_implementation("eager")
-    found = steps(made, prompt(), PADS, made_cache(), [5, 1, 2])
-    torch.testing.assert_close(found.double(), torch.stack((slow(0, 0)[0], slow(1, PADS)[0])), atol=5e-5, rtol=0)
+    found = steps(made, prompt(), PADS, made_cache(window=5), [5, 1, 2])
+    expected = torch.stack((slow(0, 0, window=5)[0], slow(1, PADS, window=5)[0]))
+    torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=0)
+    assert not torch.allclose(expected[0], slow(0, 0)[0], atol=1e-2)
 
 
 @pytest.mark.parametrize("path", BOTH)

@@ -9,7 +9,8 @@ that `keep` is the mean over the layers of what they cache. With `revive: true`,
 later step of one token scores anew what the layer caches, and those of the best tokens that the next layers lack are
 computed there, from where they were left, before they are attended to.
 
-Where we differ: the paper gives a percentile for each layer; here `keep` sets all. A later token attends to all that a
+Where we differ: the paper gives a percentile for each layer; here `keep` sets all. `window` newest tokens of the prompt
+may score in the place of the last alone, each token by the mean of their attention (as in SnapKV). A later token attends to all that a
 layer caches, the paper's to the tokens of highest score alone. The first `sink` tokens and the newest `recent` stay
 always (in the paper the last one).
 
@@ -43,8 +44,13 @@ _FIXED: Mapping[str, Any] = {"heads": "shared", "critical": False, "layers": "eq
 class Config:
     after: tuple[int, ...] = ()  # [layers] behind which tokens are dropped, from 0, -2 is the last but one; empty: at a
     # quarter, a half and three quarters of the layers
+    window: int = 1  # [tokens] newest of the prompt, whose attention is averaged
     revive: bool = False  # later steps may compute dropped tokens in the layers that lack them; their hidden states are
     # kept
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError("window must be 1 or more")
 
 
 def check(budget: Any) -> None:
@@ -86,7 +92,11 @@ def fractions(config: Config, keep: float, layers: int) -> dict[int, float]:
 
 
 def score(config: Config, seen: Seen) -> Tensor:
-    """Return the attention of the newest query float32 [h, n], mean over all query heads: the same for each KV head."""
+    """Return the attention of the newest queries float32 [h, n], mean over query heads: the same for each KV head.
+
+    A token that came after a query has none of its attention.
+    """
     assert seen.queries is not None
-    last = Seen(seen.keys, seen.values, seen.queries[:, -1:], seen.scaling, seen.sink)
-    return torch.nan_to_num(column_mass(last).mean((0, 1)).expand(len(seen.keys), -1))
+    newest = seen.queries[:, -config.window :]
+    mass = column_mass(Seen(seen.keys, seen.values, newest, seen.scaling, seen.sink)) / newest.shape[1]
+    return torch.nan_to_num(mass.mean((0, 1)).expand(len(seen.keys), -1))

@@ -162,7 +162,7 @@ class PrunedLayer(EvictingLayer):
         if self.index in self.pruning.stays and revival.is_stepping:
             assert queries is not None, "commit has checked"
             keys = self.stores["keys"].read()
-            scores = self._scores(keys[0], keys[0], queries[0])
+            scores = self._scores(keys[0], keys[0], queries[0, :, -1:])
             sink, recent = self.sink, self.eviction.budget.recent
             scores[:, (self.columns < sink) | (self.columns >= self.seen - recent)] = torch.inf
             kept = select.count(self.seen, self.pruning.stays[self.index], sink + recent)
@@ -204,7 +204,7 @@ class PrunedLayer(EvictingLayer):
         firsts = prompts if own is None else own.tolist()
         chosen = []
         for row, (first, pads) in enumerate(zip(firsts, prompts, strict=True)):
-            scores = self._scores(keys[row, :, first:], values[row, :, first:], queries[row])
+            scores = self._scores(keys[row, :, first:], values[row, :, first:], queries[row, :, first:])
             recent = self.eviction.budget.recent
             kept = select.count(self.pruning.tokens - pads, fraction, self.sink + recent)
             found = select.best(select.protected(scores, self.sink, recent), [min(kept, width - first)])[0]
@@ -213,10 +213,10 @@ class PrunedLayer(EvictingLayer):
             self.pruning.drop(chosen, keys.device)
 
     def _scores(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """Return the scores [1, n] of tokens [h, n, width] by the last of the queries [H, m, width]."""
+        """Return the scores [1, n] of tokens [h, n, width] by queries [H, m, width] of the newest."""
         assert self.call is not None
         scaling = getattr(self.call.module, "scaling", None) or keys.shape[-1] ** -0.5
-        seen = select.Seen(keys, values, queries[:, -1:], scaling, self.sink)
+        seen = select.Seen(keys, values, queries, scaling, self.sink)
         return self.plugin.score(self.eviction.config, seen).mean(0, keepdim=True)
 
     def crop(self, tokens_to_remove: int) -> None:
