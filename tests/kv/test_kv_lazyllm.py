@@ -244,11 +244,10 @@ def test_coming_back_is_for_one_sequence() -> None:
     torch.testing.assert_close(found[0].double(), slow(0, 0, True)[0][:3], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("after", [(), (0,), (2, -2), (0, 1, 2)])
-@pytest.mark.parametrize("keep", [1.0, 0.75, 0.6])
+@pytest.mark.parametrize(
+    ("after", "keep"), [((), 1.0), ((), 0.75), ((), 0.34), ((0,), 0.17), ((2, -2), 0.51), ((0, 1, 2), 0.6)]
+)
 def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep: float) -> None:
-    if keep == 0.6 and after == (2, -2):
-        pytest.skip("half of the layers keep all")
     stays = lazyllm.fractions(lazyllm.Config(after), keep, LAYERS)
     fraction, total = 1.0, 0.0
     for layer in range(LAYERS):
