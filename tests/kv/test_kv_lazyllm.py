@@ -21,7 +21,7 @@ from compress.run import kv_cache
 from pico import build
 
 LAYERS, TOKENS, PADS, SINK, RECENT, KEEP = 6, 60, 13, 4, 8, 0.6
-LAZY: dict[str, Any] = {"method": "lazyllm", "keep": KEEP, "recent": RECENT}
+LAZY: dict[str, Any] = {"method": "lazyllm", "keep": KEEP, "recent": RECENT, "window": 1}
 EXACT = {"method": "identity", "sink": SINK, "residual_length": 16}
 KIVI = {"method": "kivi", "bits": 4, "group_size": 8, "sink": SINK, "residual_length": 8, "flush": 8}
 BOTH: tuple[CachePath, ...] = ("decode", "fused")

@@ -1,6 +1,6 @@
 """LazyLLM, arXiv 2407.14057: drop tokens within the prompt's forward pass, so that later layers do not compute them.
 
-After some layers the tokens are scored by the attention that the last token of the prompt gives them there, mean over
+After some layers the tokens are scored by the attention that the newest tokens of the prompt give them there, mean over
 all query heads. The worst leave: their hidden states do not go through the later layers, whose caches hold no keys and
 values of them. So the prompt is computed faster, and the later the layer, the fewer tokens it caches.
 
@@ -9,15 +9,15 @@ that `keep` is the mean over the layers of what they cache. With `revive: true`,
 later step of one token scores anew what the layer caches, and those of the best tokens that the next layers lack are
 computed there, from where they were left, before they are attended to.
 
-Where we differ: the paper gives a percentile for each layer; here `keep` sets all. `window` newest tokens of the prompt
-may score in the place of the last alone, each token by the mean of their attention (as in SnapKV). A later token attends to all that a
+Where we differ: the last token alone scores in the paper (`window: 1`); here the 64 newest do, as in SnapKV, which loses
+less (docs/kv_lazyllm.md). The paper gives a percentile for each layer; here `keep` sets all. A later token attends to all that a
 layer caches, the paper's to the tokens of highest score alone. The first `sink` tokens and the newest `recent` stay
 always (in the paper the last one).
 
 What it does not do: logits of the prompt are those of the tokens that reach the end, and only the last is what the
 model means; losses over a prompt and hidden states of all tokens are refused. Without `revive`, the default, what was
-dropped stays dropped (the paper's static pruning): a later question finds only what the last token of the prompt looked
-at. With it, the hidden states of dropped tokens are memory beside the cache, a batch is of one sequence, and tokens
+dropped stays dropped (the paper's static pruning): a later question finds only what the newest tokens of the prompt
+looked at. With it, the hidden states of dropped tokens are memory beside the cache, a batch is of one sequence, and tokens
 cannot be taken back. Only the first forward pass drops tokens.
 """
 
@@ -44,7 +44,7 @@ _FIXED: Mapping[str, Any] = {"heads": "shared", "critical": False, "layers": "eq
 class Config:
     after: tuple[int, ...] = ()  # [layers] behind which tokens are dropped, from 0, -2 is the last but one; empty: at a
     # quarter, a half and three quarters of the layers
-    window: int = 1  # [tokens] newest of the prompt, whose attention is averaged
+    window: int = 64  # [tokens] newest of the prompt, whose attention is averaged; 1: the paper's
     revive: bool = False  # later steps may compute dropped tokens in the layers that lack them; their hidden states are
     # kept
 
