@@ -9,16 +9,16 @@ that `keep` is the mean over the layers of what they cache. With `revive: true`,
 later step of one token scores anew what the layer caches, and those of the best tokens that the next layers lack are
 computed there, from where they were left, before they are attended to.
 
-Where we differ: the last token alone scores in the paper (`window: 1`); here the 64 newest do, as in SnapKV, which loses
-less (docs/kv_lazyllm.md). The paper gives a percentile for each layer; here `keep` sets all. A later token attends to all that a
-layer caches, the paper's to the tokens of highest score alone. The first `sink` tokens and the newest `recent` stay
-always (in the paper the last one).
+Where we differ: the last token alone scores in the paper (`window: 1`); here the 64 newest do, as in SnapKV, which
+loses less (docs/kv_lazyllm.md). The paper gives a percentile for each layer; here `keep` sets all. A later token
+attends to all that a layer caches, the paper's to the tokens of highest score alone. The first `sink` tokens and the
+newest `recent` stay always (in the paper the last one).
 
 What it does not do: logits of the prompt are those of the tokens that reach the end, and only the last is what the
 model means; losses over a prompt and hidden states of all tokens are refused. Without `revive`, the default, what was
 dropped stays dropped (the paper's static pruning): a later question finds only what the newest tokens of the prompt
-looked at. With it, the hidden states of dropped tokens are memory beside the cache, a batch is of one sequence, and tokens
-cannot be taken back. Only the first forward pass drops tokens.
+looked at. With it, the hidden states of dropped tokens are memory beside the cache, a batch is of one sequence, and
+tokens cannot be taken back. Only the first forward pass drops tokens.
 """
 
 from __future__ import annotations
