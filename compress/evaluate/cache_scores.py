@@ -123,7 +123,9 @@ def exact_tokens(codings: Codings) -> int:
 def through(model: Any, tokens: Tensor, cache: Any, chunks: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     """Yield the logits [B, n, vocab] of each chunk of tokens [B, seq_len], read through the cache."""
     for start, stop in chunks:
-        yield model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True).logits
+        missing = stop - start - logits.shape[1]  # of a prompt that lost tokens on its way, which is not scored
+        yield torch.cat((logits[:, :1].expand(-1, missing, -1), logits), 1) if missing else logits
 
 
 def compare(

@@ -336,13 +336,19 @@ def named_path(path: str) -> CachePath:
     return cast(CachePath, path)
 
 
-def evicting(decoder: Any, settings: CacheSettings) -> Callable[[int, KVCache], CodedLayer]:
-    """Return what makes the layers of a cache that evicts tokens, from their numbers; those to be skipped keep all."""
-    from compress.kv.evict.layer import EvictingLayer  # which is a CodedLayer
+def evicting(decoder: Any, settings: CacheSettings, kinds: Collection[str]) -> Callable[[int, KVCache], CodedLayer]:
+    """Return what makes the layers of a cache that evicts tokens, from their numbers; those to be skipped keep all.
+
+    kinds: the types of the model's layers.
+    """
+    from compress.kv.evict import pruned  # whose layers are CodedLayers
+    from compress.kv.evict.layer import EvictingLayer
 
     assert settings.evict is not None, "the caller has checked"
     if getattr(decoder, "num_kv_shared_layers", 0):
         raise RecipeError("kv_cache.evict: layers of this model share keys and values; remove evict")
+    if getattr(plugins.load("evict", settings.evict.method), "PRUNES", False):
+        return pruned.layers(kinds, settings.evict)
     skipped = {index % decoder.num_hidden_layers for index in settings.skip_layers}
     eviction, count = settings.evict, len(settings.evict.budget.keep_by_layer)
     if count not in (0, decoder.num_hidden_layers):
@@ -368,7 +374,7 @@ def make_cache(
     settings = cache_settings(settings)
     codings = settings.by_layer(len(kinds))
     cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
-    make_layer = CodedLayer if settings.evict is None else evicting(decoder, settings)
+    make_layer = CodedLayer if settings.evict is None else evicting(decoder, settings, kinds)
     cache.reading = settings.read
     for index, (kind, own) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == CODED:

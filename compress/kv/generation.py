@@ -29,6 +29,7 @@ from compress.errors import CompressError, RecipeError, UnreadCacheError
 from compress.kv import attention, hooks
 from compress.kv.cache import CachePath, KVCache, make_cache, named_path, needs_queries, no_queries
 from compress.kv.codec import Codec, Spec
+from compress.kv.evict import blocks
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 
 _METHOD = "_prepare_cache_for_generation"
@@ -62,7 +63,9 @@ def attach(
     if not hasattr(model, _METHOD):
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
     settings = cache_settings(settings)
-    codings = make_cache(model.config, settings, static).codings  # for its errors, too
+    made = make_cache(model.config, settings, static)  # for its errors, too
+    blocks.check(model, made)
+    codings = made.codings
     detach(model)
     use = Use(settings, dict(static or {}), named_path(path or ("fused" if can_read_codes(model) else "decode")))
     use.tried = path is not None

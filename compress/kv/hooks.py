@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.kv.cache import CodedLayer, KVCache
-from compress.kv.evict import queries
+from compress.kv.evict import blocks, queries
 from compress.kv.evict.layer import Call, EvictingLayer
 from compress.kv.rope import sources
 
@@ -32,7 +32,7 @@ def attach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             handles.append(module.register_forward_pre_hook(rotation, with_kwargs=True))
-    setattr(model, _MARK, handles + queries.attach(model, _cache))
+    setattr(model, _MARK, handles + queries.attach(model, _cache) + blocks.attach(model, _cache))
 
 
 def detach(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from compress.errors import CompressError
 from compress.kv import generation, rope
 from compress.kv.cache import layer_types
+from compress.kv.evict import blocks
 from compress.kv.head_shape import head_shape
 from compress.model import blockwise, graph, meta_pass
 
@@ -43,6 +44,7 @@ class CachedLayers:
     queries: int  # query heads of the model
     is_fused: bool = True  # attention may read stored codes in the place of keys and values
     is_half_split: bool = True  # the rotary embedding turns channel j with channel j + rotary / 2
+    is_sliceable: bool = True  # tokens may be dropped between its layers
     own_cache: str = ""  # the class of cache without which the model does not generate; "": it takes others
 
     @property
@@ -100,7 +102,8 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         is_read = is_watched and not has_sinks and (keys, values) in attended
         shapes = (keys[1], keys[3]), (values[1], values[3])
         by_layer[layer] = CachedHeads(*shapes, seen.rotary.get(layer, 0), "" if is_read else reason)
-    return CachedLayers(by_layer, _query_heads(config), _is_fused(model, seen), _is_half_split(model))
+    facts = _is_fused(model, seen), _is_half_split(model), blocks.blocks(model) is not None
+    return CachedLayers(by_layer, _query_heads(config), *facts)
 
 
 def _own_cache(model: PreTrainedModel) -> str:

@@ -14,6 +14,7 @@ from compress.calib.kv import GRADIENTS, SINKS, calibrate
 from compress.errors import RecipeError
 from compress.kv import cache as caches
 from compress.kv.codec import Spec
+from compress.kv.evict import blocks
 from compress.kv.evict import settings as eviction
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
@@ -58,12 +59,7 @@ def check(config: Any, settings: CacheSettings) -> Codings:
         )
     if not cached.by_layer:
         raise RecipeError(caches.no_layer())
-    caches.make_cache(config, settings)
-    if settings.read is not None and not cached.is_fused:
-        raise RecipeError(
-            "kv_cache.read: only attention that reads stored codes can choose tokens, and the attention of this model "
-            "cannot be replaced; remove read"
-        )
+    _check_model(config, settings, cached)
     codings = caches.coded_layers(config, settings)
     for index, layer in enumerate(codings):
         heads = cached.by_layer.get(index)
@@ -75,6 +71,17 @@ def check(config: Any, settings: CacheSettings) -> Codings:
                 is_before_rope = _check_coding(coding, spec, heads, cached)
                 _check_eviction(settings, coding, spec, heads, is_before_rope)
     return codings
+
+
+def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> None:
+    """Raise RecipeError where the model does not allow what the settings ask of all layers."""
+    if blocks.drops(caches.make_cache(config, settings)) and not cached.is_sliceable:
+        raise RecipeError(blocks.UNSLICED)
+    if settings.read is not None and not cached.is_fused:
+        raise RecipeError(
+            "kv_cache.read: only attention that reads stored codes can choose tokens, and the attention of this model "
+            "cannot be replaced; remove read"
+        )
 
 
 def left_exact(config: Any) -> str:

@@ -222,7 +222,7 @@ def test_settings_are_read_and_stored() -> None:
 @pytest.mark.parametrize(
     ("evict", "message"),
     [
-        ({"keep": 0.5}, "has no method; set one of d2o, expected_attention, knorm, snapkv"),
+        ({"keep": 0.5}, "has no method; set one of d2o, expected_attention, knorm, lazyllm, snapkv"),
         ({"method": "snap"}, "unknown evict plugin 'snap'"),
         ({"method": "snapkv"}, "keep or tokens is needed"),
         ({**EVICT, "tokens": 3}, "set one of them"),

@@ -19,4 +19,7 @@ A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as
     tokens, and with kept = 0 the least there is.
 5.  Where its defaults of the common settings differ, `DEFAULTS`, a mapping of fields of `settings.Budget`.
 6.  Where it cannot evict while decoding, `PROMPT_ONLY = True`.
+7.  Where it has no use for some of the common settings, `check(budget)`: it raises ValueError, the field's name first.
+8.  Where it drops tokens within the prompt's forward pass, `PRUNES = True` and `fractions(config, keep, layers)`: what
+    stays of the prompt behind each layer that drops some (pruned.py and blocks.py do it).
 """

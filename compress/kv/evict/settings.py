@@ -113,6 +113,8 @@ def check(eviction: Eviction) -> None:
         raise ValueError(f"keep_by_layer and layers: {budget.layers} both divide the tokens; set layers: equal")
     if budget.decode and getattr(plugins.load("evict", eviction.method), "PROMPT_ONLY", False):
         raise ValueError(f"decode is not possible with {eviction.method}, which judges the prompt; choose another")
+    if hasattr(plugins.load("evict", eviction.method), "check"):
+        plugins.load("evict", eviction.method).check(budget)
     for name, value, plain in (("heads", budget.heads, "ada"), ("layers", budget.layers, "variance")):
         if budget.decode and value == plain:
             raise ValueError(f"decode is not possible with {name}: {value}, which is decided on the prompt")

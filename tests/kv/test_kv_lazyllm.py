@@ -1,0 +1,321 @@
+"""Prompts that lose tokens from layer to layer (LazyLLM), against plain loops in float64."""
+
+from __future__ import annotations
+
+from functools import cache as once
+from typing import Any
+
+import pytest
+import torch
+from pruned_llama import SlowLlama
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compress.errors import CompressError, RecipeError
+from compress.kv import attention, generation, hooks
+from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.codecs import identity
+from compress.kv.evict import lazyllm
+from compress.kv.settings import cache_settings
+from compress.run import kv_cache
+from pico import build
+
+LAYERS, TOKENS, PADS, SINK, RECENT, KEEP = 6, 60, 13, 4, 8, 0.6
+LAZY: dict[str, Any] = {"method": "lazyllm", "keep": KEEP, "recent": RECENT, "window": 1}
+EXACT = {"method": "identity", "sink": SINK, "residual_length": 16}
+KIVI = {"method": "kivi", "bits": 4, "group_size": 8, "sink": SINK, "residual_length": 8, "flush": 8}
+BOTH: tuple[CachePath, ...] = ("decode", "fused")
+FURTHER = [7, 100, 31, 200, 5, 66, 150, 90]
+
+
+@once
+def model() -> PreTrainedModel:
+    made = build("llama", {"num_hidden_layers": LAYERS})
+    hooks.attach(made)
+    attention.register()
+    return made
+
+
+def prepared(path: CachePath) -> PreTrainedModel:
+    model().set_attn_implementation("sdpa" if path == "decode" else attention.NAME)
+    return model()
+
+
+def prompt(rows: int = 2, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(0, 250, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+def made_cache(path: CachePath = "decode", base: dict[str, Any] = EXACT, **settings: Any) -> KVCache:
+    return make_cache(model().config, {**base, "evict": {**LAZY, **settings}}, path=path)
+
+
+@torch.no_grad()
+def steps(made: Any, ids: Tensor, pads: int, cache: Any, sizes: list[int]) -> Tensor:
+    """Logits of the last token of the prompt and of FURTHER, fed in steps; the second row begins with padding."""
+    mask = torch.ones_like(ids)
+    mask[1:, :pads] = 0
+    found, further = [], torch.tensor([FURTHER[: sum(sizes)]]).expand(len(ids), -1)
+    for part in (ids, *further.split(sizes, 1)):
+        start = mask.shape[1] if found else 0
+        mask = torch.cat((mask, torch.ones_like(part)), 1) if found else mask
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
+        logits = made(part, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
+        found.append(logits if found else logits[:, -1:])
+    return torch.cat(found, 1)
+
+
+@once
+def slow(row: int, pads: int, revive: bool = False, window: int = 1) -> tuple[Tensor, tuple[int, ...]]:
+    """The same of one row by itself in float64, and how many tokens each layer has stored."""
+    stays = lazyllm.fractions(lazyllm.Config(), KEEP, LAYERS)
+    one = SlowLlama(model(), stays, SINK, RECENT, revive, window)
+    logits = [one.prompt(prompt()[row, pads:].tolist()), *map(one.step, FURTHER)]
+    return torch.stack(logits), tuple(one.lengths)
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(("pads", "sizes"), [(0, [5, 1, 2]), (PADS, [5, 1, 2]), (PADS, [1] * 8)])
+def test_it_is_the_pruned_pass_by_plain_loops(path: CachePath, pads: int, sizes: list[int]) -> None:
+    """And further tokens read what each layer has; a padded row is what it is alone."""
+    cache = made_cache(path)
+    found = steps(prepared(path), prompt(), pads, cache, sizes)
+    expected = torch.stack((slow(0, 0)[0], slow(1, pads)[0]))
+    torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=0)
+    assert tuple(layer.stored for layer in cache.layers) == slow(0, 0)[1]
+    assert [layer.seen for layer in cache.layers] == [TOKENS + len(FURTHER)] * LAYERS
+    alone = made_cache(path)
+    steps(prepared(path), prompt()[1:, pads:], 0, alone, sizes)
+    assert tuple(layer.stored for layer in alone.layers) == slow(1, pads)[1]
+    assert len(set(slow(1, pads)[1])) == 4  # three times tokens were dropped
+
+
+def test_a_mask_that_is_added_and_several_queries_that_choose() -> None:
+    """Eager attention adds its mask in float."""
+    made = prepared("decode")
+    made.set_attn_implementation("eager")
+    found = steps(made, prompt(), PADS, made_cache(window=5), [5, 1, 2])
+    expected = torch.stack((slow(0, 0, window=5)[0], slow(1, PADS, window=5)[0]))
+    torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=0)
+    assert not torch.allclose(expected[0], slow(0, 0)[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("pads", [0, PADS])
+def test_keeping_all_changes_no_bit(path: CachePath, pads: int) -> None:
+    made, caches = prepared(path), [made_cache(path, KIVI, keep=1.0), make_cache(model().config, KIVI, path=path)]
+    found = [steps(made, prompt(), pads, cache, [1, 4]) for cache in caches]
+    assert torch.equal(*found)
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        for kind in ("keys", "values"):
+            assert torch.equal(one.stores[kind].read(), other.stores[kind].read())
+    assert caches[0].nbytes() == caches[1].nbytes()
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("skip", [[], [0, 1]])
+def test_keys_before_rope(path: CachePath, skip: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary rows are those of all tokens, also where the first layer that keeps them has lost some."""
+    build_codec = identity.build
+    expected = torch.stack((slow(0, 0)[0], slow(1, PADS)[0]))
+
+    def built(config: Any, spec: Any, static: Any) -> Any:
+        codec = build_codec(config, spec, static)
+        codec.rope = "post" if spec.layer in skip or spec.kind == "values" else "pre"
+        return codec
+
+    monkeypatch.setattr(identity, "build", built)
+    cache = made_cache(path)
+    found = steps(prepared(path), prompt(), PADS, cache, [5, 1, 2])
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
+    assert len(cache.rope) == TOKENS + len(FURTHER)
+
+
+def test_codes_and_bytes() -> None:
+    """What stays is coded, and takes the bytes of what stays."""
+    sizes = []
+    for keep in (1.0, KEEP):
+        cache = made_cache("decode", EXACT, keep=keep)
+        steps(prepared("decode"), prompt(1), 0, cache, [])
+        sizes.append(cache.nbytes())
+        sizes[-1] = sizes[-1].total - sizes[-1].state
+    assert abs(sizes[1] / sizes[0] - KEEP) < 0.02
+    coded = made_cache("decode", KIVI)
+    found = steps(prepared("decode"), prompt(), PADS, coded, [5, 1, 2])
+    expected = torch.stack((slow(0, 0)[0], slow(1, PADS)[0]))
+    assert coded.layers[-1].stores["keys"].coded > 0
+    assert 0.001 < float((found.double() - expected)[:, 1:].norm() / expected[:, 1:].norm()) < 0.2
+    torch.testing.assert_close(found[:, 0].double(), expected[:, 0], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_rows_are_reordered_and_tokens_taken_back(path: CachePath) -> None:
+    made, index = prepared(path), torch.tensor([1, 0, 1])
+    cache, plain = made_cache(path), made_cache(path)
+    for each in (cache, plain):
+        steps(made, prompt(), 0, each, [])
+    cache.batch_select_indices(index)
+    token = prompt(1, 3)
+    with torch.no_grad():
+        made(token.expand(3, -1), past_key_values=cache)
+        cache.crop(-3)
+        found = made(token.expand(3, -1), past_key_values=cache).logits
+        expected = made(token.expand(2, -1), past_key_values=plain).logits
+    torch.testing.assert_close(found, expected[index], atol=2e-5, rtol=0)
+    cache.crop(-3 - RECENT)
+    with pytest.raises(CompressError, match="cannot take back 1 tokens"):
+        cache.crop(-1)
+    assert {layer.seen for layer in cache.layers} == {TOKENS - RECENT}  # none was cut
+    cache.reset()
+    steps(made, prompt(1, 40), 0, cache, [1])
+    assert cache.layers[0].stored == 41 > cache.layers[-1].stored
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_generation(path: CachePath) -> None:
+    """The tokens are those of steps by hand."""
+    made, ids = prepared("decode"), prompt()
+    mask = torch.ones_like(ids)
+    mask[1, :PADS] = 0
+    generation.attach(made, {**EXACT, "evict": LAZY}, path=path)
+    try:
+        found = made.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    finally:
+        generation.detach(made)
+        hooks.attach(made)
+    for row, pads in enumerate((0, PADS)):
+        one = SlowLlama(made, lazyllm.fractions(lazyllm.Config(), KEEP, LAYERS), SINK, RECENT)
+        logits, chosen = one.prompt(ids[row, pads:].tolist()), []
+        for _ in range(4):
+            logits[made.generation_config.eos_token_id] = -torch.inf
+            chosen.append(int(logits.argmax()))
+            logits = one.step(chosen[-1])
+        assert found[row, TOKENS:].tolist() == chosen
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("is_before_rope", [False, True])
+def test_dropped_tokens_come_back(path: CachePath, is_before_rope: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is computed once in a layer, at its place in the text, and read from then on."""
+    expected, lengths = slow(0, 0, True)
+    if is_before_rope:
+        build_codec = identity.build
+
+        def built(config: Any, spec: Any, static: Any) -> Any:
+            codec = build_codec(config, spec, static)
+            codec.rope = "pre" if spec.kind == "keys" else "post"
+            return codec
+
+        monkeypatch.setattr(identity, "build", built)
+    cache = made_cache(path, revive=True)
+    found = steps(prepared(path), prompt(1), 0, cache, [1] * len(FURTHER))
+    torch.testing.assert_close(found[0].double(), expected, atol=1e-4, rtol=0)
+    assert tuple(layer.stored for layer in cache.layers) == lengths
+    assert sum(lengths) > sum(slow(0, 0)[1]) + 10  # some came back
+    assert not torch.allclose(expected, slow(0, 0)[0], atol=1e-2)
+    assert [layer.seen for layer in cache.layers] == [TOKENS + len(FURTHER)] * LAYERS
+    for layer in cache.layers:
+        assert len(set(layer.columns.tolist())) == layer.stored
+    waiting = sum(len(columns) for _, columns in cache.layers[0].pruning.revival.left.values())
+    assert waiting > 0 and cache.nbytes().state > waiting * 64 * 4
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_several_tokens_after_some_came_back(path: CachePath) -> None:
+    """A step of many tokens reads what came back in steps of one, and brings back nothing."""
+    made, found = prepared(path), []
+    for sizes in ([1, 1, 1, 5], [1, 1, 1, 2, 3]):
+        cache = made_cache(path, revive=True)
+        found.append(steps(made, prompt(1), 0, cache, sizes))
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=0)
+    torch.testing.assert_close(found[0][0, :4].double(), slow(0, 0, True)[0][:4], atol=1e-4, rtol=0)
+
+
+def test_coming_back_is_for_one_sequence() -> None:
+    with pytest.raises(CompressError, match="takes one sequence without padding"):
+        steps(prepared("decode"), prompt(), 0, made_cache(revive=True), [1])
+    cache = made_cache(revive=True)
+    steps(prepared("decode"), prompt(1), 0, cache, [1])
+    with pytest.raises(CompressError, match="revive: true cannot take tokens back"):
+        cache.crop(-1)
+    with pytest.raises(CompressError, match="takes one sequence"):
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    found = steps(prepared("decode"), prompt(1), 0, cache, [1, 1])
+    torch.testing.assert_close(found[0].double(), slow(0, 0, True)[0][:3], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("after", "keep"), [((), 1.0), ((), 0.75), ((), 0.34), ((0,), 0.17), ((2, -2), 0.51), ((0, 1, 2), 0.6)]
+)
+def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep: float) -> None:
+    stays = lazyllm.fractions(lazyllm.Config(after), keep, LAYERS)
+    fraction, total = 1.0, 0.0
+    for layer in range(LAYERS):
+        total += fraction
+        fraction = stays.get(layer, fraction)
+    assert total / LAYERS == pytest.approx(keep)
+    assert list(stays) == sorted(x % LAYERS for x in after or (1, 2, 4))
+    ratios = [b / a for a, b in zip([1.0, *stays.values()], stays.values(), strict=False)]
+    assert max(ratios) == pytest.approx(min(ratios))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": 0.1}, "keep 0.1 is too little: layers up to 1 cache all tokens"),
+        ({"after": [5]}, "after must name layers of the model, which has 6, and not the last one"),
+        ({"after": [9]}, "after must name layers"),
+        ({"heads": "ada"}, "heads is not possible with lazyllm"),
+        ({"layers": "pyramid"}, "layers is not possible with lazyllm"),
+        ({"decode": True}, "decode is not possible with lazyllm"),
+        ({"keep": None, "tokens": 40}, "tokens is not possible with lazyllm"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    evict = {key: value for key, value in {**LAZY, **settings}.items() if value is not None}
+    with pytest.raises(RecipeError, match=message):
+        make_cache(model().config, cache_settings({**EXACT, "evict": evict}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"labels": torch.zeros(1, 20, dtype=torch.long)}, "labels asks for all tokens"),
+        ({"logits_to_keep": RECENT + 1}, "of which only the newest 8 are sure to stay"),
+        ({"output_hidden_states": True}, "output_hidden_states asks for all tokens"),
+    ],
+)
+def test_passes_that_are_refused(asked: dict[str, Any], message: str) -> None:
+    made = prepared("decode")
+    with pytest.raises(CompressError, match=message), torch.no_grad():
+        made(prompt(1, 20), past_key_values=made_cache(), **asked)
+    made.train()
+    with pytest.raises(CompressError, match="not for training"):
+        made(prompt(1, 20), past_key_values=made_cache())
+    made.eval()
+
+
+def test_models_that_are_refused() -> None:
+    with pytest.raises(RecipeError, match="layers of type sliding_attention do not allow"):
+        make_cache(build("gemma2").config, {**EXACT, "evict": LAZY})
+    made = build("opt")
+    with pytest.raises(RecipeError, match="tokens cannot be dropped between the layers of this model"):
+        kv_cache.check(made.config, cache_settings({**EXACT, "evict": LAZY}))
+    with pytest.raises(RecipeError, match="tokens cannot be dropped between the layers of this model"):
+        generation.attach(made, {**EXACT, "evict": LAZY}, path="decode")
+    hooks.attach(made)
+    with pytest.raises(CompressError, match="tokens cannot be dropped"), torch.no_grad():
+        made(prompt(1, 20), past_key_values=make_cache(made.config, {**EXACT, "evict": LAZY}))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "gemma", "gpt_neox", "mixtral"])
+def test_other_models(name: str) -> None:
+    """A padded row of a batch is what it is alone."""
+    made, found = build(name), []
+    hooks.attach(made)
+    for row, pads in ((slice(0, 2), PADS), (slice(1, 2), 0)):
+        cache = make_cache(made.config, {**EXACT, "evict": LAZY})
+        ids = prompt()[row] if pads else prompt()[row, PADS:]
+        found.append(steps(made, ids, pads, cache, [5, 1]))
+        assert cache.layers[0].stored > cache.layers[1].stored
+    torch.testing.assert_close(found[0][1:], found[1], atol=5e-5, rtol=0)
