@@ -26,6 +26,7 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     quantize,
     report,
     streams,
+    study,
 )
 from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note
 from compress.progress import NOTES
@@ -58,7 +59,7 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-SHARED = {"quantize", "transform", "measure", "allocate", "eval"}  # commands that several processes share
+SHARED = {"quantize", "transform", "measure", "allocate", "eval", "study"}  # commands that several processes share
 
 
 @app.callback()
