@@ -42,7 +42,9 @@ def study(
     text: Annotated[list[str], typer.Option("--text", metavar="SRC", help="Text to score; repeatable.")],
     recipes: Annotated[
         list[str] | None,
-        typer.Option("--recipes", "-r", metavar="A,B", help="Recipes, patterns (int*) or files. Default: all built-in."),
+        typer.Option(
+            "--recipes", "-r", metavar="A,B", help="Recipes, patterns (int*) or files. Default: all built-in."
+        ),
     ] = None,
     bits: Annotated[str | None, typer.Option(metavar="2,3", help="Bits, of recipes that have them.")] = None,
     overrides: Annotated[
@@ -51,7 +53,9 @@ def study(
     ] = None,
     calib: Annotated[
         list[str] | None,
-        typer.Option(metavar="SRC", help="Calibration text; repeatable. self: the model writes it, which is the default."),
+        typer.Option(
+            metavar="SRC", help="Calibration text; repeatable. self: the model writes it, which is the default."
+        ),
     ] = None,
     samples: Annotated[str | None, typer.Option(metavar="16,64", help="Samples of calibration.")] = None,
     seq_len: Annotated[str | None, typer.Option(metavar="256,512", help="Tokens of a sample of calibration.")] = None,

@@ -33,7 +33,7 @@ class Axis(NamedTuple):
     is_log: bool = False
 
 
-class _Scale:
+class Scale:
     """Maps numbers of an axis to places of the drawing."""
 
     def __init__(self, values: Sequence[float], axis: Axis, ends: tuple[float, float], from_zero: bool = False) -> None:
@@ -100,7 +100,7 @@ def drawing(height: float, title: str, description: str, body: Sequence[str]) ->
     )
 
 
-def _frame(x: _Scale, y: _Scale, height: float) -> list[str]:
+def frame(x: Scale, y: Scale, height: float) -> list[str]:
     """Return grid, ticks and names of both axes."""
     top, right, below, left = MARGIN
     parts = []
@@ -126,9 +126,9 @@ def points(
     """Draw series of points over two axes; each point has its label beside it, points of a series may be joined."""
     top, right, below, left = MARGIN
     everything = [point for found in series.values() for point in found]
-    x = _Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
-    y = _Scale([point.y for point in everything], axes[1], (height - below, top + 18))
-    body = _frame(x, y, height)
+    x = Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
+    y = Scale([point.y for point in everything], axes[1], (height - below, top + 18))
+    body = frame(x, y, height)
     for index, (name, found) in enumerate(series.items()):
         color = f"var(--series-{index % SERIES})"
         places = [(x.place(point.x), y.place(point.y)) for point in found]
@@ -167,7 +167,7 @@ def bars(title: str, values: dict[str, float], axis: Axis, mark: float | None = 
     row, left = 20.0, min(260.0, 24 + 6.6 * max(map(len, values), default=1))
     height = row * len(values) + 50
     known = [*values.values(), *([] if mark is None else [mark])]
-    scale = _Scale(known, axis, (left, WIDTH - 70), from_zero=True)
+    scale = Scale(known, axis, (left, WIDTH - 70), from_zero=True)
     body = []
     for place, (name, value) in enumerate(values.items()):
         y, end = 6 + row * place, scale.place(value)

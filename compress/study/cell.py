@@ -25,8 +25,8 @@ from compress.model import fingerprint, load
 from compress.run.job import Job
 from compress.run.source import resolve
 from compress.storage.checkpoint import open_checkpoint, read_json
-from compress.study import grid
-from compress.study.folder import DONE, FAILED, RECIPE, CellFolder
+from compress.study import grid, self_written
+from compress.study.folder import DONE, FAILED, RECIPE, CellFolder, StudyFolder
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
@@ -36,10 +36,8 @@ SPEED = (64, 16)  # tokens of the prompt and behind it, of a timed model
 NOTES = 5  # remarks of a run that a result keeps, at most
 
 
-def main(folder: Path) -> None:
-    """Measure the cell in a folder and write its result."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    own = CellFolder(folder)
+def run(own: CellFolder) -> None:
+    """Measure a cell and write its result, or why there is none."""
     try:
         result = {"status": DONE, **measured(own)}
     except CompressError as error:
@@ -124,6 +122,7 @@ def _quantized(own: CellFolder, settings: Settings, resolved: Recipe) -> dict[st
         seed=settings.seed,
         pack=resolved.packs,
     )
+    self_written.put(StudyFolder(own.path.parent.parent), job)
     return api.quantize(job)
 
 
@@ -200,6 +199,12 @@ def _end_with_parent() -> None:
     """End this process when the one that has started it ends."""
     sys.stdin.buffer.read()
     os._exit(1)
+
+
+def main(folder: Path) -> None:
+    """Measure the cell in a folder for the process that holds the other end of the standard input."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    run(CellFolder(folder))
 
 
 if __name__ == "__main__":

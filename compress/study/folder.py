@@ -9,8 +9,8 @@
     DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
     DIR/study.json, study.csv, study.html
 
-Locks are those of the kernel (flock): they end with their process, so that nothing stale is left by one that was killed,
-and on a network file system that knows them they hold between machines.
+Locks are those of the kernel (flock): they end with their process, so that nothing stale is left by one that was
+killed, and on a network file system that knows them they hold between machines.
 """
 
 from __future__ import annotations

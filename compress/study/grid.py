@@ -23,7 +23,6 @@ from compress import recipe
 from compress.calib.documents import source_name
 from compress.errors import RecipeError
 from compress.progress import note
-from compress.progress import note
 from compress.recipe import Recipe
 from compress.recipe.catalogue import COSTS, Entry, Header
 

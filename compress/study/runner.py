@@ -24,6 +24,7 @@ from compress.study.folder import LOG, CellFolder
 
 POLL = 0.1  # seconds between two looks at the own processes
 LOOK = 1.0  # seconds between two looks at cells that others measure
+COMMAND = (sys.executable, "-m", measuring.__name__)  # of a child; the folder of its cell follows
 TAIL = 2000  # characters of a log in which the reason of a failure is looked for
 
 OnResult = Callable[[CellFolder], None]
@@ -103,7 +104,7 @@ def _started(cell: CellFolder, lock: int, place: int, effort: Effort) -> subproc
     threads = max(1, (os.cpu_count() or 1) // effort.jobs) if effort.jobs > 1 else None
     with (cell.path / LOG).open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", measuring.__name__, str(cell.path.absolute())],
+            [*COMMAND, str(cell.path.absolute())],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -51,6 +51,9 @@ def gather(folder: StudyFolder) -> dict[str, Any]:
     done = [result for result in results if result["status"] == DONE]
     original = next((result for result in done if result["name"] == grid.ORIGINAL), None)
     cells = sorted((x for x in done if x is not original), key=lambda x: (x["nbytes"], x["key"]))
+    named = labels([*done, *(x for x in results if x["status"] != DONE)])
+    cells = [{**cell, "label": named[cell["key"]]} for cell in cells]
+    failed = [{**x, "label": named[x["key"]]} for x in results if x["status"] != DONE]
     settings = asked[0][0].asked["settings"] if asked else {"model": "", "texts": []}
     return {
         "version": grid.VERSION,
@@ -62,10 +65,32 @@ def gather(folder: StudyFolder) -> dict[str, Any]:
         },
         "original": original,
         "cells": cells,
-        "failed": sorted((x for x in results if x["status"] != DONE), key=lambda x: (x["label"], x["key"])),
+        "failed": sorted(failed, key=lambda x: (x["label"], x["key"])),
         "pending": sorted(cell.asked["label"] for cell, result in asked if result is None),
         "frontier": frontiers(cells),
     }
+
+
+def labels(results: Sequence[Result]) -> dict[str, str]:
+    """Return key -> the shortest label that tells a cell from the others: its recipe, and what several of it vary."""
+    alike: dict[str, list[Result]] = {}
+    for result in results:
+        alike.setdefault(result["name"], []).append(result)
+    found = {}
+    for name, members in alike.items():
+        shared = set.intersection(*(set(member["overrides"]) for member in members))
+        sources = {member["calib"] for member in members}
+        for member in members:
+            varied = [_short(each) for each in member["overrides"] if each not in shared]
+            source = [member["calib"] or "no text"] if len(sources) > 1 else []
+            found[member["key"]] = " ".join((name, *varied, *source))
+    return found
+
+
+def _short(override: str) -> str:
+    """Return an override without the section it is in."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
 
 
 def frontiers(cells: Sequence[Result]) -> dict[str, dict[str, list[str]]]:
