@@ -121,6 +121,7 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     """Measure all cells; how: cells at a time, seconds of a cell, whether failed ones are measured again."""
     import torch
 
+    from compress.evaluate.scores import text_windows
     from compress.model.fingerprint import fingerprint
     from compress.run.source import resolve
     from compress.storage.checkpoint import open_checkpoint
@@ -131,8 +132,11 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     names = {Path(source).name for source in shared.texts}
     if len(names) < len(shared.texts):
         raise RecipeError("two texts to score have the same name; rename one, so that figures can be told apart")
+    directory = resolve(shared.model)
+    for source in shared.texts:  # what cannot be scored is known before anything is quantized
+        text_windows([directory], source, shared.window, shared.max_tokens)
     study_folder = folders.StudyFolder(out)
-    identity = folders.identity(shared, fingerprint(open_checkpoint(resolve(shared.model))))
+    identity = folders.identity(shared, fingerprint(open_checkpoint(directory)))
     study_folder.open(identity)
     asked = [study_folder.ask(cell, shared, identity) for cell in cells]
     if how[2]:

@@ -48,8 +48,7 @@ def run(own: CellFolder) -> None:
         is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         result = failure("out of memory" if is_memory else f"{type(error).__name__}: {first_line(error)}")
         sys.excepthook(*sys.exc_info())
-    if not own.settings.keep or result["status"] == FAILED:
-        own.clear()
+    own.clear(keep=own.settings.keep and result["status"] == DONE)
     own.finish({**described(own), **result})
 
 

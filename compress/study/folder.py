@@ -138,10 +138,10 @@ class CellFolder:
             return None
         return lock
 
-    def clear(self) -> None:
-        """Remove the checkpoint and what was measured for it."""
+    def clear(self, keep: bool = False) -> None:
+        """Remove what was measured for the checkpoint, and that itself unless it is to be kept."""
         for path in self.path.iterdir():
-            if path.is_dir():
+            if path.is_dir() and not (keep and path == self.checkpoint):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _read(self, name: str) -> dict[str, Any]:
