@@ -196,7 +196,8 @@ def _purpose(resolved: Recipe) -> str:
 
 def _end_with_parent() -> None:
     """End this process when the one that has started it ends."""
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os._exit(1)
 
 
