@@ -161,8 +161,10 @@ def _cost(cells: Sequence[Cell]) -> str:
     """Return time and memory, predicted and measured."""
     if not cells:
         return ""
-    names = ("recipe", "seconds to make", "of them quantizing", "peak, MiB", "predicted", "seconds to score")
-    names += ("prefill, tokens/s", "decode, tokens/s", "on", "samples", "of tokens")
+    names = [
+        *("recipe", "seconds to make", "of them quantizing", "peak, MiB", "predicted", "seconds to score"),
+        *("prefill, tokens/s", "decode, tokens/s", "on", "samples", "of tokens"),
+    ]
     rows: list[list[html.Cell]] = []
     for cell in cells:
         cost, speed, text = cell["cost"], cell["speed"] or {}, cell["calibration"] or {}
@@ -180,7 +182,7 @@ def _cost(cells: Sequence[Cell]) -> str:
                 text.get("seq_len"),
             ]
         )
-    seconds = {str(row[0]): float(row[1] or 0.0) for row in sorted(rows, key=lambda row: -float(row[1] or 0.0))}  # type: ignore[arg-type]
+    seconds = {str(row[0]): float(row[1] or 0.0) for row in sorted(rows, key=lambda row: -float(row[1] or 0.0))}
     whole = sum(seconds.values()) + sum(float(cell["cost"]["scoring_seconds"]) for cell in cells)
     resumed = [cell["label"] for cell in cells if cell["cost"]["resumed_blocks"]]
     remark = f"Interrupted, so that the time is of the last part only: {', '.join(resumed)}." if resumed else ""
@@ -206,12 +208,14 @@ def _failed(study: Study) -> str:
 def _settings(study: Study) -> str:
     """Return how all was measured."""
     found = study["settings"]
-    versions = next((cell["versions"] for cell in (study["original"], *study["cells"]) if cell), {})
+    measured = [cell for cell in (study["original"], *study["cells"]) if cell is not None]
+    versions = measured[0]["versions"] if measured else {}
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
     remarks = [[cell["label"], note] for cell in study["cells"] for note in cell["notes"]]
     said = (
         f"Windows of {found['window']} tokens, at most {found['max_tokens']:,} tokens of each text, in "
-        f"{found['dtype']} on {found['device']}, seed {found['seed']}; {', '.join(f'{k} {v}' for k, v in versions.items())}. Standard "
-        "errors are over windows. A recipe with a cache is scored through it."
+        f"{found['dtype']} on {found['device']}, seed {found['seed']}; {software}. Standard errors are over windows. "
+        "A recipe with a cache is scored through it."
     )
     table = html.table("Remarks", ("recipe", "what"), remarks) if remarks else ""
     return html.section(
