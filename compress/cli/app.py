@@ -24,6 +24,7 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     lists,
     push,
     quantize,
+    recommend,
     report,
     streams,
     study,
