@@ -108,11 +108,14 @@ def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
 def _show(result: dict[str, Any], asked: Asked, known: Known, others: list[Known]) -> None:
     """Print the recommendation."""
     from compress.cli.tables import size
+    from compress.study.recommend import SENSIBLE
 
     for name, row in _merged(result["recommended"]):
         print(f"{name}: {row['recipe']}{' with the cache of ' + row['cache'] if row['cache'] else ''}")
         for said in _lines(row, asked):
             print(f"  {said}")
+    if any(row["kl"] > SENSIBLE for row in result["recommended"].values()):
+        print(f"what fits is expected to lose more than {SENSIBLE:g} nats a token: a smaller model may serve better")
     if not result["recommended"]:
         smallest = result["smallest"]
         print(f"nothing fits {size(asked.limit)}")

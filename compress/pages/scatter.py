@@ -37,6 +37,10 @@ class _Box(NamedTuple):
     right: float
     bottom: float
 
+    def is_inside(self, frame: _Box) -> bool:
+        is_wide = self.left >= frame.left and self.right <= frame.right
+        return is_wide and self.top >= frame.top and self.bottom <= frame.bottom
+
     def overlaps(self, other: _Box) -> bool:
         return not (
             self.right < other.left or self.left > other.right or self.bottom < other.top or self.top > other.bottom
@@ -79,29 +83,43 @@ def _point(mark: Mark, place: tuple[float, float], color: str, axes: tuple[svg.A
 
 
 def _labels(marks: Sequence[Mark], places: Sequence[tuple[float, float]], frame: _Box) -> list[str]:
-    """Return labels that hide neither points nor each other."""
+    """Return labels that hide neither points nor each other; lines to them cross words only where there is no way."""
     reach = RADIUS + 1.5
-    points = [_Box(a - reach, b - reach, a + reach, b + reach) for a, b in places]
-    taken = list(points)
-    parts = []
-    order = sorted(range(len(marks)), key=lambda at: (not marks[at].is_best, places[at]))
-    for at in order:
-        for box, distance in _candidates(marks[at].label, places[at]):
-            inside = box.left >= frame.left and box.right <= frame.right
-            inside = inside and box.top >= frame.top and box.bottom <= frame.bottom
-            if not inside or any(box.overlaps(other) for other in taken):
-                continue
-            taken.append(box)
-            if distance >= LEADER:
+    taken = [_Box(a - reach, b - reach, a + reach, b + reach) for a, b in places]
+    line = sorted(place for mark, place in zip(marks, places, strict=True) if mark.is_best)
+    taken += [spot for pair in zip(line, line[1:], strict=False) for spot in _spots(*pair)]
+    words, parts = list[_Box](), list[str]()
+    left = sorted(range(len(marks)), key=lambda at: (not marks[at].is_best, places[at]))
+    for may_cross in (False, True):
+        for at in list(left):
+            for box, distance in _candidates(marks[at].label, places[at]):
+                if not box.is_inside(frame) or any(box.overlaps(other) for other in taken):
+                    continue
                 end = (min(max(places[at][0], box.left), box.right), min(max(places[at][1], box.top), box.bottom))
-                parts.append(
-                    f'<line class="leader" x1="{places[at][0]:.1f}" y1="{places[at][1]:.1f}" '
-                    f'x2="{end[0]:.1f}" y2="{end[1]:.1f}"/>'
-                )
-            kind = "label best" if marks[at].is_best else "label"
-            parts.append(svg.text(box.left + 1, box.bottom - 3, marks[at].label, "start", kind))
-            break
+                spots = _spots(places[at], end) if distance >= LEADER else []
+                if not may_cross and any(spot.overlaps(other) for spot in spots for other in words):
+                    continue
+                left.remove(at)
+                words.append(box)
+                taken += [box, *spots]
+                parts += _leader(places[at], end) if spots else []
+                kind = "label best" if marks[at].is_best else "label"
+                parts.append(svg.text(box.left + 1, box.bottom - 3, marks[at].label, "start", kind))
+                break
     return parts
+
+
+def _leader(begin: tuple[float, float], end: tuple[float, float]) -> list[str]:
+    ends = f'x1="{begin[0]:.1f}" y1="{begin[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}"'
+    return [f'<line class="leader" {ends}/>']
+
+
+def _spots(begin: tuple[float, float], end: tuple[float, float]) -> list[_Box]:
+    """Return places along a line, without its ends."""
+    count = max(9, int(math.dist(begin, end) / 6))
+    shares = [(step + 1) / (count + 1) for step in range(count)]
+    along = [(begin[0] + share * (end[0] - begin[0]), begin[1] + share * (end[1] - begin[1])) for share in shares]
+    return [_Box(x, y, x, y) for x, y in along]
 
 
 def _candidates(label: str, place: tuple[float, float]) -> Iterator[tuple[_Box, float]]:

@@ -93,10 +93,13 @@ def _table(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str:
         ]
         for cell in cells
     ]
-    return html.section(
-        "All recipes",
-        html.table("Select a column's name to sort", [*names, *_score_names(texts)], rows),
-    )
+    return html.section("All recipes", _filled("Select a column's name to sort", [*names, *_score_names(texts)], rows))
+
+
+def _filled(caption: str, names: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> str:
+    """Return a table without the columns in which nothing stands."""
+    kept = [at for at in range(len(names)) if any(row[at] not in (None, "") for row in rows)]
+    return html.table(caption, [names[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
 def _scores(cell: Cell, texts: Sequence[str]) -> list[html.Cell]:
@@ -189,7 +192,7 @@ def _cost(cells: Sequence[Cell]) -> str:
     return html.section(
         "Time and memory",
         html.paragraph(f"{duration(whole)} in all. {remark}"),
-        html.table("What it takes to make each", names, rows),
+        _filled("What it takes to make each", names, rows),
         html.folded("As bars", html.figure(svg.bars("Seconds to make", seconds, svg.Axis("seconds")), "Seconds.")),
     )
 
