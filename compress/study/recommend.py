@@ -23,11 +23,12 @@ import yaml
 
 from compress import recipe
 from compress.errors import CompressError
+from compress.importers import open_checkpoint
 from compress.model import fingerprint
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, silent
 from compress.recipe import Recipe
-from compress.run import cache_bytes, prepare
+from compress.run import cache_bytes, kv_cache, prepare, source
 from compress.run.job import Job, Prepared
 from compress.study import losses
 from compress.study.losses import Known, Loss
@@ -138,9 +139,6 @@ def with_cache(choice: Choice) -> Recipe:
 
 def studied(job: Job, study: Path | None) -> tuple[Known, list[Known]]:
     """Return the study that losses are taken from, and the others. Raises CompressError where there is none."""
-    from compress.importers import open_checkpoint
-    from compress.run import source
-
     known = losses.shipped() if study is None else [losses.read(study)]
     known = [each for each in known if each.losses]
     if not known:
@@ -166,14 +164,15 @@ def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, 
         if settings is None:
             continue
         try:
-            prepare.kv_cache.check(skeleton.config, settings)
+            kv_cache.check(skeleton.config, settings)
         except CompressError:
             continue
         nbytes = int(exact * (loss.cache_share or 1))
         if not settings.needs():
             measured = cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype, asked.context)
             nbytes = int(measured.bytes_per_token * asked.context)
-        found[loss.recipe] = (nbytes, loss)
+        if nbytes < exact:
+            found[loss.recipe] = (nbytes, loss)
     return found
 
 
