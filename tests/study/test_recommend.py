@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from compress.errors import OutputError
 from compress.run.job import Job
 from compress.study import losses, recommend
 from compress.study.recommend import BEST, SMALLEST, TRADE, Asked, Choice
-from runs import TEXT
+from runs import TEXT, stored_tensors
 
 
 def choice(name: str, nbytes: int, kl: float) -> Choice:
@@ -124,8 +125,12 @@ def test_sizes_are_what_is_written(pico_dir: Callable[..., Path], tmp_path: Path
     words = recommend.command(Asked(job, 1), both)
     made = recipe.load(words[words.index("--recipe") + 1], [words[words.index("--set") + 1]])
     assert made.kv_cache == recipe.load("kv4").kv_cache
-    bounded, is_bound, _ = recommend.size(dataclasses.replace(job, recipe=recipe.load("mixed3bit"), out=tmp_path / "x"))
-    assert is_bound and bounded < both.nbytes
+    mixed = dataclasses.replace(job, recipe=recipe.load("mixed3bit"), out=tmp_path / "x")
+    bound, is_bound, _ = recommend.size(mixed)
+    tensors = stored_tensors(model)
+    linears = sum(tensor.numel() for name, tensor in tensors.items() if "_proj" in name)
+    rest = sum(tensor.nbytes for name, tensor in tensors.items() if "_proj" not in name)
+    assert is_bound and bound == rest + math.ceil(3.125 * linears / 8)
 
 
 @pytest.mark.parametrize("fits", ["100MiB", "1KiB"])
