@@ -35,42 +35,56 @@ EPILOG = (
 )
 
 
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Of the study; new, or to go on with.")]
+Texts = Annotated[list[str], typer.Option("--text", metavar="SRC", help="Text to score; repeatable.")]
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option("--recipes", "-r", metavar="A,B", help="Recipes, patterns (int*) or files. Default: all built-in."),
+]
+Bits = Annotated[str | None, typer.Option(metavar="2,3", help="Bits, of recipes that have them.")]
+Values = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=V1,V2", help="Values of a recipe's key, each a cell. Repeatable."),
+]
+Calib = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SRC", help="Calibration text; repeatable. self: the model writes it, which is the default."),
+]
+Samples = Annotated[str | None, typer.Option(metavar="16,64", help="Samples of calibration.")]
+SeqLen = Annotated[str | None, typer.Option(metavar="256,512", help="Tokens of a sample of calibration.")]
+Window = Annotated[int, typer.Option(min=2, help="Tokens of a scored window.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Tokens of each text to score, from its start.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Cells at a time.")]
+CellTime = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Longest time of a cell: 30min. What takes longer has failed.")
+]
+MaxMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Limit for quantizing in each process. Default: what is free.")
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Measure what has failed before once more.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep the checkpoints.")]
+Timed = Annotated[bool, typer.Option("--speed", help="Also time each checkpoint.")]
+
+
 @app.command(epilog=EPILOG)
 def study(
     model: Model,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Of the study; new, or to go on with.")],
-    text: Annotated[list[str], typer.Option("--text", metavar="SRC", help="Text to score; repeatable.")],
-    recipes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--recipes", "-r", metavar="A,B", help="Recipes, patterns (int*) or files. Default: all built-in."
-        ),
-    ] = None,
-    bits: Annotated[str | None, typer.Option(metavar="2,3", help="Bits, of recipes that have them.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=V1,V2", help="Values of a recipe's key, each a cell. Repeatable."),
-    ] = None,
-    calib: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SRC", help="Calibration text; repeatable. self: the model writes it, which is the default."
-        ),
-    ] = None,
-    samples: Annotated[str | None, typer.Option(metavar="16,64", help="Samples of calibration.")] = None,
-    seq_len: Annotated[str | None, typer.Option(metavar="256,512", help="Tokens of a sample of calibration.")] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a scored window.")] = 512,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text to score, from its start.")] = 32768,
-    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time.")] = 1,
-    cell_time: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Longest time of a cell: 30min. What takes longer has failed.")
-    ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit for quantizing in each process. Default: what is free.")
-    ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure what has failed before once more.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints.")] = False,
-    speed: Annotated[bool, typer.Option("--speed", help="Also time each checkpoint.")] = False,
+    out: Out,
+    text: Texts,
+    recipes: Recipes = None,
+    bits: Bits = None,
+    overrides: Values = None,
+    calib: Calib = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    window: Window = 512,
+    max_tokens: MaxTokens = 32768,
+    jobs: Jobs = 1,
+    cell_time: CellTime = None,
+    max_memory: MaxMemory = None,
+    retry: Retry = False,
+    keep: Keep = False,
+    speed: Timed = False,
     dtype: Dtype = "float32",
     device: Device = "auto",
     seed: Seed = 0,
@@ -94,22 +108,12 @@ def study(
             grid.chosen([name for names in recipes or () for name in grid.values(names)]),
             grid.values(bits) if bits else (),
             tuple(grid.axis(each) for each in overrides or ()),
-            tuple(dict.fromkeys(_absolute(source) for source in calib or (grid.SELF,))),
+            _sources(calib or [grid.SELF]),
             _numbers(samples, "--samples"),
             _numbers(seq_len, "--seq-len"),
         )
-        shared = Settings(
-            _absolute(model),
-            tuple(dict.fromkeys(_absolute(source) for source in text)),
-            window,
-            max_tokens,
-            dtype,
-            device_named(device),
-            seed,
-            limits[1],
-            keep,
-            speed,
-        )
+        rest = device_named(device), seed, limits[1], keep, speed
+        shared = Settings(_absolute(model), _sources(text), window, max_tokens, dtype, *rest)
         found = _run(axes, shared, out, (jobs, limits[0], retry))
         if as_json:
             print(json.dumps(found))
@@ -122,9 +126,9 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     import torch
 
     from compress.evaluate.scores import text_windows
+    from compress.importers import open_checkpoint
     from compress.model.fingerprint import fingerprint
     from compress.run.source import resolve
-    from compress.storage.checkpoint import open_checkpoint
     from compress.study import folder as folders
     from compress.study import grid, runner, summary
 
@@ -192,6 +196,11 @@ def _print_end(found: dict[str, Any], out: Path) -> None:
 def _absolute(source: str) -> str:
     """Return the absolute path of a file or directory; anything else as it is."""
     return str(Path(source).resolve()) if Path(source).exists() else source
+
+
+def _sources(given: list[str]) -> tuple[str, ...]:
+    """Return sources of text by absolute path, each once."""
+    return tuple(dict.fromkeys(_absolute(source) for source in given))
 
 
 def _numbers(text: str | None, option: str) -> tuple[int, ...]:

@@ -21,10 +21,11 @@ from compress import api, process_memory, recipe
 from compress import evaluate as evaluation
 from compress.errors import CompressError, cut, first_line
 from compress.evaluate import cache, speed
+from compress.importers import open_checkpoint
 from compress.model import fingerprint, load
 from compress.run.job import Job
 from compress.run.source import resolve
-from compress.storage.checkpoint import open_checkpoint, read_json
+from compress.storage.checkpoint import read_json
 from compress.study import grid, self_written
 from compress.study.folder import DONE, FAILED, RECIPE, CellFolder, StudyFolder
 

@@ -113,7 +113,7 @@ def chosen(patterns: Sequence[str]) -> tuple[str, ...]:
 
 def values(text: str) -> tuple[str, ...]:
     """Split values at commas that lie in no bracket and no quotes: "2,3" gives 2 and 3, "[1, 2]" one value."""
-    found, depth, quote, begin = [], 0, "", 0
+    found, depth, quote, begin = list[str](), 0, "", 0
     for at, sign in enumerate(text):
         if quote or sign in "\"'":
             quote = "" if sign == quote else quote or sign
@@ -122,10 +122,10 @@ def values(text: str) -> tuple[str, ...]:
         if sign == "," and not depth:
             found.append(text[begin:at])
             begin = at + 1
-    found = [part.strip() for part in (*found, text[begin:])]
-    if not all(found):
+    parts = tuple(part.strip() for part in (*found, text[begin:]))
+    if not all(parts):
         raise RecipeError(f"{text!r} has an empty value; give values with commas between them, such as 2,3,4")
-    return tuple(found)
+    return parts
 
 
 def axis(override: str) -> tuple[str, tuple[str, ...]]:

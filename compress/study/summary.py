@@ -54,7 +54,7 @@ def gather(folder: StudyFolder) -> dict[str, Any]:
     named = labels([*done, *(x for x in results if x["status"] != DONE)])
     cells = [{**cell, "label": named[cell["key"]]} for cell in cells]
     failed = [{**x, "label": named[x["key"]]} for x in results if x["status"] != DONE]
-    settings = asked[0][0].asked["settings"] if asked else {"model": "", "texts": []}
+    settings: dict[str, Any] = asked[0][0].asked["settings"] if asked else {"model": "", "texts": []}
     return {
         "version": grid.VERSION,
         "model": Path(settings["model"].rstrip("/")).name,
