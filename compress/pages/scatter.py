@@ -52,7 +52,8 @@ def scatter(title: str, marks: Sequence[Mark], axes: tuple[svg.Axis, svg.Axis], 
     shown = [mark for mark in marks if (mark.y > 0 or not axes[1].is_log) and math.isfinite(mark.y)]
     top, right, below, left = svg.MARGIN
     x = svg.Scale([mark.x for mark in shown], axes[0], (left, svg.WIDTH - right))
-    y = svg.Scale([mark.y for mark in shown], axes[1], (height - below, top + 22))
+    reached = [mark.y + sign * mark.error for mark in shown for sign in (-1, 1)]
+    y = svg.Scale(reached, axes[1], (height - below, top + 22))
     places = [(x.place(mark.x), y.place(mark.y)) for mark in shown]
     groups = list(dict.fromkeys(mark.group for mark in marks))
     colors = {group: f"var(--series-{index % svg.SERIES})" for index, group in enumerate(groups)}

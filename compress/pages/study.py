@@ -68,7 +68,7 @@ def _frontiers(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str
             for cell in cells
             if (value := score(cell, text)) is not None
         ]
-        if marks:
+        if len({mark.x for mark in marks}) > 1:
             axes = svg.Axis("whole file, MiB", is_log=True), svg.Axis("KL, nats a token", is_log=True)
             caption = f"Loss on {text} by size of all stored tensors. Point at a mark for its figures."
             parts.append(html.figure(scatter(f"KL by size on {text}", marks, axes), caption))

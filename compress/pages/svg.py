@@ -61,7 +61,8 @@ class Scale:
         marks = (1.0,) if self.high - self.low > 3 else (1.0, 2.0, 5.0) if self.high - self.low > 0.8 else _TENTHS
         powers = range(math.floor(self.low), math.ceil(self.high) + 1)
         found = [mark * 10.0**power for power in powers for mark in marks]
-        return [value for value in found if self.low <= math.log10(value) <= self.high]
+        found = [value for value in found if self.low <= math.log10(value) <= self.high]
+        return found if len(found) > 1 else _round_steps(10.0**self.low, 10.0**self.high)
 
 
 _TENTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -190,7 +191,7 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], cells: dic
 
     Colors follow the logarithm where the largest positive value is more than 20 times the smallest.
     """
-    left, top = min(120.0, 24 + 7.0 * max(map(len, rows), default=1)), 26.0
+    left, top = min(240.0, 24 + 7.0 * max(map(len, rows), default=1)), 26.0
     wide = (WIDTH - left - 8) / max(1, len(columns))
     tall = max(12.0, min(26.0, 700 / max(1, len(rows))))
     known = sorted(value for value in cells.values() if math.isfinite(value) and value > 0)
@@ -212,7 +213,7 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], cells: dic
             f'style="opacity:{share:.3f}"><title>{escape(tip)}</title></rect>'
         )
         if tall >= 15 and wide >= 46:
-            kind = "on-dark" if share > 0.55 else ""
+            kind = "on-dark" if share > 0.65 else ""
             at = (left + wide * (column + 0.5), top + tall * (row + 0.5) + TICK)
             body.append(text(*at, number(value), "middle", f"value {kind}".strip()))
     height = top + tall * len(rows) + 8
