@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -195,7 +196,7 @@ def _print_end(found: dict[str, Any], out: Path) -> None:
 
 def _absolute(source: str) -> str:
     """Return the absolute path of a file or directory; anything else as it is."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    return os.path.abspath(source) if os.path.exists(source) else source
 
 
 def _sources(given: list[str]) -> tuple[str, ...]:

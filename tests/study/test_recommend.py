@@ -88,6 +88,11 @@ def test_a_study_is_read_as_far_as_it_is_of_recipes_as_they_are(tmp_path: Path) 
         losses.read(tmp_path / "none.json")
 
 
+def test_what_is_shipped_can_be_read() -> None:
+    for known in losses.shipped():
+        assert known.losses and known.parameters > 0 and known.frontier
+
+
 def test_ranks_agree_as_spearman_says(tmp_path: Path) -> None:
     from scipy.stats import spearmanr
 
