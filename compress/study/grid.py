@@ -154,10 +154,11 @@ def cells(axes: Axes) -> list[Cell]:
                 taken.update(overrides)
                 for override in errors:
                     note(f"{name} is not studied with {override}: {errors[override]}")
-        for overrides in itertools.product(*kept):
-            for cell in _calibrated(recipe.load(name, overrides), overrides, axes):
+        for chosen_ones in itertools.product(*kept):
+            for cell in _calibrated(recipe.load(name, chosen_ones), chosen_ones, axes):
                 found.setdefault((cell.name, recipe.fingerprint(cell.recipe), cell.calib), cell)  # type: ignore[arg-type]
-    if wrong := [error for override, error in refused.items() if override not in taken and not _is_bits(override)]:
+    known = {_value(override) for override in taken}
+    if wrong := [error for override, error in refused.items() if _value(override) not in known]:
         raise wrong[0]
     return [Cell(None), *sorted(found.values(), key=lambda cell: cell.cost)]
 
@@ -199,9 +200,9 @@ def _accepted(name: str, key: str, options: Sequence[str]) -> tuple[list[str], d
     return accepted, refused
 
 
-def _is_bits(override: str) -> bool:
-    """Whether an override is of the axis that only some recipes have."""
-    return override.partition("=")[0] in ("quantize.bits", "kv_cache.bits")
+def _value(override: str) -> str:
+    """Return an override as it was asked for: bits are those of the weights or of the cache."""
+    return re.sub(r"^(quantize|kv_cache)\.bits=", "bits=", override)
 
 
 def _calibrated(resolved: Recipe, overrides: Sequence[str], axes: Axes) -> Iterator[Cell]:

@@ -48,6 +48,8 @@ def test_equal_cells_are_one() -> None:
 def test_what_no_recipe_takes_is_an_error() -> None:
     with pytest.raises(RecipeError, match="group_sise"):
         grid.cells(Axes(("int4", "int8"), overrides=(("group_sise", ("32",)),)))
+    with pytest.raises(RecipeError, match="17"):
+        grid.cells(Axes(("int4", "kv4"), bits=("4", "17")))
     found = grid.cells(Axes(("int4", "kv4"), overrides=(("quantize.group_size", ("32", "64")),)))
     assert [cell.name for cell in found].count("int4") == 2 and [cell.name for cell in found].count("kv4") == 1
 
