@@ -26,7 +26,7 @@ ORDER = [
     *("ranks", "pages"),
     *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime", "serving"),  # what runs a checkpoint
     *("model", "recipe", "calib", "lowrank", "quant", "tune", "transform"),  # what makes one
-    *("run", "evaluate", "allocate", "export", "api", "cli"),  # who uses all this
+    *("run", "evaluate", "allocate", "export", "api", "study", "cli"),  # who uses all this
     *("recipes", "autoload", "__init__", "__main__"),
 ]
 

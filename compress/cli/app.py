@@ -24,8 +24,10 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     lists,
     push,
     quantize,
+    recommend,
     report,
     streams,
+    study,
 )
 from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note
 from compress.progress import NOTES
@@ -58,7 +60,7 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-SHARED = {"quantize", "transform", "measure", "allocate", "eval"}  # commands that several processes share
+SHARED = {"quantize", "transform", "measure", "allocate", "eval", "study"}  # commands that several processes share
 
 
 @app.callback()

@@ -150,16 +150,7 @@ class RunOptions:
 
     def _limit(self) -> int | None:
         """The bytes of --max-memory."""
-        from compress.process_memory import parse_size
-
-        try:
-            limit = None if self.max_memory is None else parse_size(self.max_memory)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--max-memory") from error
-        if limit is not None and limit < LEAST_MEMORY:
-            said = f"{self.max_memory} is {limit} bytes, less than any run takes; give a size such as 8GiB"
-            raise typer.BadParameter(said, param_hint="--max-memory")
-        return limit
+        return size_given(self.max_memory)
 
     def _seconds(self) -> float | None:
         """The seconds of --budget."""
@@ -314,6 +305,20 @@ def errors(resume: str = "") -> Iterator[None]:
             note(f"{error.filename or 'cannot write the output'}: {error.strerror}")
             raise typer.Exit(1) from None
         raise
+
+
+def size_given(text: str | None) -> int | None:
+    """Return the bytes of --max-memory; wrong usage for what no run could keep to."""
+    from compress.process_memory import parse_size
+
+    try:
+        limit = None if text is None else parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+    if limit is not None and limit < LEAST_MEMORY:
+        said = f"{text} is {limit} bytes, less than any run takes; give a size such as 8GiB"
+        raise typer.BadParameter(said, param_hint="--max-memory")
+    return limit
 
 
 def check_model(model: str) -> None:

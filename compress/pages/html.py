@@ -43,7 +43,7 @@ a { color: var(--accent); } code { font: .9em ui-monospace, Menlo, Consolas, mon
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; min-width: 50%; }
 caption { text-align: left; padding-bottom: .3rem; }
 th, td { padding: .25rem .7rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
-  vertical-align: top; } td.words { min-width: 5rem; }
+  vertical-align: top; } td.words { min-width: 5rem; } td.words:first-child { min-width: 8.5rem; }
 th { color: var(--faint); font-weight: 600; } .words { text-align: left; }
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
 figure { margin: .8rem 0; overflow-x: auto; } svg { width: 100%; min-width: 34rem; height: auto; display: block; }
@@ -52,7 +52,8 @@ svg text { font: 11.5px system-ui, sans-serif; fill: var(--ink); } svg .name { f
 svg .label { fill: var(--ink); } svg .grid { stroke: var(--line); } svg .axis { stroke: var(--faint); }
 svg polyline { fill: none; stroke-width: 2; } svg .bar { fill: var(--series-0); } svg .cell { fill: var(--panel); }
 svg .mark { stroke: var(--bad); stroke-dasharray: 4 3; } svg .heat { fill: var(--heat); }
-svg .value { font-size: 10px; } svg .on-dark { fill: var(--on-heat); }
+svg .front { stroke: var(--faint); stroke-width: 1.4; } svg .leader { stroke: var(--faint); stroke-width: .7; }
+svg .best { font-weight: 600; } svg .value { font-size: 10px; } svg .on-dark { fill: var(--on-heat); }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 blockquote { margin: .4rem 0; padding: .5rem .8rem; background: var(--panel); border-left: 3px solid var(--line);
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92rem; }

@@ -33,7 +33,7 @@ class Axis(NamedTuple):
     is_log: bool = False
 
 
-class _Scale:
+class Scale:
     """Maps numbers of an axis to places of the drawing."""
 
     def __init__(self, values: Sequence[float], axis: Axis, ends: tuple[float, float], from_zero: bool = False) -> None:
@@ -61,7 +61,8 @@ class _Scale:
         marks = (1.0,) if self.high - self.low > 3 else (1.0, 2.0, 5.0) if self.high - self.low > 0.8 else _TENTHS
         powers = range(math.floor(self.low), math.ceil(self.high) + 1)
         found = [mark * 10.0**power for power in powers for mark in marks]
-        return [value for value in found if self.low <= math.log10(value) <= self.high]
+        found = [value for value in found if self.low <= math.log10(value) <= self.high]
+        return found if len(found) > 1 else _round_steps(10.0**self.low, 10.0**self.high)
 
 
 _TENTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -100,7 +101,7 @@ def drawing(height: float, title: str, description: str, body: Sequence[str]) ->
     )
 
 
-def _frame(x: _Scale, y: _Scale, height: float) -> list[str]:
+def frame(x: Scale, y: Scale, height: float) -> list[str]:
     """Return grid, ticks and names of both axes."""
     top, right, below, left = MARGIN
     parts = []
@@ -126,9 +127,9 @@ def points(
     """Draw series of points over two axes; each point has its label beside it, points of a series may be joined."""
     top, right, below, left = MARGIN
     everything = [point for found in series.values() for point in found]
-    x = _Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
-    y = _Scale([point.y for point in everything], axes[1], (height - below, top + 18))
-    body = _frame(x, y, height)
+    x = Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
+    y = Scale([point.y for point in everything], axes[1], (height - below, top + 18))
+    body = frame(x, y, height)
     for index, (name, found) in enumerate(series.items()):
         color = f"var(--series-{index % SERIES})"
         places = [(x.place(point.x), y.place(point.y)) for point in found]
@@ -167,7 +168,7 @@ def bars(title: str, values: dict[str, float], axis: Axis, mark: float | None = 
     row, left = 20.0, min(260.0, 24 + 6.6 * max(map(len, values), default=1))
     height = row * len(values) + 50
     known = [*values.values(), *([] if mark is None else [mark])]
-    scale = _Scale(known, axis, (left, WIDTH - 70), from_zero=True)
+    scale = Scale(known, axis, (left, WIDTH - 70), from_zero=True)
     body = []
     for place, (name, value) in enumerate(values.items()):
         y, end = 6 + row * place, scale.place(value)
@@ -190,7 +191,7 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], cells: dic
 
     Colors follow the logarithm where the largest positive value is more than 20 times the smallest.
     """
-    left, top = min(120.0, 24 + 7.0 * max(map(len, rows), default=1)), 26.0
+    left, top = min(240.0, 24 + 7.0 * max(map(len, rows), default=1)), 26.0
     wide = (WIDTH - left - 8) / max(1, len(columns))
     tall = max(12.0, min(26.0, 700 / max(1, len(rows))))
     known = sorted(value for value in cells.values() if math.isfinite(value) and value > 0)
@@ -212,7 +213,7 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], cells: dic
             f'style="opacity:{share:.3f}"><title>{escape(tip)}</title></rect>'
         )
         if tall >= 15 and wide >= 46:
-            kind = "on-dark" if share > 0.55 else ""
+            kind = "on-dark" if share > 0.65 else ""
             at = (left + wide * (column + 0.5), top + tall * (row + 0.5) + TICK)
             body.append(text(*at, number(value), "middle", f"value {kind}".strip()))
     height = top + tall * len(rows) + 8

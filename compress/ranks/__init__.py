@@ -118,6 +118,27 @@ def given() -> tuple[int, int]:
     return (int(rank), int(size)) if is_given and int(size) > 1 else (0, 1)
 
 
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment_alone(place: int = 0, devices: int = 0, threads: int | None = None) -> dict[str, str]:
+    """Return the environment for a process that shares its work with no other.
+
+    place: its number among those of this process that run side by side. devices: GPUs of this machine, of which each
+    process of torchrun, and each place, gets one in turn; 0: none is chosen. threads: for products on the CPU, unless
+    the environment says how many.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+    if devices > 1:
+        local = int(os.environ.get("LOCAL_RANK", "0") or 0)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        listed = visible if len(visible) == devices else [str(number) for number in range(devices)]
+        found["CUDA_VISIBLE_DEVICES"] = listed[(local + place) % devices]
+    if threads is not None:
+        found.setdefault("OMP_NUM_THREADS", str(threads))
+    return found
+
+
 def by_main(make: Callable[[], T]) -> T:
     """Return what the main process makes; the others wait for it."""
     ranks = current()

@@ -1,0 +1,185 @@
+"""Keep a study on disk.
+
+    DIR/run.json              the model, the texts and what else all cells share; another study is refused
+    DIR/lock                  held while a process writes run.json or the results of the whole study
+    DIR/cells/KEY/asked.json  what the cell is; recipe.yaml beside it, with every default
+    DIR/cells/KEY/lock        held by the process that measures the cell, and by the one that has started it
+    DIR/cells/KEY/cell.json   the result, or why there is none; written last
+    DIR/cells/KEY/log         what the cell's process has printed
+    DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
+    DIR/study.json, study.csv, study.html
+
+Locks are those of the kernel (flock): they end with their process, so that nothing stale is left by one that was
+killed, and on a network file system that knows them they hold between machines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from compress import recipe
+from compress.errors import CheckpointError, OutputError
+from compress.storage.checkpoint import read_json, write_text
+from compress.storage.workdir import WorkDirectory, writing
+from compress.study import grid
+from compress.study.grid import Cell, Settings
+
+ASKED, RECIPE, RESULT, LOG, CHECKPOINT = "asked.json", "recipe.yaml", "cell.json", "log", "checkpoint"
+DONE, FAILED = "done", "failed"
+
+
+class StudyFolder(WorkDirectory):
+    """The directory of a study, which any number of processes may use at a time."""
+
+    option = "--out"
+    holds = "holds a study with"
+    start_over = "give another --out"
+    keep = "the former settings"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "cells")
+
+    def open(self, identity: dict[str, Any]) -> None:
+        """Make the directory, or check that the study in it is this one. Raises OutputError."""
+        with writing(self.folder):
+            self.records.mkdir(parents=True, exist_ok=True)
+            with self.locked():
+                self.begin(identity, {})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What all cells of the study share."""
+        found: dict[str, Any] = self._read(self.run)["identity"]
+        return found
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the whole study, once it is free."""
+        with (self.folder / "lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def cell(self, key: str) -> CellFolder:
+        """Return the folder of a cell."""
+        return CellFolder(self.records / key)
+
+    def cells(self) -> list[CellFolder]:
+        """Return the folders of all cells that were ever asked for, by name."""
+        return [CellFolder(path.parent) for path in sorted(self.records.glob(f"*/{ASKED}"))]
+
+    def ask(self, cell: Cell, settings: Settings, identity: dict[str, Any]) -> CellFolder:
+        """Return the folder of a cell, with what is asked of it written down."""
+        folder = self.cell(cell.key(identity))
+        with writing(folder.path):
+            folder.path.mkdir(exist_ok=True)
+            if not (folder.path / RESULT).is_file():
+                if cell.recipe is not None:
+                    _put(folder.path / RECIPE, recipe.dump(cell.recipe))
+                _put(folder.path / ASKED, json.dumps(_plain(cell, settings), indent=1) + "\n")
+        return folder
+
+
+class CellFolder:
+    """The directory of one cell."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.key = path, path.name
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the cell is: name, label, overrides, calib, cost, has_recipe, and `settings`."""
+        return self._read(ASKED)
+
+    @property
+    def settings(self) -> Settings:
+        """What the cell shares with the others."""
+        values = self.asked["settings"]
+        return Settings(**{**values, "texts": tuple(values["texts"])})
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The result; None until there is one."""
+        return self._read(RESULT) if (self.path / RESULT).is_file() else None
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the quantized model is written."""
+        return self.path / CHECKPOINT
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the result, whole or not at all."""
+        with writing(self.path):
+            write_text(self.path / RESULT, json.dumps(result, indent=1) + "\n")
+
+    def forget_failure(self) -> None:
+        """Remove the result of a cell that failed, unless another process is at it."""
+        found = self.result
+        if found is not None and found["status"] == FAILED and (lock := self.take()) is not None:
+            with suppress(FileNotFoundError):
+                (self.path / RESULT).unlink()
+            os.close(lock)
+
+    def take(self) -> int | None:
+        """Return the descriptor of the cell's lock, None while another process has it. Closing it frees the cell."""
+        with writing(self.path):
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return lock
+
+    def clear(self, keep: bool = False) -> None:
+        """Remove what was measured for the checkpoint, and that itself unless it is to be kept."""
+        for path in self.path.iterdir():
+            if path.is_dir() and not (keep and path == self.checkpoint):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            return read_json(self.path / name)
+        except CheckpointError as error:
+            raise OutputError(f"{self.path / name} is damaged; delete {self.path} to measure it again") from error
+
+
+def identity(settings: Settings, model: str) -> dict[str, Any]:
+    """Return what all cells of a study share and what decides their figures; model: its fingerprint."""
+    return {
+        "version": grid.VERSION,
+        "model": model,
+        "texts": [grid.hashed(text) for text in settings.texts],
+        "window": settings.window,
+        "tokens": settings.max_tokens,
+        "type": settings.dtype,
+        "seed": settings.seed,
+        "device": settings.device,
+    }
+
+
+def _plain(cell: Cell, settings: Settings) -> dict[str, Any]:
+    return {
+        "name": cell.name,
+        "label": cell.label,
+        "overrides": list(cell.overrides),
+        "calib": cell.calib,
+        "needs_text": cell.needs_text,
+        "cost": cell.cost,
+        "has_recipe": cell.recipe is not None,
+        "settings": dataclasses.asdict(settings),
+    }
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whoever else does the same."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,130 @@
+"""Read what recipes lost in earlier studies: those that come with the package, or one of the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from compress import recipe
+from compress.errors import CheckpointError, OutputError
+from compress.storage import json_text
+from compress.storage.checkpoint import read_json
+from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
+
+SHIPPED = "shipped"  # folder of the package
+CALIBRATION = "calibration."  # section of a recipe whose values may differ from the shipped ones
+SOME = (*NUMBER, type(None))
+LAYOUT = {
+    "version": INTEGER,
+    "model": TEXT,
+    "settings": {"texts": [TEXT], "window": INTEGER},
+    "cells": [{"name": TEXT, "overrides": [TEXT], "nbytes": INTEGER, "bpw": SOME, "texts": [OBJECT]}],
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one recipe lost on one text."""
+
+    recipe: str
+    kl: float  # nats a token
+    se: float | None  # standard error of it
+    tokens: int  # scored
+    nbytes: int  # of all stored tensors of the model that was studied
+    bpw: float | None  # bits per packed weight; None where no weight is packed
+    cache_share: float | None  # of the bytes of an exact cache; None where the cache stays exact
+
+
+@dataclass(frozen=True)
+class Known:
+    """A study, as far as it is of the built-in recipes as they are."""
+
+    model: str
+    text: str
+    parameters: int  # of the original; 0: not known
+    fingerprint: str
+    losses: Mapping[str, Loss]  # by recipe, that change weights
+    caches: Mapping[str, Loss]  # by recipe, of the cache alone
+
+    @property
+    def frontier(self) -> list[Loss]:
+        """What no other beats in both loss and size, by the whole file or by bits a packed weight."""
+        sizes = (lambda loss: float(loss.nbytes)), (lambda loss: float(loss.bpw or 16.0))
+        found = {loss.recipe for size in sizes for loss in unbeaten(list(self.losses.values()), size)}
+        return [loss for loss in self.losses.values() if loss.recipe in found]
+
+
+def unbeaten(losses: Sequence[Any], size: Any) -> list[Any]:
+    """Return those that lose less than all that are not larger, smallest first; size: of one."""
+    found, lowest = [], math.inf
+    for loss in sorted(losses, key=lambda loss: (size(loss), loss.kl)):
+        if loss.kl < lowest:
+            lowest = loss.kl
+            found.append(loss)
+    return found
+
+
+def shipped() -> list[Known]:
+    """Return the studies that come with the package, by the name of their file."""
+    folder = files("compress.study") / SHIPPED
+    return [read(Path(str(each))) for each in sorted(folder.iterdir(), key=str) if each.name.endswith(".json")]
+
+
+def read(path: Path) -> Known:
+    """Return the study in a file. Raises OutputError for what is none."""
+    try:
+        found = read_json(path)
+    except CheckpointError as error:
+        raise OutputError(f"{path} cannot be read; give the study.json of `compress study`") from error
+    wrong = json_text.mismatch(found, LAYOUT)
+    if wrong or not found["settings"]["texts"]:
+        raise OutputError(f"{path} is no study, or of another version ({wrong or 'no text'})")
+    text, names = found["settings"]["texts"][0], set(recipe.names())
+    losses: dict[str, Loss] = {}
+    caches: dict[str, Loss] = {}
+    for cell in found["cells"]:
+        is_plain = all(each.startswith(CALIBRATION) for each in cell["overrides"])
+        row = next((each for each in cell["texts"] if each.get("text") == text and "kl_mean" in each), None)
+        if cell["name"] in names and is_plain and row is not None:
+            kept = caches if cell.get("is_cache_only") else losses
+            loss = _loss(cell, row)
+            if cell["name"] not in kept or loss.kl < kept[cell["name"]].kl:
+                kept[cell["name"]] = loss
+    original = found.get("original") or {}
+    return Known(
+        found["model"], text, int(original.get("parameters", 0)), str(found.get("fingerprint", "")), losses, caches
+    )
+
+
+def _loss(cell: Mapping[str, Any], row: Mapping[str, Any]) -> Loss:
+    cache = cell.get("cache")
+    share = cache["bytes_per_token"] / cache["exact_bytes_per_token"] if cache else None
+    return Loss(cell["name"], row["kl_mean"], row.get("kl_se"), row["tokens"], cell["nbytes"], cell["bpw"], share)
+
+
+def nearest(studies: Sequence[Known], parameters: int, fingerprint: str) -> Known:
+    """Return the study of the same model, or else that of the model whose number of parameters is closest."""
+
+    def distance(study: Known) -> tuple[bool, float]:
+        known = study.fingerprint == fingerprint
+        return not known, abs(math.log(max(1, study.parameters) / max(1, parameters)))
+
+    return min(studies, key=distance)
+
+
+def rank_agreement(one: Known, other: Known) -> tuple[float, int] | None:
+    """Return Spearman's correlation of the losses of the recipes that two studies share, and how many these are."""
+    shared = [name for name in one.losses if name in other.losses]
+    if len(shared) < 3:
+        return None
+    ranks = [
+        {name: place for place, name in enumerate(sorted(shared, key=lambda name: study.losses[name].kl))}
+        for study in (one, other)
+    ]
+    squares = sum((ranks[0][name] - ranks[1][name]) ** 2 for name in shared)
+    count = len(shared)
+    return 1 - 6 * squares / (count * (count**2 - 1)), count

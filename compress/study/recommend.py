@@ -1,0 +1,198 @@
+"""Choose recipes for a model that has to fit a size: the best quality, the best trade, and the smallest sensible one.
+
+Sizes are exact: each recipe is planned on the model that is asked about. Losses are those of a study, mostly of another
+model; they say which recipe is better than which, and roughly by what factor, not what this model will lose.
+
+With a context the cache of so many tokens counts, too: exact, or by each recipe for the cache alone on the frontier of
+the study, whose loss is added to that of the weights.
+
+The smallest sensible choice is the smallest whose expected loss is at most SENSIBLE. The best trade is the choice
+between these two that lies farthest below the straight line through them, in bytes against the logarithm of the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress import recipe
+from compress.errors import CompressError
+from compress.importers import open_checkpoint
+from compress.model import fingerprint
+from compress.model.cache_pass import cached_layers
+from compress.progress import Progress, silent
+from compress.recipe import Recipe
+from compress.run import cache_bytes, kv_cache, prepare, source
+from compress.run.job import Job, Prepared
+from compress.study import losses
+from compress.study.losses import Known, Loss
+
+SENSIBLE = 0.1  # nats a token: some 10% of perplexity
+BEST, TRADE, SMALLEST = "best quality", "best trade", "smallest sensible"
+LEAST_KL = 1e-6  # nats a token; what is below counts as this much where logarithms are taken
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe, with or without another one's cache."""
+
+    recipe: str
+    cache: str | None  # recipe of the cache; None: what `recipe` says, exact if it says nothing
+    nbytes: int  # of all stored tensors
+    is_bound: bool  # whether that is an upper bound: bits are still to be allocated
+    cache_nbytes: int  # at the context; 0 without one
+    kl: float  # expected, nats a token
+    se: float | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of weights and cache."""
+        return self.nbytes + self.cache_nbytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to fit."""
+
+    job: Job  # of the model; its recipe is replaced
+    limit: int  # [bytes]
+    context: int | None = None  # [tokens] of the cache that counts
+
+
+def choices(asked: Asked, study: Known, progress: Progress = silent) -> tuple[list[Choice], dict[str, str]]:
+    """Return all choices, whether they fit or not, and the recipes that this model cannot use with the reasons."""
+    found, left_out = list[Choice](), dict[str, str]()
+    caches: Mapping[str | None, tuple[int, Loss | None]] | None = None
+    candidates = study.frontier
+    for done, loss in enumerate(candidates):
+        progress("planning recipes", done, len(candidates))
+        resolved = recipe.load(loss.recipe)
+        try:
+            nbytes, is_bound, prepared = size(dataclasses.replace(asked.job, recipe=resolved))
+        except CompressError as error:
+            left_out[loss.recipe] = str(error)
+            continue
+        if caches is None:
+            caches = _caches(asked, study, prepared)
+        if resolved.kv_cache is not None:
+            exact = caches[None][0]
+            found.append(
+                Choice(loss.recipe, None, nbytes, is_bound, int(exact * (loss.cache_share or 1)), loss.kl, loss.se)
+            )
+            continue
+        for name, (cache_nbytes, extra) in caches.items():
+            kl, se = (loss.kl, loss.se) if extra is None else _sum(loss, extra)
+            found.append(Choice(loss.recipe, name, nbytes, is_bound, cache_nbytes, kl, se))
+    return found, left_out
+
+
+def size(job: Job) -> tuple[int, bool, Prepared]:
+    """Return the bytes that a job would write and whether that is only a bound, because bits are still to be chosen."""
+    allocation = job.recipe.allocate
+    plain = dataclasses.replace(job.recipe, allocate=None)
+    prepared = prepare.prepare(dataclasses.replace(job, recipe=plain))
+    planned = prepared.plan
+    if allocation is None or allocation.target is None or allocation.target.unit != "bpw":
+        return planned.nbytes, allocation is not None, prepared
+    linears = sum(layer.spec.numel for layer in planned.layers)
+    rest = planned.nbytes - sum(layer.nbytes for layer in planned.layers)
+    return rest + math.ceil(allocation.target.value * linears / 8), True, prepared
+
+
+def three(found: Sequence[Choice], limit: int) -> dict[str, Choice]:
+    """Return the recommended choices by name; none if nothing fits. One may have several names."""
+    front = losses.unbeaten([choice for choice in found if choice.total <= limit], lambda choice: choice.total)
+    if not front:
+        return {}
+    best = front[-1]
+    sensible = [choice for choice in front if choice.kl <= SENSIBLE]
+    smallest = sensible[0] if sensible else best
+    between = [choice for choice in front if smallest.total <= choice.total <= best.total]
+    return {BEST: best, TRADE: min(between, key=lambda choice: _above(choice, smallest, best)), SMALLEST: smallest}
+
+
+def command(asked: Asked, choice: Choice) -> list[str]:
+    """Return the words of the command line that makes a choice."""
+    words = ["compress", "quantize", asked.job.model, "--recipe", choice.recipe]
+    words += ["--calib", asked.job.calib] if asked.job.calib is not None else []
+    if choice.cache is not None:
+        settings = recipe.load(choice.cache).kv_cache
+        assert settings is not None, "it is a recipe of the cache"
+        said = yaml.safe_dump(settings.plain(), default_flow_style=True, sort_keys=False, width=10**6).strip()
+        words += ["--set", f"kv_cache={said}"]
+    return words
+
+
+def with_cache(choice: Choice) -> Recipe:
+    """Return the recipe of a choice."""
+    resolved = recipe.load(choice.recipe)
+    if choice.cache is None:
+        return resolved
+    return dataclasses.replace(resolved, kv_cache=recipe.load(choice.cache).kv_cache)
+
+
+def studied(job: Job, study: Path | None) -> tuple[Known, list[Known]]:
+    """Return the study that losses are taken from, and the others. Raises CompressError where there is none."""
+    known = losses.shipped() if study is None else [losses.read(study)]
+    known = [each for each in known if each.losses]
+    if not known:
+        raise CompressError("no study is at hand; make one with `compress study` and give its study.json with --study")
+    checkpoint = open_checkpoint(source.of(job))
+    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
+    nearest = losses.nearest(known, parameters, fingerprint.fingerprint(checkpoint))
+    return nearest, [each for each in known if each is not nearest]
+
+
+def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, tuple[int, Loss | None]]:
+    """Return recipe of the cache -> its bytes at the context and its loss; None: the exact cache."""
+    if asked.context is None:
+        return {None: (0, None)}
+    skeleton = prepared.skeleton
+    heads = cached_layers(skeleton.config).by_layer.values()
+    a_token = sum(math.prod(shape) for each in heads for shape in (each.keys, each.values)) * skeleton.dtype.itemsize
+    exact = a_token * asked.context
+    found: dict[str | None, tuple[int, Loss | None]] = {None: (exact, None)}
+    sized = [loss for loss in study.caches.values() if loss.cache_share is not None]
+    for loss in losses.unbeaten(sized, lambda loss: loss.cache_share):
+        settings = recipe.load(loss.recipe).kv_cache
+        if settings is None:
+            continue
+        try:
+            kv_cache.check(skeleton.config, settings)
+        except CompressError:
+            continue
+        nbytes = int(exact * (loss.cache_share or 1))
+        if not settings.needs():
+            measured = cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype, asked.context)
+            nbytes = int(measured.bytes_per_token * asked.context)
+        if nbytes < exact:
+            found[loss.recipe] = (nbytes, loss)
+    return found
+
+
+def _sum(one: Loss, other: Loss) -> tuple[float, float | None]:
+    """Return loss and standard error of two that come together."""
+    se = None if one.se is None or other.se is None else math.hypot(one.se, other.se)
+    return one.kl + other.kl, se
+
+
+def _above(choice: Choice, smallest: Choice, best: Choice) -> float:
+    """Return how far a choice lies above the line between two others, in bytes against log KL; negative: below."""
+
+    def height(one: Choice) -> float:
+        return math.log(max(one.kl, LEAST_KL))
+
+    span = best.total - smallest.total
+    share = (choice.total - smallest.total) / span if span else 0.0
+    return height(choice) - (height(smallest) + share * (height(best) - height(smallest)))
+
+
+def plain(choice: Choice) -> dict[str, Any]:
+    """Return a choice as JSON values."""
+    return {**dataclasses.asdict(choice), "total": choice.total}

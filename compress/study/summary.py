@@ -1,0 +1,150 @@
+"""Gather the results of a study: study.json for programs, study.csv for spreadsheets, study.html to look at.
+
+All three are made from the cells alone, in an order of their own, so that a study that was interrupted, or measured by
+several processes, gives the same files but for times and memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.calib.documents import source_name
+from compress.pages import study as page
+from compress.storage.checkpoint import write_text
+from compress.storage.workdir import writing
+from compress.study import grid
+from compress.study.folder import DONE, StudyFolder
+
+JSON, CSV, PAGE = "study.json", "study.csv", "study.html"
+SCORES = ("text", "tokens", "kl_mean", "kl_se", "kl_p99", "same_top1", "perplexity", "base_perplexity")
+COST = ("seconds", "quantize_seconds", "predicted_peak", "measured_peak", "scoring_seconds", "scoring_peak")
+COLUMNS = (
+    *("label", "name", "overrides", "status", "purpose", "bpw", "whole_bpw", "nbytes", "cache_bytes_per_token"),
+    *SCORES,
+    *("calib", "samples", "seq_len"),
+    *COST,
+    *("prefill_tokens_per_s", "decode_tokens_per_s", "reason", "key"),
+)
+Result = Mapping[str, Any]
+
+
+def write(folder: StudyFolder) -> dict[str, Any]:
+    """Write the files of a study and return what study.json holds."""
+    with writing(folder.folder), folder.locked():
+        found = gather(folder)
+        write_text(folder.folder / JSON, json.dumps(found, indent=1) + "\n")
+        write_text(folder.folder / CSV, table(found))
+        write_text(folder.folder / PAGE, page.page(found))
+    return found
+
+
+def gather(folder: StudyFolder) -> dict[str, Any]:
+    """Return all results, done ones by size and failed ones by name, and the labels of what is still to be measured."""
+    asked = [(cell, cell.result) for cell in folder.cells()]
+    results = [result for _, result in asked if result is not None]
+    done = [result for result in results if result["status"] == DONE]
+    original = next((result for result in done if result["name"] == grid.ORIGINAL), None)
+    cells = sorted((x for x in done if x is not original), key=lambda x: (x["nbytes"], x["key"]))
+    named = labels([*done, *(x for x in results if x["status"] != DONE)])
+    cells = [{**cell, "label": named[cell["key"]]} for cell in cells]
+    failed = [{**x, "label": named[x["key"]]} for x in results if x["status"] != DONE]
+    settings: dict[str, Any] = asked[0][0].asked["settings"] if asked else {"model": "", "texts": []}
+    return {
+        "version": grid.VERSION,
+        "model": Path(settings["model"].rstrip("/")).name,
+        "fingerprint": folder.identity["model"],
+        "settings": {
+            "texts": [source_name(text) for text in settings["texts"]],
+            **{name: settings.get(name) for name in ("window", "max_tokens", "dtype", "device", "seed")},
+        },
+        "original": original,
+        "cells": cells,
+        "failed": sorted(failed, key=lambda x: (x["label"], x["key"])),
+        "pending": sorted(cell.asked["label"] for cell, result in asked if result is None),
+        "frontier": frontiers(cells),
+    }
+
+
+def labels(results: Sequence[Result]) -> dict[str, str]:
+    """Return key -> the shortest label that tells a cell from the others: its recipe, and what several of it vary."""
+    alike: dict[str, list[Result]] = {}
+    for result in results:
+        alike.setdefault(result["name"], []).append(result)
+    found = {}
+    for name, members in alike.items():
+        shared = set.intersection(*(set(member["overrides"]) for member in members))
+        sources = {member["calib"] for member in members}
+        for member in members:
+            varied = [_short(each) for each in member["overrides"] if each not in shared]
+            source = [member["calib"] or "no text"] if len(sources) > 1 else []
+            found[member["key"]] = " ".join((name, *varied, *source))
+    return found
+
+
+def _short(override: str) -> str:
+    """Return an override without the section it is in."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
+
+
+def frontiers(cells: Sequence[Result]) -> dict[str, dict[str, list[str]]]:
+    """Return for weights and for caches: text -> keys of the cells that no other beats in both size and KL."""
+    kinds = {
+        "weights": ([cell for cell in cells if not cell["is_cache_only"]], lambda cell: cell["nbytes"]),
+        "cache": ([cell for cell in cells if cell["is_cache_only"] and cell["cache"]], _cache_size),
+    }
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind, (members, size) in kinds.items():
+        texts = dict.fromkeys(row["text"] for cell in members for row in cell["texts"])
+        found[kind] = {
+            text: [x["key"] for x in best([(size(x), loss(x, text), x) for x in members if loss(x, text) is not None])]
+            for text in texts
+        }
+    return found
+
+
+def best(points: Sequence[tuple[float, float | None, Result]]) -> list[Result]:
+    """Return what is on the frontier of (size, loss, cell), smallest first; of equal sizes the one of less loss."""
+    found, lowest = [], math.inf
+    for _, value, cell in sorted(points, key=lambda point: (point[0], point[1], point[2]["key"])):
+        if value is not None and value < lowest:
+            lowest = value
+            found.append(cell)
+    return found
+
+
+def loss(cell: Result, text: str) -> float | None:
+    """Return the KL of a cell on a text, None where it was not scored on it."""
+    return next((row["kl_mean"] for row in cell["texts"] if row["text"] == text and "kl_mean" in row), None)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return CSV with a row for each cell and text; bytes, seconds, nats a token."""
+    stream = io.StringIO()
+    rows = csv.DictWriter(stream, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    rows.writeheader()
+    first = [found["original"]] if found["original"] else []
+    for cell in (*first, *found["cells"], *found["failed"]):
+        calibration = cell.get("calibration") or {}
+        plain = {
+            **cell,
+            "overrides": " ".join(cell["overrides"]),
+            "cache_bytes_per_token": (cell.get("cache") or {}).get("bytes_per_token"),
+            "samples": calibration.get("num_samples"),
+            "seq_len": calibration.get("seq_len"),
+            **(cell.get("cost") or {}),
+            **(cell.get("speed") or {}),
+        }
+        for row in cell.get("texts") or [{}]:
+            rows.writerow({**plain, **{key: row.get(key) for key in SCORES}})
+    return stream.getvalue()
+
+
+def _cache_size(cell: Result) -> float:
+    return float(cell["cache"]["bytes_per_token"])

@@ -1,0 +1,68 @@
+"""Cells of a study: all combinations, once each, under names that say what decides their figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compress.errors import RecipeError
+from compress.study import grid
+from compress.study.grid import Axes, Cell
+
+
+def labels(axes: Axes) -> list[str]:
+    return [cell.label for cell in grid.cells(axes)]
+
+
+def test_patterns_name_recipes_once() -> None:
+    assert grid.chosen(["int*", "int4"]) == tuple(dict.fromkeys(n for n in grid.recipe.names() if n.startswith("int")))
+    assert grid.chosen([]) == tuple(grid.recipe.names())
+    with pytest.raises(RecipeError, match="no built-in recipe matches zz"):
+        grid.chosen(["zz*"])
+
+
+def test_values_are_split_outside_of_brackets_and_quotes() -> None:
+    assert grid.values("2, 3,[1,2],{a: 1, b: 2},'x,y'") == ("2", "3", "[1,2]", "{a: 1, b: 2}", "'x,y'")
+    with pytest.raises(RecipeError, match="empty value"):
+        grid.values("2,,3")
+    with pytest.raises(RecipeError, match="expected KEY=V1,V2"):
+        grid.axis("bits")
+
+
+def test_axes_multiply_and_cheap_cells_come_first() -> None:
+    found = grid.cells(Axes(("int4", "int8", "kv4"), bits=("2", "3"), calib=("a.txt", grid.SELF), samples=(8,)))
+    names = [cell.name for cell in found]
+    assert names[0] == grid.ORIGINAL and names.count("int4") == 4 and names.count("kv4") == names.count("int8") == 2
+    assert [cell.cost for cell in found] == sorted(cell.cost for cell in found)
+    assert {cell.calib for cell in found if cell.name == "int4"} == {"a.txt", None}
+    assert {cell.calib for cell in found if not cell.needs_text} == {None}  # what needs no text is measured once
+    assert all(cell.recipe.kv_cache.keys.config.bits in (2, 3) for cell in found if cell.name == "kv4")  # type: ignore[union-attr]
+
+
+def test_equal_cells_are_one() -> None:
+    once = grid.cells(Axes(("int4",), bits=("4",)))
+    assert len(grid.cells(Axes(("int4", "int4"), bits=("4", "4")))) == len(once) == 2
+
+
+def test_what_no_recipe_takes_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="group_sise"):
+        grid.cells(Axes(("int4", "int8"), overrides=(("group_sise", ("32",)),)))
+    with pytest.raises(RecipeError, match="17"):
+        grid.cells(Axes(("int4", "kv4"), bits=("4", "17")))
+    found = grid.cells(Axes(("int4", "kv4"), overrides=(("quantize.group_size", ("32", "64")),)))
+    assert [cell.name for cell in found].count("int4") == 2 and [cell.name for cell in found].count("kv4") == 1
+
+
+def test_keys_follow_what_decides_figures(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    (cell,) = (cell for cell in grid.cells(Axes(("int4",), calib=(str(text),))) if cell.recipe is not None)
+    known = cell.key({"model": "a"})
+    assert known.startswith("int4-") and cell.key({"model": "a"}) == known != cell.key({"model": "b"})
+    renamed = tmp_path / "other.txt"
+    renamed.write_text("one")
+    assert Cell(cell.recipe, (), str(renamed), True).key({"model": "a"}) == known  # the same text elsewhere
+    text.write_text("two")
+    assert cell.key({"model": "a"}) != known
+    assert len({each.key({}) for each in grid.cells(Axes(("int4",), bits=("2", "3", "4")))}) == 4
