@@ -76,7 +76,9 @@ def _enter(found: list[nn.Module] | None, cache_of: CacheOf, model: Any, args: A
     """Check a forward pass of the whole model."""
     cache = cache_of(kwargs)
     if cache is not None and drops(cache) and not cache.get_seq_length():
-        _check(model, found, kwargs, cache.layers[0].eviction.budget.recent)
+        first = cache.layers[0]
+        assert isinstance(first, PrunedLayer), "all layers of such a cache are"
+        _check(model, found, kwargs, first.eviction.budget.recent)
 
 
 def _block(index: int, cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -175,6 +177,7 @@ def _left(pruning: Pruning, name: str, given: Any) -> Any:
     if known is not None and known[0] is given:
         return known[1]
     assert pruning.columns is not None and pruning.pads is not None
+    found: Any
     if name == MASK:
         found = _mask(given, pruning.columns, pruning.pads)
     elif name == TURNS and isinstance(given, tuple):
