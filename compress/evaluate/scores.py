@@ -107,7 +107,7 @@ def _columns(
     columns: list[Tensor] = []
     for begin in begins[part]:
         tokens = windows[begin : begin + batch].to(execution.device)
-        logits = [_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)]
+        logits = [next_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)]
         columns.append(score(logits, tokens[:, 1:].flatten()))
         if progress is not None:
             progress(min(begin + batch, len(windows)), min(begins[part.stop - 1] + batch, len(windows)))
@@ -145,7 +145,7 @@ def _batch(models: list[PreTrainedModel], seq_len: int) -> int:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
+def next_logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
     """Return the logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
     if not all(torch.isfinite(part).all() for part in logits.split(kl.rows_at_a_time(logits.shape[1]))):
