@@ -1,4 +1,4 @@
-"""Find weight methods, transforms, allocators, formats and cache codecs by their file names; there is no registry.
+"""Find weight methods, transforms, allocators, formats, cache codecs and tasks by file names; there is no registry.
 
 A plugin is one file `compress/<package of its kind>/<name>.py` that defines the names which `KINDS` lists for its kind:
 
@@ -18,6 +18,8 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
     evict      Config, score(config, seen), NEEDS: compress/kv/evict/__init__.py
     read       Config, build(config, spec, static), NEEDS, and calibrate, specs, WORK where it is calibrated:
                compress/kv/sparse/__init__.py
+    task       Config, items(config, material), WAY, SUITES, and correct where models write:
+               compress/evaluate/tasks/__init__.py
 
 Adding one changes no existing line. Listing reads the sources and runs nothing, so that it is instant and imports no
 torch; `load` imports one file and checks its contract.
@@ -57,8 +59,9 @@ KINDS = {
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors"),
     "export": ("refuses", "write", "SUFFIX"),
+    "task": ("Config", "items", "WAY", "SUITES"),
 }
-SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export"))  # with settings
+SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "task"))  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
 _FOLDERS = {
@@ -68,6 +71,7 @@ _FOLDERS = {
     "read": "kv.sparse",
     "codes": "tune.codes",
     "export": "export.targets",
+    "task": "evaluate.tasks",
 }
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
 

@@ -38,6 +38,7 @@ PLUGINS: dict[str, set[str]] = {
     "importers": {"compress.errors", "compress.numerics", "compress.storage"},
     "export": BASE | {"compress.formats", "compress.storage", "compress.export"},
     "formats": BASE | {"compress.formats.lowrank"},  # which any weight may have beside it
+    "task": {"compress.errors", "compress.evaluate", "compress.storage"},
 }
 
 # Model types that are also words of our own or plain English.

@@ -1,6 +1,21 @@
-"""Evaluate a checkpoint: perplexity, divergence from another one, the text that it writes, and its speed."""
+"""Evaluate a checkpoint: perplexity, divergence from another one, tasks, the text that it writes, and its speed.
 
-from compress.evaluate.generation import generate
-from compress.evaluate.scores import Comparison, Execution, Scores, evaluate
+Importing this package imports no torch: tasks are listed by their file names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compress.evaluate.generation import generate
+    from compress.evaluate.scores import Comparison, Execution, Scores, evaluate
 
 __all__ = ["Comparison", "Execution", "Scores", "evaluate", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{'generation' if name == 'generate' else 'scores'}"), name)

@@ -36,13 +36,13 @@ from compress.evaluate.cache_scores import (
     chunks_of,
     compare,
     exact_tokens,
-    interval,
     policies,
     prompt_tokens,
     recall,
 )
 from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
 from compress.evaluate.generation import Written, continued
+from compress.evaluate.intervals import interval
 from compress.evaluate.scores import Comparison, Execution
 from compress.kv import generation
 from compress.kv.settings import CacheSettings

@@ -32,7 +32,6 @@ NEEDLE = 32  # tokens
 CUE = 8  # of them, not scored
 COPIES = 4  # a model of a few million weights does little with one
 AFTER = 64  # tokens of a window that follow the prompt, where tokens are evicted
-RESAMPLED = 2000  # times, for the confidence interval
 
 Say = Callable[[int], None]  # is told how many windows more are done
 
@@ -157,17 +156,6 @@ def compare(
     if not torch.isfinite(result).all():
         raise NumericalError("the model gives logits that are not finite through a cache; its weights are damaged")
     return result
-
-
-def interval(differences: Tensor) -> tuple[float, float] | None:
-    """Return the 95% bootstrap interval of the mean of differences [windows]; None for a single one."""
-    count = len(differences)
-    if count < 2:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    means = differences[torch.randint(count, (RESAMPLED, count), generator=generator)].mean(1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
-    return low, high
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from compress.cli.app import app
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import cache as bench
-from compress.evaluate import cache_candidates, cache_error, cache_scores, cache_speed
+from compress.evaluate import cache_candidates, cache_error, cache_scores, cache_speed, intervals
 from compress.evaluate.cache_scores import Candidate
 from compress.evaluate.scores import Execution
 from compress.kv import generation, hooks
@@ -141,11 +141,11 @@ def test_contexts_and_intervals() -> None:
     assert bench.default_contexts(2048) == (512, 1024, 2048)
     assert bench.default_contexts(100_000) == (512, 2048, 8192)
     differences = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    low, high = cache_scores.interval(differences) or (0, 0)
+    low, high = intervals.interval(differences) or (0, 0)
     mean, error = float(differences.mean()), float(differences.std()) / 20
     assert low == pytest.approx(mean - 1.96 * error, abs=0.2 * error)
     assert high == pytest.approx(mean + 1.96 * error, abs=0.2 * error)
-    assert cache_scores.interval(differences[:1]) is None
+    assert intervals.interval(differences[:1]) is None
 
 
 @pytest.fixture

@@ -1,0 +1,208 @@
+"""Score the items of a task with a model: batched, and with logits only where answers stand.
+
+Rows are context and answer, padded on the right, where a causal model does not look. They are sorted by length, and a
+batch holds as many as the logits of its answers (BATCH_NBYTES) and its tokens (BATCH_TOKENS) allow. Rows with the same
+input are read once: answers of one token behind the same context cost one pass.
+
+Context and answer are tokenized together, and the answer is what follows the tokens of the context alone, as in
+lm-evaluation-harness; spaces at the end of a context go to the answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import CalibrationError, NumericalError
+from compress.evaluate.feed import LAST
+from compress.evaluate.items import Item, Material, Outcome, Task, Text
+from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
+from compress.model import load as lm
+
+Say = Callable[[int], None]  # is told how many items more are done
+
+
+@dataclass(frozen=True)
+class Row:
+    """A context with one of its answers."""
+
+    item: int
+    answer: int
+    inputs: tuple[int, ...]  # context and answer without its last token
+    target: tuple[int, ...]  # the tokens of the answer
+    nbytes: int  # of its text
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a model gives an answer."""
+
+    log_likelihood: float  # nats, summed
+    likeliest: tuple[int, ...]  # token at each place
+    kl: float | None  # KL(law || model), nats a token
+
+
+def score(
+    model: Any, task: Task, material: Material, batch_tokens: int = BATCH_TOKENS, say: Say = lambda n: None
+) -> list[Outcome]:
+    """Return the outcome of each item, in their order.
+
+    The tokenizer is that of `material`. Raises CalibrationError for an item without tokens or longer than the model
+    can read, NumericalError for logits that are not finite.
+    """
+    if task.way == "written":
+        stop = lm.end_tokens(model)  # now: `write` sets the generation settings aside
+        return [_written(model, task, item, material, stop, say) for item in task.items]
+    rows = [row for i, item in enumerate(task.items) for row in _rows(i, item, task, material)]
+    read = _read(model, rows, task, batch_tokens, say)
+    found = []
+    for i, item in enumerate(task.items):
+        own = {row.answer: (row, read[k]) for k, row in enumerate(rows) if row.item == i}
+        found.append(_chosen(item, own) if task.way == "likelihood" else _greedy(item, own[item.right], material))
+    return found
+
+
+def _rows(number: int, item: Item, task: Task, material: Material) -> Iterator[Row]:
+    """Yield the rows of an item: one for each answer, or for the right one only."""
+    for k, answer in enumerate(item.answers):
+        if task.way == "greedy" and k != item.right:
+            continue
+        context, target = _tokens(item.context, answer, material)
+        if not context or not target:
+            what = "context" if not context else f"answer {k + 1}"
+            raise CalibrationError(f"task {task.name}, item {item.name}: the {what} has no tokens; give at least one")
+        inputs = (*context, *target[:-1])
+        if len(inputs) > material.positions:
+            raise CalibrationError(
+                f"task {task.name}, item {item.name}: {len(inputs)} tokens, the model reads {material.positions}; "
+                "shorten it"
+            )
+        text = answer if isinstance(answer, str) else material.decode(answer)
+        yield Row(number, k, inputs, target, max(1, len(text.encode())))
+
+
+def _tokens(context: Text, answer: Text, material: Material) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens of a context, with those that begin a text, and of an answer behind it."""
+    if isinstance(context, str) and isinstance(answer, str):
+        bare = context.rstrip(" ")
+        first = material.encode(bare)
+        whole = material.encode(context + answer)
+        return (*material.begin, *first), tuple(whole[len(first) :])
+    first = [*material.begin, *material.encode(context)] if isinstance(context, str) else list(context)
+    return tuple(first), tuple(material.encode(answer) if isinstance(answer, str) else answer)
+
+
+@torch.no_grad()
+def _read(model: Any, rows: Sequence[Row], task: Task, batch_tokens: int, say: Say) -> list[_Read]:
+    """Return what the model gives each row."""
+    alike: dict[tuple[int, ...], list[int]] = {}  # inputs -> rows
+    for k, row in enumerate(rows):
+        alike.setdefault(row.inputs, []).append(k)
+    found: dict[int, _Read] = {}
+    vocab_size = model.config.get_text_config().vocab_size
+    for batch in _batches(alike, rows, vocab_size * model.dtype.itemsize, batch_tokens):
+        first = min(len(rows[k].inputs) - len(rows[k].target) for inputs in batch for k in alike[inputs])
+        logits = _logits(model, batch, first)
+        for place, inputs in enumerate(batch):
+            for k in alike[inputs]:
+                target = rows[k].target
+                own = logits[place, len(inputs) - len(target) - first : len(inputs) - first].float()
+                if not torch.isfinite(own).all():
+                    raise NumericalError(
+                        f"the model gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow"
+                    )
+                found[k] = _at(own.log_softmax(-1), target, task.items[rows[k].item].law)
+        say(len({rows[k].item for inputs in batch for k in alike[inputs]}))
+    return [found[k] for k in range(len(rows))]
+
+
+def _at(log_probs: Tensor, target: tuple[int, ...], law: Any) -> _Read:
+    """log_probs float32 [tokens, vocab] at the places of an answer."""
+    index = torch.tensor(target, device=log_probs.device)
+    total = float(log_probs.gather(-1, index[:, None]).double().sum())
+    kl = None
+    if law is not None:
+        parts = [
+            p * (torch.tensor(p, dtype=torch.float64).log() - log_probs[k, token].double().cpu())
+            for k, here in enumerate(law)
+            for token, p in here.items()
+            if p > 0
+        ]
+        kl = float(torch.stack(parts).sum()) / len(target)
+    return _Read(total, tuple(log_probs.argmax(-1).tolist()), kl)
+
+
+def _batches(
+    alike: dict[tuple[int, ...], list[int]], rows: Sequence[Row], logit_nbytes: int, batch_tokens: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """Yield inputs that go through the model together; the longest come first."""
+    batch: list[tuple[int, ...]] = []
+    first = 0
+    for inputs in sorted(alike, key=lambda each: (-len(each), each)):
+        start = min(len(inputs) - len(rows[k].target) for k in alike[inputs])
+        low = min(first, start) if batch else start
+        longest = len(batch[0]) if batch else len(inputs)
+        count = len(batch) + 1
+        if batch and (count * longest > batch_tokens or count * (longest - low) * logit_nbytes > BATCH_NBYTES):
+            yield batch
+            batch, low = [], start
+        batch.append(inputs)
+        first = low
+    if batch:
+        yield batch
+
+
+def _logits(model: Any, batch: Sequence[tuple[int, ...]], first: int) -> Tensor:
+    """Return the logits [batch, tokens from `first` on, vocab] of inputs that are padded on the right."""
+    longest = max(map(len, batch))
+    tokens = torch.tensor([[*inputs, *[inputs[-1]] * (longest - len(inputs))] for inputs in batch], device=model.device)
+    if LAST in inspect.signature(model.forward).parameters:
+        return model(input_ids=tokens, use_cache=False, **{LAST: longest - first}).logits
+    return model(input_ids=tokens, use_cache=False).logits[:, first:]
+
+
+def _chosen(item: Item, own: dict[int, tuple[Row, _Read]]) -> Outcome:
+    """Return the outcome of a choice by likelihood; of equal ones the first counts."""
+    total = [own[k][1].log_likelihood for k in range(len(item.answers))]
+    by_bytes = [value / own[k][0].nbytes for k, value in enumerate(total)]
+    choice = total.index(max(total))
+    nll = -total[item.right] / len(own[item.right][0].target)
+    return Outcome(item.name, choice == item.right, str(choice), nll, by_bytes.index(max(by_bytes)) == item.right)
+
+
+def _greedy(item: Item, own: tuple[Row, _Read], material: Material) -> Outcome:
+    """Return the outcome of an answer that is asked token by token."""
+    row, read = own
+    hits = [a == b for a, b in zip(read.likeliest, row.target, strict=True)]
+    return Outcome(
+        item.name,
+        all(hits),
+        " ".join(map(str, read.likeliest)),
+        -read.log_likelihood / len(row.target),
+        tokens_right=sum(hits) / len(hits),
+        kl=read.kl,
+    )
+
+
+def _written(model: Any, task: Task, item: Item, material: Material, stop: Sequence[int], say: Say) -> Outcome:
+    """Return the outcome of an item that is answered by free greedy decoding."""
+    if task.correct is None:
+        raise TypeError(f"task {task.name} lets models write, and has no `correct`")
+    text = isinstance(item.context, str)
+    start = [*material.begin, *material.encode(item.context)] if isinstance(item.context, str) else list(item.context)
+    if not start or len(start) + item.new_tokens > material.positions:
+        raise CalibrationError(
+            f"task {task.name}, item {item.name}: {len(start)} tokens and {item.new_tokens} new ones, the model reads "
+            f"1 to {material.positions}"
+        )
+    draw = lm.Draw(str(model.name_or_path), 0.0, torch.Generator())
+    whole = lm.write(model, torch.tensor([start]), item.new_tokens, draw, stop)[0].tolist()
+    # decoded together with the context: some tokenizers drop the space before a first word
+    said = material.decode(whole).removeprefix(material.decode(start)) if text else material.decode(whole[len(start) :])
+    say(1)
+    return Outcome(item.name, task.correct(item, said), said)

@@ -1,0 +1,99 @@
+"""Say how sure a measured mean, share or difference is: standard errors, 95% intervals, and a paired test.
+
+    means (KL over windows, NLL over items)   bootstrap-t (DiCiccio and Efron, "Bootstrap confidence intervals", 1996):
+                                              KL is skewed, and an interval that is even on both sides misses it more
+                                              often; with fewer than LEAST values Student's t
+    shares (accuracy)                         Wilson's score interval, which has a width at 0 and 1, too
+    paired differences of shares              Bonett and Price, "Adjusted Wald confidence interval for a difference of
+                                              binomial proportions based on paired data" (2012)
+    lost against gained items                 McNemar's exact test
+
+Simulations in the tests hold that these intervals cover the truth in 92 to 98% of cases. A share near 0 or 1 of few
+items takes few values, so that its coverage jumps with the true share; there it holds on the average over true shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LEAST = 8  # values that are bootstrapped; resampling fewer cannot give 95%
+MOST = 1000  # beyond, a mean is as good as normal
+RESAMPLED = 2000  # times
+Z = 1.959963984540054  # of the normal distribution, 97.5%
+
+
+def mean_error(values: Sequence[float] | Tensor) -> tuple[float, float | None]:
+    """Return the mean of values and its standard error, None for fewer than two."""
+    given = torch.as_tensor(values, dtype=torch.float64)
+    return float(given.mean()), float(given.std()) / math.sqrt(len(given)) if len(given) > 1 else None
+
+
+def interval(values: Sequence[float] | Tensor) -> tuple[float, float] | None:
+    """Return the 95% interval of the mean of values, which are independent of each other; None for a single one.
+
+    The same values give the same interval.
+    """
+    given = torch.as_tensor(values, dtype=torch.float64)
+    count = len(given)
+    if count < 2:
+        return None
+    mean, error = float(given.mean()), float(given.std()) / math.sqrt(count)
+    if not LEAST <= count <= MOST:
+        width = student(count - 1) * error
+        return mean - width, mean + width
+    generator = torch.Generator().manual_seed(0)
+    drawn = given[torch.randint(count, (RESAMPLED, count), generator=generator)]
+    away = (drawn.mean(1) - mean) / (drawn.std(1) / math.sqrt(count)).clamp_min(1e-12 * error + 1e-300)
+    low, high = torch.quantile(away, torch.tensor([0.025, 0.975], dtype=away.dtype)).tolist()
+    return mean - high * error, mean - low * error
+
+
+def student(degrees: int) -> float:
+    """Return the 97.5% point of Student's t distribution."""
+    degrees = min(degrees, 1000)  # beyond, it is that of the normal distribution but for 0.002
+    low, high = 0.0, 64.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, degrees: int) -> float:
+    """Return the probability of |T| < t; Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    if degrees == 1:
+        return 2 * angle / math.pi
+    odd = degrees % 2
+    term, total = (cosine, cosine) if odd else (1.0, 1.0)
+    for k in range(3 if odd else 2, degrees - 1, 2):
+        term *= (k - 1) / k * cosine * cosine
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a share of which `right` of `count` were seen."""
+    share, extra = right / count, Z * Z / count
+    middle = (share + extra / 2) / (1 + extra)
+    width = Z * math.sqrt(share * (1 - share) / count + extra / (4 * count)) / (1 + extra)
+    return (0.0 if right == 0 else max(0.0, middle - width)), (1.0 if right == count else min(1.0, middle + width))
+
+
+def paired_shares(lost: int, gained: int, count: int) -> tuple[float, float]:
+    """Return the 95% interval of the difference of two shares, (gained - lost) / count, of the same items."""
+    p_lost, p_gained = (lost + 1) / (count + 2), (gained + 1) / (count + 2)
+    difference = p_gained - p_lost
+    width = Z * math.sqrt((p_lost + p_gained - difference * difference) / (count + 2))
+    return max(-1.0, difference - width), min(1.0, difference + width)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Return the probability that two equal models differ in lost and gained items at least as far (two-sided)."""
+    total = lost + gained
+    tail = sum(math.comb(total, k) for k in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**total)  # of integers: exact for any counts

@@ -1,0 +1,76 @@
+"""Say what a task asks of a model, what a model answered, and what tasks make their questions of.
+
+An item is one question. Its name joins the answers of two models. A task scores its items in one of three ways:
+
+    likelihood   The model reads the context behind each of the answers; it chooses the one with the largest summed
+                 log-likelihood. A second choice divides by the bytes of each answer, so that long answers are not at
+                 a disadvantage.
+    greedy       One teacher-forced pass over context and right answer. The item is right if every token of the answer
+                 is the likeliest one, which is what greedy decoding would write.
+    written      The model writes `new_tokens` tokens greedily; the task's own `correct(item, text)` judges the text.
+
+The first two also give the negative log-likelihood of the right answer, which tells models apart where none is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Way = Literal["likelihood", "greedy", "written"]
+Text = str | tuple[int, ...]  # text, or the tokens of it
+Law = tuple[Mapping[int, float], ...]  # for each token of an answer: token -> its true probability, which sum to 1
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question of a task."""
+
+    name: str  # unique within the task, and the same for every model
+    context: Text  # what the model reads; special tokens of the tokenizer are put before a text, not before tokens
+    answers: tuple[Text, ...] = ()  # what may follow; a text begins with its space. May be empty for `written`
+    right: int = 0  # of the answers
+    new_tokens: int = 32  # most that are written; for `written`
+    law: Law | None = None  # of the right answer's tokens, where it is known; for `greedy`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what `correct` needs to know, and what tables group by
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model made of an item."""
+
+    name: str  # of the item
+    right: bool
+    chosen: str  # what the model answered: equal texts are equal answers
+    nll: float | None = None  # nats a token of the right answer
+    right_by_bytes: bool | None = None  # of `likelihood`: the choice by log-likelihood per byte is right
+    tokens_right: float | None = None  # of `greedy`: share of the answer's tokens that are the likeliest ones
+    kl: float | None = None  # KL(law || model), nats a token, where the law is known
+
+
+Correct = Callable[[Item, str], bool]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Items with the way in which they are scored."""
+
+    name: str
+    way: Way
+    items: Sequence[Item]
+    correct: Correct | None = None  # for `written`
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a task makes items of: the tokenizer of the original, its limits, and some text of the user's."""
+
+    encode: Callable[[str], list[int]]  # text -> tokens, none added
+    decode: Callable[[Sequence[int]], str]  # tokens -> text, special ones left out
+    begin: tuple[int, ...]  # tokens that the tokenizer puts before a text; often none
+    vocab_size: int  # ids below this may be asked
+    positions: int  # most tokens of a context with its answer
+    windows: Tensor  # int64 [windows, tokens] of the user's first text: what stands between things to be found

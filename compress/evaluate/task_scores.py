@@ -1,0 +1,122 @@
+"""Sum up the outcomes of a task: accuracy with its interval, and the paired comparison with the original.
+
+`summary` takes the outcomes of one model, or of two whose items are joined by name, from wherever they come: answers.py
+makes them of our tasks, and another tool's per-item results do as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compress.evaluate import intervals
+from compress.evaluate.items import Outcome
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What a model does with the items of a task beside what the original does with them."""
+
+    base_accuracy: float
+    difference: float  # of accuracies, model - base
+    difference_low: float  # 95% interval
+    difference_high: float
+    lost: int  # items that the original has right and the model wrong
+    gained: int  # the other way round
+    p_value: float  # exact McNemar test of lost against gained: how likely chance alone is at least as far apart
+    flips: float  # share of items whose correctness changes
+    all_flips: float  # share of items whose answer changes
+    base_nll: float | None
+    nll_difference: float | None  # nats a token of the right answer, model - base
+    nll_low: float | None  # 95% interval
+    nll_high: float | None
+    base_kl: float | None
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Figures of one task."""
+
+    task: str
+    way: str  # as `compress.evaluate.items.Way`, or the name of the tool that it comes from
+    items: int
+    accuracy: float
+    accuracy_low: float  # 95% interval (Wilson)
+    accuracy_high: float
+    accuracy_by_bytes: float | None  # of the choice by log-likelihood per byte
+    tokens_right: float | None  # share of the answers' tokens that are the likeliest ones
+    nll: float | None  # nats a token of the right answers
+    nll_se: float | None  # standard error over items
+    kl: float | None  # KL(law || model), nats a token, where the law is known
+    kl_se: float | None
+    paired: Paired | None  # None without a base
+
+
+def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
+    """Return the figures of a task; base: the original's outcomes of the same items, in any order.
+
+    ValueError for outcomes that do not belong together, or none.
+    """
+    names = [outcome.name for outcome in outcomes]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"task {task}: {len(names)} outcomes of {len(set(names))} items")
+    right = sum(outcome.right for outcome in outcomes)
+    low, high = intervals.wilson(right, len(names))
+    nll, kl = (intervals.mean_error(known) if known else (None, None) for known in (_nll(outcomes), _kl(outcomes)))
+    return TaskScore(
+        task=task,
+        way=way,
+        items=len(names),
+        accuracy=right / len(names),
+        accuracy_low=low,
+        accuracy_high=high,
+        accuracy_by_bytes=_mean([o.right_by_bytes for o in outcomes]),
+        tokens_right=_mean([o.tokens_right for o in outcomes]),
+        nll=nll[0],
+        nll_se=nll[1],
+        kl=kl[0],
+        kl_se=kl[1],
+        paired=None if base is None else _paired(task, outcomes, base),
+    )
+
+
+def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Paired:
+    by_name = {outcome.name: outcome for outcome in base}
+    if by_name.keys() != {outcome.name for outcome in outcomes} or len(by_name) < len(base):
+        raise ValueError(f"task {task}: the outcomes of the two models are not of the same items")
+    pairs = [(by_name[outcome.name], outcome) for outcome in outcomes]
+    lost = sum(before.right and not after.right for before, after in pairs)
+    gained = sum(after.right and not before.right for before, after in pairs)
+    low, high = intervals.paired_shares(lost, gained, len(pairs))
+    more = [b.nll - a.nll for a, b in pairs if a.nll is not None and b.nll is not None]
+    bounds = intervals.interval(more) if more else None
+    base_nll, base_kl = _nll(base), _kl(base)
+    return Paired(
+        base_accuracy=sum(before.right for before, _ in pairs) / len(pairs),
+        difference=(gained - lost) / len(pairs),
+        difference_low=low,
+        difference_high=high,
+        lost=lost,
+        gained=gained,
+        p_value=intervals.mcnemar(lost, gained),
+        flips=(lost + gained) / len(pairs),
+        all_flips=sum(before.chosen != after.chosen for before, after in pairs) / len(pairs),
+        base_nll=_mean(base_nll),
+        nll_difference=_mean(more),
+        nll_low=bounds[0] if bounds else None,
+        nll_high=bounds[1] if bounds else None,
+        base_kl=_mean(base_kl),
+    )
+
+
+def _nll(outcomes: Sequence[Outcome]) -> list[float]:
+    return [outcome.nll for outcome in outcomes if outcome.nll is not None]
+
+
+def _kl(outcomes: Sequence[Outcome]) -> list[float]:
+    return [outcome.kl for outcome in outcomes if outcome.kl is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
