@@ -47,8 +47,8 @@ class Request:
 
     text: str | Path
     settings: Sequence[Setting]  # of `grid`
-    seq_len: int = 512  # tokens of a window
-    max_tokens: int = 16384  # of the text
+    seq_len: int = 256  # tokens of a window
+    max_tokens: int = 8192  # of the text
     prompts: int = 8  # that both models continue in some of the settings; 0: none
     prompt_tokens: int = 32
     new_tokens: int = 64
@@ -141,7 +141,8 @@ def window_sums(
     curves = torch.zeros(2 * len(temperatures) + 3 * len(betas), dtype=torch.float64)
     for part in kl.slices(len(logits[0]), COPIES * logits[0].shape[1]):
         model, base = (ordered(each[part]) for each in logits)
-        found = [distances.compared(base, model, setting).sum(-1) for setting in settings]
+        ratios = distances.by_ratio(base, model)
+        found = [distances.compared(base, model, setting, ratios).sum(-1) for setting in settings]
         same = (model.logits.argmax(-1) == base.logits.argmax(-1)).sum().double()
         figures += torch.cat([*found, same[None]]).cpu()
         curves += best.sums(base.logits, model.logits, temperatures, betas).sum(-1).cpu()

@@ -9,7 +9,7 @@ whatever is kept; p is the base, q the compressed model, both filtered and renor
 - kl: KL(p || q), for positions at which q keeps all that p keeps; kl_defined is 1 there and 0 elsewhere.
 - jaccard: of the kept sets. outside: probability p of tokens that the compressed model filters away.
 - same_cdf: how often one uniform random number gives both models the same token, where the token is looked up in the
-  cumulative distribution in the order of the ids. It is the length of the parts of [0, 1] that belong to the same token.
+  cumulative distribution in the order of the ids: the length of the parts of [0, 1] that belong to the same token.
 - same_gumbel: the same where both add equal Gumbel noise to their log-probabilities and take the largest (what
   torch.multinomial and most serving engines do with equal seeds): sum over v of 1 / sum over w of max(p_w / p_v,
   q_w / q_v). Both are probabilities over the random numbers, not estimates; neither exceeds the acceptance.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.evaluate.sampling_filters import Kept, Ordered, Setting, kept
+from compress.evaluate.sampling_filters import Kept, Ordered, Setting, dense, kept
 
 NAMES = (
     *("acceptance", "kl_kept", "kl", "kl_defined", "jaccard", "outside", "same_cdf", "same_gumbel"),
@@ -29,14 +29,21 @@ NAMES = (
 )
 
 
-def compared(base: Ordered, model: Ordered, setting: Setting) -> Tensor:
-    """Return float64 [len(NAMES), positions] of two models' logits at the same positions."""
+def by_ratio(base: Ordered, model: Ordered) -> Tensor:
+    """Return the ids in the order of q / p, int64 [positions, vocabulary]; no temperature and no filter changes it."""
+    return (model.logits - base.logits).argsort(-1)
+
+
+def compared(base: Ordered, model: Ordered, setting: Setting, ratios: Tensor) -> Tensor:
+    """Return float64 [len(NAMES), positions] of two models' logits at the same positions. ratios: `by_ratio`."""
     p, q = kept(base, setting), kept(model, setting)
     log_p, log_q, below = joined(p, q)
+    order = ratios if p.is_whole or q.is_whole else (log_q - log_p).nan_to_num(0, 0, 0).argsort(-1)
     has_p, is_both = log_p.isfinite(), log_p.isfinite() & log_q.isfinite()
     probs_p, probs_q = log_p.exp(), log_q.exp()
     shared_p, shared_q = probs_p.where(is_both, 0.0), probs_q.where(is_both, 0.0)
-    on_kept = (model.logits.gather(1, p.ids) / setting.temperature).masked_fill(~has_p, -torch.inf).log_softmax(-1)
+    at_p = model.logits if p.is_whole or q.is_whole else model.logits.gather(1, p.ids)
+    on_kept = (at_p / setting.temperature).masked_fill(~has_p, -torch.inf).log_softmax(-1)
     counts = [each.log_probs.isfinite().sum(-1) for each in (p, q)]
     both = is_both.sum(-1)
     outside = probs_p.where(~is_both, 0.0).sum(-1)
@@ -47,10 +54,10 @@ def compared(base: Ordered, model: Ordered, setting: Setting) -> Tensor:
         "kl_kept": expected(probs_p, log_p, on_kept),
         "kl": (shared_p * (log_p - log_q).where(is_both, 0.0)).sum(-1),
         "kl_defined": both == counts[0],
-        "jaccard": both / (counts[0] + counts[1] - both),
+        "jaccard": both.double() / (counts[0] + counts[1] - both),
         "outside": outside,
         "same_cdf": overlap.clamp(min=0).where(is_both, 0.0).sum(-1),
-        "same_gumbel": _same_gumbel(shared_p, shared_q, (log_q - log_p).where(is_both, 0.0), outside),
+        "same_gumbel": _same_gumbel(shared_p.gather(1, order), shared_q.gather(1, order), outside),
         "entropy": entropy(q.log_probs),
         "base_entropy": entropy(p.log_probs),
         "kept": counts[1],
@@ -61,16 +68,20 @@ def compared(base: Ordered, model: Ordered, setting: Setting) -> Tensor:
 
 
 def joined(p: Kept, q: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p and log q at the tokens of p, and the probability q of all smaller ids; [positions, width] each."""
-    probs = q.log_probs.exp()
-    if p.ids.shape == q.ids.shape and torch.equal(p.ids, q.ids):
-        return p.log_probs, q.log_probs, probs.cumsum(-1) - probs
+    """Return log p and log q at the tokens of p, and the probability q of all smaller ids; [positions, width] each.
+
+    A q that is held over the whole vocabulary brings p there, too.
+    """
     width = q.ids.shape[1]
+    if q.is_whole or p.is_whole:
+        widest = max(width, p.ids.shape[1])
+        p, q = dense(p, widest), dense(q, widest)
+        probs = q.log_probs.exp()
+        return p.log_probs, q.log_probs, probs.cumsum(-1) - probs
+    probs = q.log_probs.exp()
     place = torch.searchsorted(q.ids, p.ids).clamp(max=width - 1)
-    is_found = q.ids.gather(1, place) == p.ids
-    log_q = q.log_probs.gather(1, place).masked_fill(~is_found, -torch.inf)
-    below = (probs.cumsum(-1) - probs).gather(1, place)
-    return p.log_probs, log_q, below
+    log_q = q.log_probs.gather(1, place).masked_fill(q.ids.gather(1, place) != p.ids, -torch.inf)
+    return p.log_probs, log_q, (probs.cumsum(-1) - probs).gather(1, place)
 
 
 def expected(probs: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -83,16 +94,13 @@ def entropy(log_probs: Tensor) -> Tensor:
     return -torch.where(log_probs.isfinite(), log_probs.exp() * log_probs, 0.0).sum(-1)
 
 
-def _same_gumbel(shared_p: Tensor, shared_q: Tensor, log_ratio: Tensor, outside: Tensor) -> Tensor:
+def _same_gumbel(p: Tensor, q: Tensor, outside: Tensor) -> Tensor:
     """Return the probability that equal Gumbel noise gives both models the same token.
 
-    For a token v the terms max(p_w / p_v, q_w / q_v) are p_w / p_v where q_w / p_w is at most that of v, and q_w / q_v
-    elsewhere: with the tokens sorted by that ratio they are sums of what lies before and behind v. Tokens that only one
-    model keeps count with their own probability.
+    p, q float64 [positions, width]: of the tokens that both keep, 0 elsewhere, sorted by q / p. outside: probability p
+    of the rest. For a token v the terms max(p_w / p_v, q_w / q_v) are p_w / p_v where q_w / p_w is at most that of v,
+    and q_w / q_v elsewhere: sums of what lies before and behind v. Tokens that only one model keeps count with their
+    own probability.
     """
-    order = log_ratio.argsort(-1)
-    p, q = shared_p.gather(1, order), shared_q.gather(1, order)
-    behind = q.sum(-1, keepdim=True) - q.cumsum(-1)
-    only_q = 1 - q.sum(-1, keepdim=True)
-    races = (p.cumsum(-1) + outside[:, None]) / p + (behind + only_q).clamp(min=0) / q
+    races = (p.cumsum(-1) + outside[:, None]) / p + (1 - q.cumsum(-1)).clamp(min=0) / q
     return torch.where((p > 0) & (q > 0), 1 / races, 0.0).sum(-1)

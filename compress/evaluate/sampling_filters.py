@@ -3,11 +3,13 @@
 The order is that of transformers: temperature, top-k, top-p (Holtzman et al. 2020, arXiv 1904.09751), min-p (Nguyen et
 al. 2024, arXiv 2407.01082). Each filter sees the distribution that the former one has left, renormalized.
 
-Ties are kept as transformers keeps them on a CPU. Top-k keeps every token as likely as the k-th one. Top-p sorts stably
-in ascending order and removes from below, so of equally likely tokens those with the higher ids stay. Min-p keeps all
-of them. What every filter keeps is therefore an end of one and the same ascending order, and a kept set is the place at
-which that end begins. All arithmetic is float64; transformers filters in float32, so a probability within a rounding
-error of a threshold may fall on its other side.
+Of ties as many are kept as transformers keeps. Top-k keeps every token as likely as the k-th one, min-p all that are as
+likely as its bound. Top-p sorts in ascending order and removes from below, so it may cut through equally likely tokens;
+which of them stay depends on the sorting there, and here those with the higher ids do (the sort is stable).
+
+What every filter keeps is therefore an end of one and the same ascending order, and a kept set is the place at which
+that end begins. All arithmetic is float64; transformers filters in float32, so a probability within a rounding error of
+a threshold may fall on its other side.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+SPARSE = 8  # a kept set that is wider than the vocabulary divided by this is held as the whole vocabulary
 
 
 class Setting(NamedTuple):
@@ -49,11 +53,13 @@ class Ordered(NamedTuple):
 class Kept(NamedTuple):
     """What a setting leaves of distributions: ids int64 [positions, width] ascending, and log-probabilities float64.
 
-    A log-probability of minus infinity says that the token was filtered away; width is that of the largest kept set.
+    A log-probability of minus infinity says that the token was filtered away. The width is that of the largest kept
+    set, or of the whole vocabulary (`is_whole`) where that is not much more.
     """
 
     ids: Tensor
     log_probs: Tensor
+    is_whole: bool
 
 
 def check(setting: Setting) -> Setting:
@@ -80,7 +86,7 @@ def grid(
 def ordered(logits: Tensor) -> Ordered:
     """Sort logits [positions, vocabulary], given in any floating type."""
     logits = logits.double()
-    return Ordered(logits, *logits.sort(-1, stable=True))
+    return Ordered(logits, *logits.sort(dim=-1, stable=True))
 
 
 def first_kept(values: Tensor, setting: Setting) -> Tensor:
@@ -108,10 +114,26 @@ def kept(distribution: Ordered, setting: Setting) -> Kept:
     vocab_size = values.shape[1]
     first = first_kept(values, setting)
     offset = int(first.min())
-    if offset == 0 and not bool(first.any()):
-        every = torch.arange(vocab_size, device=ids.device).expand_as(ids)
-        return Kept(every, (logits / setting.temperature).log_softmax(-1))
+    if not bool(first.any()):
+        return Kept(_every(ids), (logits / setting.temperature).log_softmax(-1), True)
     places = torch.arange(offset, vocab_size, device=ids.device)
     scaled = (values[:, offset:] / setting.temperature).masked_fill(places < first[:, None], -torch.inf)
-    own, order = ids[:, offset:].sort(-1)
-    return Kept(own, scaled.log_softmax(-1).gather(1, order))
+    found = Kept(ids[:, offset:], scaled.log_softmax(-1), False)
+    if (vocab_size - offset) * SPARSE > vocab_size:
+        return dense(found, vocab_size)
+    own, order = found.ids.sort(-1)
+    return Kept(own, found.log_probs.gather(1, order), False)
+
+
+def dense(found: Kept, vocab_size: int) -> Kept:
+    """Return the same distributions over the whole vocabulary."""
+    if found.is_whole:
+        return found
+    empty = torch.full((len(found.ids), vocab_size), -torch.inf, dtype=torch.float64, device=found.ids.device)
+    log_probs = empty.scatter_(1, found.ids, found.log_probs)
+    return Kept(_every(log_probs), log_probs, True)
+
+
+def _every(like: Tensor) -> Tensor:
+    """Return all ids for each row of `like` [positions, vocabulary], without memory of their own."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape)

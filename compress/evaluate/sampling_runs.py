@@ -89,8 +89,8 @@ class CoupledDraw(LogitsProcessor):
         return torch.searchsorted(cumulative, wanted, right=True).clamp_(max=cumulative.shape[1] - 1)
 
     def _by_gumbel(self, found: Kept, half: int, vocab_size: int) -> Tensor:
-        uniform = torch.stack([torch.rand(vocab_size, dtype=torch.float64, generator=g) for g in self.generators[half:]])
-        noise = -(-uniform.clamp_(min=torch.finfo(torch.float64).tiny).log()).log()
+        drawn = [torch.rand(vocab_size, dtype=torch.float64, generator=own) for own in self.generators[half:]]
+        noise = -(-torch.stack(drawn).clamp_(min=torch.finfo(torch.float64).tiny).log()).log()
         return (found.log_probs[half:] + noise.to(found.ids.device).gather(1, found.ids[half:])).argmax(-1, True)
 
 

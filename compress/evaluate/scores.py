@@ -107,7 +107,9 @@ def _columns(
     columns: list[Tensor] = []
     for begin in begins[part]:
         tokens = windows[begin : begin + batch].to(execution.device)
-        logits = [next_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)]
+        logits = [
+            next_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)
+        ]
         columns.append(score(logits, tokens[:, 1:].flatten()))
         if progress is not None:
             progress(min(begin + batch, len(windows)), min(begins[part.stop - 1] + batch, len(windows)))
