@@ -25,6 +25,7 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     push,
     quantize,
     report,
+    sampling,
     streams,
 )
 from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note

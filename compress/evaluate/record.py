@@ -1,6 +1,7 @@
 """Keep what was measured of a checkpoint beside it, in scores.json, for its page and for programs.
 
-    {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}]}
+    {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}],
+     "sampling": [{"text", "seq_len", "settings", "temperatures", "sampled", ...}]}
 
 A text or a prompt that was measured before is replaced. The file is no part of the checkpoint: nothing that loads a
 model reads it.
@@ -32,6 +33,24 @@ LAYOUT = {
     ],
     "generations": [{"prompt": TEXT, "base": TEXT, "model": TEXT}],
 }
+_SHARES = ("acceptance", "jaccard", "outside", "same_cdf", "same_gumbel", "kl_kept", "entropy", "base_entropy")
+_WRITTEN = {
+    **dict.fromkeys(("length", "self_bleu", "entropy", "reverse_kl"), NUMBER),
+    **{"repetition": {str: NUMBER, "4": NUMBER}, "distinct": {str: NUMBER, "2": NUMBER}},
+}
+SAMPLING = [  # of compress/evaluate/sampling.py; in a file only where it was measured
+    {
+        **{"text": TEXT, "base": TEXT, "tokens": INTEGER, "seq_len": INTEGER},
+        "settings": [{"temperature": NUMBER, "filters": TEXT, **dict.fromkeys(_SHARES, NUMBER)}],
+        "temperatures": [
+            {
+                **dict.fromkeys(("temperature", "best", "kl", "kl_best"), NUMBER),
+                **{"low": SOME, "high": SOME, "change": (bool,), "at_limit": (bool,)},
+            }
+        ],
+        "sampled": [{"temperature": NUMBER, "filters": TEXT, "base": _WRITTEN, "model": _WRITTEN}],
+    }
+]
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -39,7 +58,8 @@ def load(directory: Path) -> dict[str, Any]:
     path, found = directory / FILE, dict[str, Any](texts=[], generations=[])
     if path.is_file():
         found |= read_json(path)
-        if wrong := json_text.mismatch(found, LAYOUT):
+        layout = {**LAYOUT, **({"sampling": SAMPLING} if "sampling" in found else {})}
+        if wrong := json_text.mismatch(found, layout):
             raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); delete it and measure again")
     return found
 
@@ -53,6 +73,13 @@ def add(
     found["generations"] = _replaced(found["generations"], generations, ("prompt",))
     write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
     return found
+
+
+def add_sampling(directory: Path, found: Mapping[str, Any]) -> None:
+    """Add what generation settings do (`sampling.Found.plain`) to what is kept of a checkpoint."""
+    kept = load(directory)
+    kept["sampling"] = _replaced(kept.get("sampling", ()), [found], ("text", "seq_len"))
+    write_text(directory / FILE, json.dumps(kept, indent=1) + "\n")
 
 
 def _replaced(

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from compress import process_memory
-from compress.pages import html, svg
+from compress.pages import html, sampling, svg
 from compress.progress import duration
 
 BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
@@ -41,6 +41,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
         _kept(report),
         _calibration(report),
         _cost(report),
+        sampling.section(scores.get("sampling", ())),
         _generations(scores.get("generations", ())),
         html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
         _everything(report["layers"]),
