@@ -16,7 +16,6 @@ from compress.cli.options import (
     Dtype,
     Model,
     Seed,
-    TextFile,
     app,
     check_adapter,
     check_model,
@@ -26,15 +25,22 @@ from compress.cli.options import (
     note,
     text_given,
 )
+from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
+from compress.cli.suites import run as run_suite
 
 
 @app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def evaluate(
     model: Model,
-    text: TextFile = None,
+    texts: Texts = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to score, from its start.")] = 131072,
+    suite: Suite = None,
+    task: Tasks = None,
+    choices: Choices = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
+    ] = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     kv: Cache = None,
@@ -49,9 +55,15 @@ def evaluate(
     --base into MODEL).
 
     With --kv every window is read through that cache; without --base against the uncompressed one.
+
+    With --suite, --task or --choices both models answer tasks, too, and what looks broken in MODEL is named.
     """
     with errors():
-        text = text_given(text)
+        asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
+        if asked.is_any:
+            run_suite(model, base, asked, (dtype, device_named(device)), as_json)
+            return
+        text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
         if base is not None:
             check_model(base)
@@ -64,23 +76,18 @@ def evaluate(
 
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
         against = None if base is None else resolve(base, adapter)
-        directory = resolve(model, adapter if base is None else None)
-        read = None
+        directory, read = resolve(model, adapter if base is None else None), None
         with tables.progress_bar() as progress:
             if caches is None:
-                scores = evaluation.evaluate(
-                    directory,
-                    text,
-                    against,
-                    seq_len,
-                    max_tokens,
-                    execution,
-                    lambda done, total: progress("scoring", done, total),
-                )
+
+                def say(done: int, total: int) -> None:
+                    progress("scoring", done, total)
+
+                scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, say)
             else:
-                asked = cache.Request(caches, text, calib, max_tokens=max_tokens)
+                request = cache.Request(caches, text, calib, max_tokens=max_tokens)
                 directories = [directory, *([] if against is None else [against])]
-                scores, read = cache.evaluate(directories, asked, seq_len, execution, progress)
+                scores, read = cache.evaluate(directories, request, seq_len, execution, progress)
         values = dataclasses.asdict(scores)
         if as_json:
             print(json.dumps({**values, **({} if read is None else {"cache": read.plain()})}))

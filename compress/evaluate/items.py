@@ -74,3 +74,9 @@ class Material:
     vocab_size: int  # ids below this may be asked
     positions: int  # most tokens of a context with its answer
     windows: Tensor  # int64 [windows, tokens] of the user's first text: what stands between things to be found
+
+    def frequent(self, count: int) -> list[int]:
+        """Return the tokens that are frequent in the text, at most `count`; without enough text, any tokens."""
+        tokens, counts = self.windows.unique(return_counts=True)
+        by_count = tokens[counts.argsort(descending=True, stable=True)][:count].tolist()
+        return by_count if len(by_count) == count else list(range(min(count, self.vocab_size)))

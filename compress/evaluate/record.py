@@ -1,10 +1,11 @@
 """Keep what was measured of a checkpoint beside it, in scores.json, for its page and for programs.
 
     {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}],
+     "suites": [{"suite", "base", "texts", "tasks", "findings", ...}],
      "sampling": [{"text", "seq_len", "settings", "temperatures", "sampled", ...}]}
 
-A text or a prompt that was measured before is replaced. The file is no part of the checkpoint: nothing that loads a
-model reads it.
+A text, a prompt or a suite that was measured before is replaced. The file is no part of the checkpoint: nothing that
+loads a model reads it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,34 @@ from compress.errors import CheckpointError
 from compress.evaluate.scores import Comparison
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
-from compress.storage.json_text import INTEGER, NUMBER, TEXT
+from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
 
 FILE = "scores.json"
 SOME = (*NUMBER, type(None))
-LAYOUT = {
-    "texts": [
+SCORED: Any = {
+    **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
+    **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),
+    **{"same_top1": NUMBER, "kl_se": SOME},
+}
+PAIRED: Any = {
+    **dict.fromkeys(("base_accuracy", "difference", "difference_low", "difference_high", "p_value"), NUMBER),
+    **{"flips": NUMBER, "all_flips": NUMBER, "lost": INTEGER, "gained": INTEGER},
+    **dict.fromkeys(("base_nll", "nll_difference", "nll_low", "nll_high", "base_kl"), SOME),
+}
+TASK: Any = {
+    **{"task": TEXT, "way": TEXT, "items": INTEGER, "paired": PAIRED},
+    **dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high"), NUMBER),
+    **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
+}
+LAYOUT: dict[str, Any] = {
+    "texts": [SCORED],
+    "generations": [{"prompt": TEXT, "base": TEXT, "model": TEXT}],
+    "suites": [
         {
-            **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
-            **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),
-            **{"same_top1": NUMBER, "kl_se": SOME},
+            **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
+            **{"seconds": NUMBER, "extra": OBJECT},
         }
     ],
-    "generations": [{"prompt": TEXT, "base": TEXT, "model": TEXT}],
 }
 _SHARES = ("acceptance", "jaccard", "outside", "same_cdf", "same_gumbel", "kl_kept", "entropy", "base_entropy")
 _WRITTEN = {
@@ -55,7 +71,7 @@ SAMPLING = [  # of compress/evaluate/sampling.py; in a file only where it was me
 
 def load(directory: Path) -> dict[str, Any]:
     """Return what is kept of a checkpoint; empty lists without a file. CheckpointError for a damaged one."""
-    path, found = directory / FILE, dict[str, Any](texts=[], generations=[])
+    path, found = directory / FILE, dict[str, Any](texts=[], generations=[], suites=[])
     if path.is_file():
         found |= read_json(path)
         layout = {**LAYOUT, **({"sampling": SAMPLING} if "sampling" in found else {})}
@@ -65,12 +81,16 @@ def load(directory: Path) -> dict[str, Any]:
 
 
 def add(
-    directory: Path, texts: Sequence[Comparison] = (), generations: Sequence[Mapping[str, str]] = ()
+    directory: Path,
+    texts: Sequence[Comparison] = (),
+    generations: Sequence[Mapping[str, str]] = (),
+    suites: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Add scores and generations to what is kept of a checkpoint; return all."""
+    """Add scores, generations and results of suites to what is kept of a checkpoint; return all."""
     found = load(directory)
     found["texts"] = _replaced(found["texts"], [dataclasses.asdict(each) for each in texts], ("text", "seq_len"))
     found["generations"] = _replaced(found["generations"], generations, ("prompt",))
+    found["suites"] = _replaced(found["suites"], suites, ("suite", "base"))
     write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
     return found
 

@@ -101,19 +101,22 @@ def _columns(
 ) -> list[Tensor]:
     """Return what `score` gives for each batch of windows that is this process's."""
     models = [load.load_model(directory, execution.dtype, execution.device) for directory in directories]
-    batch = execution.batch or _batch(models, windows.shape[1])
+    batch = execution.batch or windows_at_a_time(models, windows.shape[1])
     begins = list(range(0, len(windows), batch))
     part = ranks.current().part(len(begins))
     columns: list[Tensor] = []
+    names = [directory.name for directory in directories]
     for begin in begins[part]:
-        tokens = windows[begin : begin + batch].to(execution.device)
-        logits = [
-            next_logits(model, directory.name, tokens) for model, directory in zip(models, directories, strict=True)
-        ]
-        columns.append(score(logits, tokens[:, 1:].flatten()))
+        columns.append(positions(models, names, windows[begin : begin + batch]))
         if progress is not None:
             progress(min(begin + batch, len(windows)), min(begins[part.stop - 1] + batch, len(windows)))
     return columns
+
+
+def positions(models: list[PreTrainedModel], names: list[str], windows: Tensor) -> Tensor:
+    """Return what `score` gives for windows int64 [n, seq_len] that go through loaded models together."""
+    logits = [_logits(model, name, windows.to(model.device)) for model, name in zip(models, names, strict=True)]
+    return score(logits, windows[:, 1:].flatten().to(models[0].device))
 
 
 def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
@@ -140,7 +143,8 @@ def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_to
     return windows[: max_tokens // seq_len]
 
 
-def _batch(models: list[PreTrainedModel], seq_len: int) -> int:
+def windows_at_a_time(models: list[PreTrainedModel], seq_len: int) -> int:
+    """Return how many windows go through these models together."""
     vocab_size = models[0].config.get_text_config().vocab_size
     window_nbytes = sum(seq_len * vocab_size * model.dtype.itemsize for model in models)
     return max(1, min(BATCH_NBYTES // window_nbytes, BATCH_TOKENS // seq_len))

@@ -1,23 +1,96 @@
 """Run a suite: what `compress eval MODEL --base BASE --suite quick|full` measures, in one call.
 
-A suite is every task whose SUITES names it, with the texts and the checks that go with the suite's size.
+A suite is every task whose SUITES names it, the divergence from the original on each text, and a search for what is
+broken (diagnosis.py, tokenizers.py). Everything goes through the original's tokenizer, so that both models read the
+same tokens; a tokenizer that differs is a finding.
+
+The noise floor is the KL of the original to itself in another number type, weights and arithmetic both: bfloat16 beside
+float32 (float32 where the scores are in another type), on the first windows of the first text. A difference of that
+size is rounding, and says nothing of the compression.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress import plugins
-from compress.errors import RecipeError
-from compress.evaluate.items import Material, Task
-from compress.evaluate.scores import Comparison, Execution
-from compress.evaluate.task_scores import TaskScore
-from compress.progress import Progress
+import torch
+from torch import Tensor
 
-SUITES = ("quick", "full")
+from compress import plugins
+from compress.calib.documents import documents, source_name
+from compress.errors import CheckpointError, RecipeError, UnsupportedModelError
+from compress.evaluate import answers, diagnosis, findings, task_scores, tokenizers
+from compress.evaluate.items import Material, Task
+from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
+from compress.evaluate.task_scores import TaskScore
+from compress.model import load as lm
+from compress.progress import Progress, silent
+
+FLOOR_WINDOWS = 4
+READING = 2048  # tokens that a task may ask of a model without a limit
+DIAGNOSED = (4, 128)  # windows and tokens of each that parts are compared on
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of each text a suite scores."""
+
+    seq_len: int
+    max_tokens: int  # of each text
+
+
+SIZES = {"quick": Size(256, 4096), "full": Size(512, 65_536)}
+SUITES = tuple(SIZES)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured."""
+
+    suite: str | None = None  # "quick", "full", or None: `tasks` alone
+    texts: tuple[str, ...] = ()  # to score; the first also lends text to tasks
+    tasks: tuple[str, ...] = ()  # more tasks: NAME, or NAME=FILE for one that reads a file
+    seq_len: int | None = None  # None: what the suite says
+    max_tokens: int | None = None  # of each text; None: what the suite says
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a suite has found of a model beside its original; `plain()` is what scores.json keeps under "suites"."""
+
+    suite: str  # "tasks" without one
+    base: str  # name of the original
+    texts: tuple[Comparison, ...]
+    floor: Mapping[str, Any]  # "kl_mean" of the original to itself, "path": how, "tokens"; empty without texts
+    tasks: tuple[TaskScore, ...]
+    findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
+    seconds: float
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what other parts add, by their names
+
+    def plain(self) -> dict[str, Any]:
+        """Return the result as JSON takes it."""
+        values = dataclasses.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two loaded models with their tokenizers: the original and the compressed one."""
+
+    directories: tuple[Path, Path]  # base, model
+    base: Any
+    model: Any
+    tokenizers: tuple[Any, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of model and base, in this order, which is that of the scores."""
+        return [directory.name for directory in self.directories[::-1]]
 
 
 def tasks_of(suite: str) -> list[str]:
@@ -34,10 +107,9 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
     """
     module = plugins.load("task", name)
     given = {**(module.SUITES.get(suite, {}) if suite else {}), **settings}
-    known = [each for each in module.Config.__dataclass_fields__]
-    for key in given:
-        if key not in known:
-            raise RecipeError(plugins.unknown(f"setting of task {name}", key, known))
+    known = [each.name for each in dataclasses.fields(module.Config)]
+    if unknown := [key for key in given if key not in known]:
+        raise RecipeError(plugins.unknown(f"setting of task {name}", unknown[0], known))
     try:
         config = module.Config(**given)
     except ValueError as error:
@@ -45,35 +117,139 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
     return Task(name, module.WAY, module.items(config, material), getattr(module, "correct", None))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is to be measured."""
+def check(asked: Asked) -> None:
+    """Raise RecipeError for a suite or a task that there is not; quick, reads no model."""
+    if asked.suite is not None:
+        tasks_of(asked.suite)
+    for each in asked.tasks:
+        plugins.describe("task", each.partition("=")[0])
+    if asked.suite is not None and not asked.texts:
+        raise RecipeError("a suite scores text; give --text FILE, better twice")
 
-    suite: str | None = None  # "quick", "full", or None: `tasks` alone
-    texts: tuple[str, ...] = ()  # to score; the first also lends text to tasks
-    tasks: tuple[str, ...] = ()  # more tasks: NAME, or NAME=FILE for one that reads a file
-    seq_len: int = 512
-    max_tokens: int | None = None  # of each text; None: what the suite says
+
+def open_models(directory: Path, base: Path, execution: Execution) -> Models:
+    """Load a model and its original. CheckpointError where they cannot be compared: other numbers of token ids."""
+    sizes = [lm.load_config(each).vocab_size for each in (base, directory)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"{base.name} knows {sizes[0]:,} token ids, {directory.name} {sizes[1]:,}; predictions over other tokens "
+            "cannot be compared"
+        )
+    both = (base, directory)
+    words = tuple(lm.load_tokenizer(each) for each in both)
+    loaded = [lm.load_model(each, execution.dtype, execution.device) for each in both]
+    return Models(both, loaded[0], loaded[1], (words[0], words[1]))
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a suite has found of a model beside its original; `plain()` is what scores.json keeps under "suites"."""
+def material(models: Models, windows: Tensor) -> Material:
+    """Return what tasks make items of."""
+    tokenizer = models.tokenizers[0]
+    config = models.base.config.get_text_config()
+    limits = [lm.max_positions(model.config.get_text_config()) or READING for model in (models.base, models.model)]
 
-    suite: str
-    base: str  # name of the original
-    texts: tuple[Comparison, ...]
-    floor: Mapping[str, Any]  # KL of the original to itself through another numerical path, and which path that is
-    tasks: tuple[TaskScore, ...]
-    findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
-    seconds: float
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what other parts add, by their names
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def plain(self) -> dict[str, Any]:
-        """Return the result as JSON takes it."""
-        raise NotImplementedError
+    special = set(tokenizer.all_special_ids)
+    begun: list[int] = tokenizer("a", verbose=False)["input_ids"]
+    begin = [token for token in begun[: begun.index(begun[-1])] if token in special] if begun else []
+    return Material(
+        tokenizers.encode_with(tokenizer),
+        decode,
+        tuple(begin),
+        min(config.vocab_size, len(tokenizer)),
+        min(limits),
+        windows,
+    )
 
 
 def run(directory: Path, base: Path, asked: Asked, execution: Execution, progress: Progress | None = None) -> Result:
     """Measure a model beside its original. Raises CheckpointError, CalibrationError, RecipeError or NumericalError."""
-    raise NotImplementedError
+    check(asked)
+    say, start = progress or silent, time.perf_counter()
+    size = SIZES[asked.suite or "full"]
+    size = Size(asked.seq_len or size.seq_len, asked.max_tokens or size.max_tokens)
+    windows = [text_windows([base], text, size.seq_len, size.max_tokens) for text in asked.texts]
+    models = open_models(directory, base, execution)
+    scored = asked.suite is not None
+    texts = (
+        [_compare(models, text, each, say) for text, each in zip(asked.texts, windows, strict=True)] if scored else []
+    )
+    floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
+    stuff = material(models, windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long))
+    tasks = [_task(models, each, asked.suite, stuff, say) for each in _all_tasks(asked)]
+    found = _findings(models, asked.texts, windows, say) if windows else []
+    return Result(
+        asked.suite or "tasks",
+        base.name,
+        tuple(texts),
+        floor,
+        tuple(each for each in tasks if each is not None),
+        tuple(found),
+        time.perf_counter() - start,
+    )
+
+
+def _all_tasks(asked: Asked) -> list[str]:
+    named = {each.partition("=")[0] for each in asked.tasks}
+    of_suite = [] if asked.suite is None else tasks_of(asked.suite)
+    return [*(name for name in of_suite if name not in named), *asked.tasks]
+
+
+def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> Comparison:
+    """Return the scores of a text."""
+    pair = [models.model, models.base]
+    batch, figures = windows_at_a_time(pair, windows.shape[1]), []
+    for begin in range(0, len(windows), batch):
+        figures.append(positions(pair, models.names, windows[begin : begin + batch]))
+        say(f"scoring {source_name(text)}", min(begin + batch, len(windows)), len(windows))
+    joined = torch.cat(figures, 1).view(4, len(windows), windows.shape[1] - 1)
+    found = summary(joined, source_name(text), windows.shape[1])
+    assert isinstance(found, Comparison)
+    return found
+
+
+def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress) -> dict[str, Any]:
+    """Return the KL of the original to itself in another number type."""
+    say("measuring the noise floor", 0, 0)
+    own = str(models.base.dtype).removeprefix("torch.")
+    other_dtype = "bfloat16" if own == "float32" else "float32"
+    other = lm.load_model(models.directories[0], other_dtype, execution.device)
+    figures = [
+        positions([other, models.base], [models.directories[0].name] * 2, part)
+        for part in windows.split(windows_at_a_time([other, models.base], windows.shape[1]))
+    ]
+    joined = torch.cat(figures, 1)
+    return {
+        "kl_mean": float(joined[2].mean()),
+        "same_top1": float(joined[3].mean()),
+        "tokens": joined.shape[1],
+        "path": f"the original in {other_dtype} against itself in {own}",
+    }
+
+
+def _task(models: Models, asked: str, suite: str | None, stuff: Material, say: Progress) -> TaskScore | None:
+    """Return the figures of a task; None where it has no items for these models."""
+    name, _, file = asked.partition("=")
+    made = task(name, stuff, suite, **({"file": file} if file else {}))
+    if not made.items:
+        return None
+    outcomes = []
+    for which, model in (("original", models.base), ("model", models.model)):
+        say(f"{name}, {which}", 0, 0)
+        outcomes.append(answers.score(model, made, stuff))
+    return task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+
+
+def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:
+    """Return what looks broken, a sentence each."""
+    say("comparing layers", 0, 0)
+    sample = next(documents(texts[0]), "")
+    found = [tokenizers.finding(models.tokenizers[0], models.tokenizers[1], models.model, sample)]
+    count, length = DIAGNOSED
+    parts = torch.cat([each[:count, :length] for each in windows])
+    try:
+        found += findings.sentences(diagnosis.compare(models.base, models.model, parts[:: len(windows)]))
+    except UnsupportedModelError as error:
+        found.append(f"layers could not be compared one by one: {error}")
+    return [each for each in found if each]

@@ -11,12 +11,12 @@ from html import escape
 from typing import Any
 
 from compress import process_memory
-from compress.pages import html, sampling, svg
+from compress.pages import html, sampling, suite, svg
+from compress.pages.outliers import SUSPECT, far_above
 from compress.progress import duration
 
 BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
 WORST = 10  # layers
-SUSPECT = 4.0  # times the median error of the same linear in other blocks
 Report = Mapping[str, Any]
 
 
@@ -35,6 +35,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
     title = f"{report['model']}, compressed with {report['recipe']}"
     sections = [
         _loss(scores),
+        suite.section(scores.get("suites", ())),
         _layers(report["layers"]),
         _worst(report["layers"]),
         _sizes(report),
@@ -60,13 +61,14 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
         found.append((f"{source / max(1, total):.1f}×", "smaller"))
     else:
         found.append((process_memory.show(total), "stored"))
-    for row in scores.get("texts", ())[:1]:
+    measured = scores.get("texts") or suite.texts(scores.get("suites", ()))
+    for row in measured[:1]:
         error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
         found.append((svg.number(row["kl_mean"]), f"KL to the original{error}, nats a token"))
         found.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of the original)"))
         found.append((f"{row['same_top1']:.1%}", "same most likely token"))
-    if scores.get("texts"):
-        return html.facts(found)
+    if measured:
+        return html.facts(found) + suite.alarm(scores.get("suites", ()))
     how = "compress report DIR --base ORIGINAL --text FILE measures the loss and adds it here."
     return html.facts(found) + html.paragraph(f"Not scored yet: {how}", "faint")
 
@@ -132,12 +134,10 @@ def _layers(layers: Sequence[Report]) -> str:
 def suspects(layers: Sequence[Report]) -> list[tuple[str, float]]:
     """Return layers whose error is far above that of the same linear in other blocks: (name, times the median)."""
     _, columns, places = _grid(layers)
-    found = []
+    found: list[tuple[str, float]] = []
     for column in range(len(columns)):
         alike = [layer for (_, at), layer in places.items() if at == column]
-        errors = sorted(_error(layer) for layer in alike)
-        median = errors[len(errors) // 2]
-        found += [(x["name"], _error(x) / median) for x in alike if median > 0 and _error(x) > SUSPECT * median]
+        found += far_above({layer["name"]: _error(layer) for layer in alike}).items()
     return sorted(found, key=lambda pair: -pair[1])
 
 

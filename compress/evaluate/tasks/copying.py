@@ -1,8 +1,8 @@
-"""Copying: a passage of random tokens stands in the context once; its beginning comes again, and the rest is asked.
+"""Copying: a passage stands in the context once; its beginning comes again, and the rest is asked.
 
-What attention does to copy (induction heads) needs no knowledge of any language. Tokens are drawn evenly from the
-vocabulary, so that nothing but the copy tells what follows. Arora et al., "Zoology" (2312.04927), tie this recall to
-the quality of language models.
+Half of the items have a passage of your text, half have one of frequent tokens in random order, which nothing but the
+copy tells. What attention does to copy (induction heads) needs no knowledge of any language. Arora et al., "Zoology"
+(2312.04927), tie this recall to the quality of language models.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from compress.evaluate.items import Item, Material
 
 WAY = "greedy"
+FREQUENT = 256  # tokens that random passages are of
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 32}, "full": {}}
 
 
@@ -40,9 +41,14 @@ def items(config: Config, material: Material) -> list[Item]:
     if len(material.begin) + config.length + config.cue + config.answer > material.positions:
         return []
     found = []
+    tokens, words = material.frequent(FREQUENT), material.windows.flatten().tolist()
     for i in range(config.count):
         draw = random.Random(f"{config.seed} copying {i}")
-        passage = [draw.randrange(material.vocab_size) for _ in range(config.length)]
+        if i % 2 and len(words) >= config.length:
+            start = draw.randrange(len(words) - config.length + 1)
+            passage = words[start : start + config.length]
+        else:
+            passage = draw.choices(tokens, k=config.length)
         end = config.cue + config.answer
         context = (*material.begin, *passage, *passage[: config.cue])
         found.append(Item(f"{i}", context, (tuple(passage[config.cue : end]),)))

@@ -1,0 +1,136 @@
+"""Run suites and tasks for `compress eval`, and show what they found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from compress.cli.options import check_model, check_paths, note
+from compress.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from compress.evaluate.scores import Execution
+
+TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
+REPORT = "report.json"  # what a checkpoint of ours has
+
+Texts = Annotated[
+    list[str] | None,
+    Option("--text", metavar="FILE", help="Text to score; never the calibration text. With --suite repeatable."),
+]
+Suite = Annotated[
+    str | None, Option(metavar="NAME", help="quick or full: texts, tasks, noise floor, defects; with --base.")
+]
+Tasks = Annotated[
+    list[str] | None,
+    Option("--task", metavar="NAME", help="Run a task; NAME=FILE for one that reads a file. Repeatable, with --base."),
+]
+Choices = Annotated[
+    Path | None, Option(metavar="FILE", help="Multiple-choice questions, JSON lines: question, choices, answer.")
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a suite as they were given."""
+
+    suite: str | None
+    tasks: Sequence[str]
+    choices: Path | None
+    texts: Sequence[str]
+    seq_len: int | None
+    max_tokens: int | None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a suite or a task is asked for."""
+        return bool(self.suite or self.tasks or self.choices)
+
+
+def one_text(texts: Sequence[str]) -> str | None:
+    """Return the only text, None for none; wrong usage for several without a suite."""
+    if len(texts) > 1:
+        raise typer.BadParameter("give one text, or --suite quick, which scores several", param_hint="--text")
+    return texts[0] if texts else None
+
+
+def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], as_json: bool) -> None:
+    """Measure, keep the result beside the checkpoint, and print it. execution: dtype and device."""
+    if base is None:
+        raise typer.BadParameter("name the uncompressed model that the tasks compare with", param_hint="--base")
+    check_paths(model, *asked.texts)
+    check_model(base)
+    if asked.choices is not None and not asked.choices.is_file():
+        raise CalibrationError(f"{asked.choices} is not a file; give questions as JSON lines")
+    from compress.cli import tables
+    from compress.evaluate import Execution, record
+    from compress.evaluate import suite as suites
+    from compress.run.source import resolve
+
+    tasks = [*asked.tasks, *([f"choices={asked.choices}"] if asked.choices else [])]
+    what = suites.Asked(asked.suite, tuple(asked.texts), tuple(tasks), asked.seq_len, asked.max_tokens)
+    suites.check(what)
+    directory = resolve(model)
+    how: Execution = Execution(dtype=execution[0], device=execution[1])
+    with tables.progress_bar() as progress:
+        found = suites.run(directory, resolve(base), what, how, progress).plain()
+    if (directory / REPORT).is_file():
+        record.add(directory, suites=[json.loads(json.dumps(found))])
+    if as_json:
+        print(json.dumps(found))
+        return
+    _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Print a result for people."""
+    from compress.cli import tables
+
+    if found["texts"]:
+        rows = [
+            (
+                row["text"],
+                f"{row['tokens']:,}",
+                f"{row['kl_mean']:.5f}" + (f" ± {row['kl_se']:.5f}" if row["kl_se"] is not None else ""),
+                f"{row['perplexity']:.3f}",
+                f"{row['base_perplexity']:.3f}",
+                f"{1 - row['same_top1']:.1%}",
+            )
+            for row in found["texts"]
+        ]
+        heads = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
+        tables.out.print(tables.columns(heads, rows))
+    if found["floor"]:
+        print(f"KL of {found['floor']['kl_mean']:.2g} is rounding: {found['floor']['path']}")
+    if found["tasks"]:
+        print()
+        tables.out.print(tables.columns(TASKS, [_row(row) for row in found["tasks"]]))
+        print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
+    for each in found["findings"]:
+        note(f"looks broken: {each}")
+    if not found["findings"] and found["texts"]:
+        print("no layer and no tokenizer looks broken")
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    paired = row["paired"]
+    more = paired["nll_difference"]
+    bounds = "" if paired["nll_low"] is None else f" ({paired['nll_low']:+.3f} to {paired['nll_high']:+.3f})"
+    return (
+        row["task"],
+        str(row["items"]),
+        f"{row['accuracy']:.1%}",
+        f"{paired['base_accuracy']:.1%}",
+        str(paired["lost"]),
+        str(paired["gained"]),
+        f"{paired['p_value']:.2g}",
+        f"{paired['all_flips']:.1%}",
+        "" if row["nll"] is None else f"{row['nll']:.3f}",
+        "" if more is None else f"{more:+.3f}{bounds}",
+    )

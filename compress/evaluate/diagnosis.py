@@ -1,0 +1,219 @@
+"""Compare a compressed model with its original part by part, each part on the original's own inputs.
+
+Errors of a layer spread to all later ones, so that the outputs of two running models do not tell which layer is broken.
+Here each decoder block of the compressed model is given the hidden states that the original has in front of the same
+block. What differs behind it is the block's own doing. Inside, hooks see what each linear takes and gives.
+
+A rotated model has its hidden states in another basis. The rotation R is found from the two tables of embeddings: the
+orthogonal matrix with the least |E R - E'| (Schoenemann's solution of the Procrustes problem, 1966), and hidden states
+are given as h R. Heads that are rotated each for itself are compared by their Gram matrices over tokens, which no
+rotation changes. Scales that a transform moves from one linear to the next change outputs in between: `findings` looks
+at what is unlike the same linear in other blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UnsupportedModelError
+from compress.model.block_calls import BlockArgs, record
+from compress.model.block_lists import find_blocks
+from compress.runtime import linears
+
+SAME_BASIS = 0.5  # relative squared distance of embeddings below which they are alike
+LIKE = 0.5  # correlation above which an output feature is that of the original
+SHIFTS = 8  # rows that move by the same distance, for it to be told
+ROWS = 4096  # of the embeddings that the rotation is found from, at least
+
+
+@dataclass(frozen=True)
+class Linear:
+    """How the output of a linear differs from that of the original's, on the same block input."""
+
+    name: str
+    path: str  # inside its block
+    block: int
+    ratio: float  # norm of a token's output, to the original's; median over tokens
+    gain: float  # the same of output over input
+    unlike: float  # 1 - mean correlation of output features, weighted by their energy
+    strange: float  # share of the energy in features whose correlation is below LIKE
+    moved: str  # what stands in another order, in words; "" for nothing
+
+
+@dataclass(frozen=True)
+class Block:
+    """How far what a block adds to the hidden states is from what the original adds: relative squared error."""
+
+    name: str
+    error: float
+    linears: tuple[Linear, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was compared."""
+
+    embeddings: float  # relative squared distance of the tables, in the basis that fits better
+    is_rotated: bool
+    blocks: tuple[Block, ...]
+
+
+@torch.no_grad()
+def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
+    """Compare two models on tokens int64 [samples, seq_len].
+
+    Raises UnsupportedModelError where their blocks cannot be run beside each other: of another number or width.
+    """
+    name, blocks = find_blocks(base)
+    others = model.get_submodule(name)
+    if len(others) != len(blocks):
+        raise UnsupportedModelError(f"the models have {len(blocks)} and {len(others)} decoder blocks")
+    given, taken = (record(m, m.get_submodule(name), tokens.to(m.device)) for m in (base, model))
+    if given.hidden.shape != taken.hidden.shape:
+        raise UnsupportedModelError("the hidden states of the models are not of the same width")
+    rotation, distance = _rotation(base, model)
+    hidden, found = given.hidden.float(), []
+    for i, block in enumerate(blocks):
+        if any(given.extra[i]) and any(x.numel() for x in given.extra[i]):
+            raise UnsupportedModelError("the blocks give more than hidden states")
+        out, seen = _run(block, hidden, given.calls[i])
+        turned = hidden if rotation is None else hidden @ rotation
+        other, other_seen = _run(others[i], turned, taken.calls[i])
+        other = other if rotation is None else other @ rotation.T
+        added = (out - hidden).square().sum().clamp_min(1e-30)
+        error = float((other - out).square().sum() / added)
+        pairs = [
+            _linear(f"{name}.{i}.{path}", path, i, seen[path], other_seen[path], rotation)
+            for path in seen
+            if path in other_seen and seen[path][1].shape == other_seen[path][1].shape
+        ]
+        found.append(Block(f"{name}.{i}", error, tuple(pairs)))
+        hidden = out
+    return Facts(distance, rotation is not None, tuple(found))
+
+
+def _run(block: nn.Module, hidden: Tensor, call: BlockArgs) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Return float32 hidden states behind a block, and what each of its linears takes and gives: [tokens, features]."""
+    dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), hidden.dtype)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    with _watched(block, seen):
+        out = block(hidden.to(dtype), *call.args, **call.kwargs)
+    return (out[0] if isinstance(out, tuple) else out).float(), seen
+
+
+@contextmanager
+def _watched(block: nn.Module, seen: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """While active, keep input and output of each linear, in the order of their calls."""
+
+    def watch(path: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+                seen[path] = (args[0].flatten(0, -2).float(), out.flatten(0, -2).float())
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(watch(path))
+        for path, module in block.named_modules()
+        if path and _is_linear(module)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from compress.runtime.linear import PackedLinear
+
+    return isinstance(module, PackedLinear) or linears.shape_of(module) is not None
+
+
+def _rotation(base: Any, model: Any) -> tuple[Tensor | None, float]:
+    """Return the orthogonal matrix that turns the embeddings of `base` into those of `model`, and what is left.
+
+    None where they are alike as they stand, or in no rotation.
+    """
+    tables = [m.get_input_embeddings() for m in (base, model)]
+    count = min(m.config.get_text_config().vocab_size for m in (base, model))
+    width = base.config.get_text_config().hidden_size
+    ids = torch.arange(0, count, max(1, count // max(ROWS, 2 * width)))
+    rows, others = (table(ids.to(m.device)).float().cpu() for table, m in zip(tables, (base, model), strict=True))
+    size = rows.square().sum()
+    distance = float((rows - others).square().sum() / size)
+    if distance < SAME_BASIS or rows.shape != others.shape:
+        return None, distance
+    left, _, right = torch.linalg.svd(rows.double().T @ others.double())
+    rotation = (left @ right).float()
+    turned = float((rows @ rotation - others).square().sum() / size)
+    return (rotation.to(base.device), turned) if turned < SAME_BASIS else (None, distance)
+
+
+def _linear(
+    name: str,
+    path: str,
+    block: int,
+    pair: tuple[Tensor, Tensor],
+    other: tuple[Tensor, Tensor],
+    rotation: Tensor | None,
+) -> Linear:
+    """Compare input and output [tokens, features] of a linear with those of the compressed one."""
+    (x, y), (x_other, y_other) = pair, other
+    ratio = _norms(y_other) / _norms(y)
+    gain = ratio / (_norms(x_other) / _norms(x))
+    versions = [y_other]
+    if rotation is not None and y.shape[1] == len(rotation):
+        versions.append(y_other @ rotation.T)
+    energy = y.square().sum(0) / y.square().sum().clamp_min(1e-30)
+    alike, best = max(
+        ((float((energy * _correlations(y, v)).sum()), v) for v in versions), key=lambda scored: scored[0]
+    )
+    strange = float(energy[_correlations(y, best) < LIKE].sum())
+    return Linear(name, path, block, float(ratio.median()), float(gain.median()), 1 - alike, strange, _moved(y, best))
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return rows.norm(dim=1).clamp_min(1e-20)
+
+
+def _unit(y: Tensor) -> Tensor:
+    return y / y.norm(dim=0).clamp_min(1e-20)
+
+
+def _correlations(y: Tensor, other: Tensor) -> Tensor:
+    """Return the absolute correlation (about 0) of each feature with that of the other; [tokens, features] each."""
+    return (_unit(y) * _unit(other)).sum(0).abs()
+
+
+def _moved(y: Tensor, other: Tensor) -> str:
+    """Say which features of the original stand elsewhere; "" where they do not, or cannot be found.
+
+    A feature has moved where its correlation is below LIKE at its own place, and above LIKE and the largest at another.
+    """
+    lost = (_correlations(y, other) < LIKE).nonzero()[:, 0]
+    if not len(lost):
+        return ""
+    y, other = y - y.mean(0), other - other.mean(0)
+    found, places = (_unit(y[:, lost]).T @ _unit(other)).abs().max(1)
+    sure = (found > 0.75) & (places != lost)
+    if int(sure.sum()) < max(2, len(lost) / 2) or len(set(places[sure].tolist())) < int(sure.sum()):
+        return ""
+    return _said(list(zip(lost[sure].tolist(), places[sure].tolist(), strict=True)))
+
+
+def _said(pairs: list[tuple[int, int]]) -> str:
+    """Say in words which rows stand where; pairs (row of the original, where it stands now), ascending."""
+    by_shift: dict[int, list[int]] = {}
+    for row, place in pairs:
+        by_shift.setdefault(place - row, []).append(row)
+    if len(pairs) < SHIFTS * len(by_shift):
+        return f"{len(pairs)} of its rows, from {pairs[0][0]} to {pairs[-1][0]}"
+    runs = [(rows[0], rows[-1], shift) for shift, rows in by_shift.items() if len(rows) > 1]
+    return ", ".join(f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs)

@@ -1,0 +1,81 @@
+"""Write the section of a page on suites of `compress eval`: what looks broken, tasks beside the original, the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from compress.pages import html, svg
+
+Suites = Sequence[Mapping[str, Any]]
+
+
+def texts(suites: Suites) -> list[Mapping[str, Any]]:
+    """Return the scores of texts in all suites."""
+    return [row for suite in suites for row in suite["texts"]]
+
+
+def alarm(suites: Suites) -> str:
+    """Return what looks broken, for the head of the page; "" for nothing."""
+    found = list(dict.fromkeys(finding for suite in suites for finding in suite["findings"]))
+    return "".join(f'<p class="bad"><strong>Looks broken:</strong> {escape(each)}.</p>' for each in found)
+
+
+def section(suites: Suites) -> str:
+    """Return the section; "" without a suite."""
+    return "".join(_suite(suite) for suite in suites)
+
+
+def _suite(suite: Mapping[str, Any]) -> str:
+    floor = suite["floor"]
+    noise = (
+        f"KL of {svg.number(floor['kl_mean'])} is rounding: that of {floor['path']}, over {floor['tokens']:,} tokens."
+        if floor
+        else ""
+    )
+    broken = "; ".join(suite["findings"])
+    return html.section(
+        f"Suite {suite['suite']}, beside {suite['base']}",
+        html.paragraph(f"Looks broken: {broken}." if broken else "No layer and no tokenizer looks broken."),
+        html.paragraph(noise, "faint") if noise else "",
+        _texts(suite["texts"]),
+        _tasks(suite["tasks"]),
+    )
+
+
+def _texts(rows: Suites) -> str:
+    names = ("text", "tokens", "KL", "s.e.", "perplexity", "original", "other top-1")
+    keys = ("text", "tokens", "kl_mean", "kl_se", "perplexity", "base_perplexity")
+    shown = [[*(row[key] for key in keys), f"{1 - row['same_top1']:.1%}"] for row in rows]
+    return html.table("Divergence and perplexity by text", names, shown) if shown else ""
+
+
+def _tasks(rows: Suites) -> str:
+    if not rows:
+        return ""
+    names = (
+        *("task", "items", "right", "original", "difference, 95%", "lost", "gained", "McNemar p", "answers changed"),
+        *("NLL", "original", "difference, 95%"),
+    )
+    return html.paragraph(
+        "Right: share of items. Lost and gained: items that only the original, or only the compressed model has right. "
+        "NLL: nats a token of the right answer. An interval that holds 0 shows no difference."
+    ) + html.table("Tasks beside the original", names, [_task(row) for row in rows])
+
+
+def _task(row: Mapping[str, Any]) -> list[html.Cell]:
+    paired = row["paired"]
+    nll = _bounds(paired["nll_difference"], paired["nll_low"], paired["nll_high"])
+    difference = f"{paired['difference']:+.1%} ({paired['difference_low']:+.1%} to {paired['difference_high']:+.1%})"
+    return [
+        *(row["task"], row["items"], f"{row['accuracy']:.1%}", f"{paired['base_accuracy']:.1%}", difference),
+        *(paired["lost"], paired["gained"], paired["p_value"], f"{paired['all_flips']:.1%}"),
+        *(row["nll"], paired["base_nll"], nll),
+    ]
+
+
+def _bounds(value: float | None, low: float | None, high: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
