@@ -115,7 +115,7 @@ def _columns(
 
 def positions(models: list[PreTrainedModel], names: list[str], windows: Tensor) -> Tensor:
     """Return what `score` gives for windows int64 [n, seq_len] that go through loaded models together."""
-    logits = [_logits(model, name, windows.to(model.device)) for model, name in zip(models, names, strict=True)]
+    logits = [next_logits(model, name, windows.to(model.device)) for model, name in zip(models, names, strict=True)]
     return score(logits, windows[:, 1:].flatten().to(models[0].device))
 
 
