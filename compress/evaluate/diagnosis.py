@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,12 @@ from compress.errors import UnsupportedModelError
 from compress.model.block_calls import BlockArgs, record
 from compress.model.block_lists import find_blocks
 from compress.runtime import linears
+from compress.runtime.linear import PackedLinear
 
 SAME_BASIS = 0.5  # relative squared distance of embeddings below which they are alike
 LIKE = 0.5  # correlation above which an output feature is that of the original
+SURE = 0.75  # correlation of an output feature with that of another place, for it to have moved there
+GRAM = 0.1  # by which a feature, or the Gram matrix of a head, is more like that of another place
 SHIFTS = 8  # rows that move by the same distance, for it to be told
 ROWS = 4096  # of the embeddings that the rotation is found from, at least
 
@@ -40,7 +43,7 @@ class Linear:
     path: str  # inside its block
     block: int
     ratio: float  # norm of a token's output, to the original's; median over tokens
-    gain: float  # the same of output over input
+    gain: float  # the same of output over input; of those that read what the block is given, `ratio`
     unlike: float  # 1 - mean correlation of output features, weighted by their energy
     strange: float  # share of the energy in features whose correlation is below LIKE
     moved: str  # what stands in another order, in words; "" for nothing
@@ -78,6 +81,8 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
     if given.hidden.shape != taken.hidden.shape:
         raise UnsupportedModelError("the hidden states of the models are not of the same width")
     rotation, distance = _rotation(base, model)
+    config = base.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden, found = given.hidden.float(), []
     for i, block in enumerate(blocks):
         if any(given.extra[i]) and any(x.numel() for x in given.extra[i]):
@@ -88,8 +93,9 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
         other = other if rotation is None else other @ rotation.T
         added = (out - hidden).square().sum().clamp_min(1e-30)
         error = float((other - out).square().sum() / added)
+        first = next((taken for taken, _ in seen.values()), hidden)
         pairs = [
-            _linear(f"{name}.{i}.{path}", path, i, seen[path], other_seen[path], rotation)
+            _linear(_Place(f"{name}.{i}", path, i), seen[path], other_seen[path], _Basis(rotation, head_dim, first))
             for path in seen
             if path in other_seen and seen[path][1].shape == other_seen[path][1].shape
         ]
@@ -131,8 +137,6 @@ def _watched(block: nn.Module, seen: dict[str, tuple[Tensor, Tensor]]) -> Iterat
 
 
 def _is_linear(module: nn.Module) -> bool:
-    from compress.runtime.linear import PackedLinear
-
     return isinstance(module, PackedLinear) or linears.shape_of(module) is not None
 
 
@@ -156,27 +160,38 @@ def _rotation(base: Any, model: Any) -> tuple[Tensor | None, float]:
     return (rotation.to(base.device), turned) if turned < SAME_BASIS else (None, distance)
 
 
-def _linear(
-    name: str,
-    path: str,
-    block: int,
-    pair: tuple[Tensor, Tensor],
-    other: tuple[Tensor, Tensor],
-    rotation: Tensor | None,
-) -> Linear:
+class _Place(NamedTuple):
+    """A linear of a block."""
+
+    prefix: str
+    path: str
+    block: int
+
+
+class _Basis(NamedTuple):
+    """What the comparison of a block's linears needs to know."""
+
+    rotation: Tensor | None  # of the hidden states
+    head_dim: int
+    first: Tensor  # what the first linear of the original's block takes
+
+
+def _linear(place: _Place, pair: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], basis: _Basis) -> Linear:
     """Compare input and output [tokens, features] of a linear with those of the compressed one."""
     (x, y), (x_other, y_other) = pair, other
     ratio = _norms(y_other) / _norms(y)
-    gain = ratio / (_norms(x_other) / _norms(x))
+    gain = ratio if torch.equal(x, basis.first) else ratio / (_norms(x_other) / _norms(x))
     versions = [y_other]
-    if rotation is not None and y.shape[1] == len(rotation):
-        versions.append(y_other @ rotation.T)
+    if basis.rotation is not None and y.shape[1] == len(basis.rotation):
+        versions.append(y_other @ basis.rotation.T)
     energy = y.square().sum(0) / y.square().sum().clamp_min(1e-30)
     alike, best = max(
         ((float((energy * _correlations(y, v)).sum()), v) for v in versions), key=lambda scored: scored[0]
     )
     strange = float(energy[_correlations(y, best) < LIKE].sum())
-    return Linear(name, path, block, float(ratio.median()), float(gain.median()), 1 - alike, strange, _moved(y, best))
+    moved = _moved(y, best, basis.head_dim)
+    name, gains = f"{place.prefix}.{place.path}", float(gain.median())
+    return Linear(name, place.path, place.block, float(ratio.median()), gains, 1 - alike, strange, moved)
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -192,20 +207,36 @@ def _correlations(y: Tensor, other: Tensor) -> Tensor:
     return (_unit(y) * _unit(other)).sum(0).abs()
 
 
-def _moved(y: Tensor, other: Tensor) -> str:
+def _moved(y: Tensor, other: Tensor, head_dim: int) -> str:
     """Say which features of the original stand elsewhere; "" where they do not, or cannot be found.
 
-    A feature has moved where its correlation is below LIKE at its own place, and above LIKE and the largest at another.
+    A feature has moved where its correlation is high, and clearly higher, at another place. Where features are in
+    another basis, heads are looked for.
     """
-    lost = (_correlations(y, other) < LIKE).nonzero()[:, 0]
-    if not len(lost):
+    lost = int((_correlations(y, other) < LIKE).sum())
+    if not lost:
         return ""
     y, other = y - y.mean(0), other - other.mean(0)
-    found, places = (_unit(y[:, lost]).T @ _unit(other)).abs().max(1)
-    sure = (found > 0.75) & (places != lost)
-    if int(sure.sum()) < max(2, len(lost) / 2) or len(set(places[sure].tolist())) < int(sure.sum()):
+    alike = (_unit(y).T @ _unit(other)).abs()
+    found, places = alike.max(1)
+    sure = (found > SURE) & (found > alike.diagonal() + GRAM)
+    rows = sure.nonzero()[:, 0]
+    if len(rows) < max(2, lost / 2) or len(places[sure].unique()) < len(rows):
+        return _moved_heads(y, other, head_dim) if 2 * lost > y.shape[1] else ""
+    return _said(list(zip(rows.tolist(), places[sure].tolist(), strict=True)))
+
+
+def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
+    """Say which heads stand elsewhere, by their Gram matrices over tokens; y, other [tokens, features], centered."""
+    if y.shape[1] % head_dim or y.shape[1] == head_dim:
         return ""
-    return _said(list(zip(lost[sure].tolist(), places[sure].tolist(), strict=True)))
+    grams = [torch.stack([(h @ h.T).flatten() for h in part.split(head_dim, 1)]) for part in (y, other)]
+    alike = nn.functional.normalize(grams[0]) @ nn.functional.normalize(grams[1]).T
+    found, places = alike.max(1)
+    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and found[h] > alike[h, h] + GRAM]
+    if not heads or {h for h, _ in heads} != {at for _, at in heads}:
+        return ""
+    return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)
 
 
 def _said(pairs: list[tuple[int, int]]) -> str:
@@ -214,6 +245,8 @@ def _said(pairs: list[tuple[int, int]]) -> str:
     for row, place in pairs:
         by_shift.setdefault(place - row, []).append(row)
     if len(pairs) < SHIFTS * len(by_shift):
-        return f"{len(pairs)} of its rows, from {pairs[0][0]} to {pairs[-1][0]}"
+        return f"rows in another order: {len(pairs)} of those from {pairs[0][0]} to {pairs[-1][0]}"
     runs = [(rows[0], rows[-1], shift) for shift, rows in by_shift.items() if len(rows) > 1]
-    return ", ".join(f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs)
+    return "rows in another order: " + ", ".join(
+        f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs
+    )

@@ -1,7 +1,7 @@
 """Say in sentences what looks broken in a compressed model, from the facts of diagnosis.py.
 
-A part is named where it is unlike its like: the same linear in the other blocks. Coarse codes and scales that transforms
-move around change all of them alike, a defect changes one. For a linear these are defects:
+A part is named where it is unlike its like: the same linear in the other blocks. Coarse codes and scales that
+transforms move around change all of them alike, a defect changes one. For a linear these are defects:
 
     scale   what it puts out, and that over what it takes, are both FAR times those of its like, or less than 1 / FAR
     order   rows whose outputs are those of other rows of the original
@@ -55,16 +55,18 @@ def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> I
     for linear in block.linears:
         like = [x for x in alike[linear.path] if x.block != linear.block]
         if linear.moved:
-            said = f"{linear.name} has rows of the original in another order: {linear.moved}"
+            said = f"{linear.name} has {linear.moved}"
         elif not (is_named and linear.unlike > UNLIKE) and _is_scaled(
             linear, like, block.error > max(WORSE * usual, 0.1)
         ):
-            said = f"{linear.name} puts out {linear.gain / _usual_gain(like):.1f} times what the original does"
+            said = f"{linear.name} puts out {linear.ratio / _usual_ratio(like):.1f} times what the original does"
         elif not is_named and _is_other(linear, like) and block.error > WORSE * usual:
-            common = median({str(x.block): x.unlike for x in like})
+            common = median({x.name: x.unlike for x in like})
+            before = [x.path for x in block.linears[: block.linears.index(linear)] if x.unlike > UNLIKE]
             said = (
                 f"{linear.name} puts out something else than the original: correlation {1 - linear.unlike:.2f}, "
                 f"{1 - common:.2f} in other blocks"
+                + (f"; or {', '.join(before)} before it does, which is in another basis" if before else "")
             )
         else:
             continue
@@ -72,8 +74,8 @@ def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> I
         yield said
 
 
-def _usual_gain(like: list[Linear]) -> float:
-    return median({x.name: x.gain for x in like}) if len(like) >= FEW else 1.0
+def _usual_ratio(like: list[Linear]) -> float:
+    return median({x.name: x.ratio for x in like}) if len(like) >= FEW else 1.0
 
 
 def _is_scaled(linear: Linear, like: list[Linear], is_block_worse: bool) -> bool:
@@ -93,5 +95,5 @@ def _is_scaled(linear: Linear, like: list[Linear], is_block_worse: bool) -> bool
 
 
 def _is_other(linear: Linear, like: list[Linear]) -> bool:
-    common = median({str(x.block): x.unlike for x in like})
+    common = median({x.name: x.unlike for x in like})
     return linear.unlike > max(UNLIKE, SUSPECT * common)

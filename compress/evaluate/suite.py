@@ -31,7 +31,7 @@ from compress.evaluate.task_scores import TaskScore
 from compress.model import load as lm
 from compress.progress import Progress, silent
 
-FLOOR_WINDOWS = 4
+FLOOR_WINDOWS = 4  # of the first text
 READING = 2048  # tokens that a task may ask of a model without a limit
 DIAGNOSED = (4, 128)  # windows and tokens of each that parts are compared on
 

@@ -14,7 +14,7 @@ from typing import Any
 from compress.evaluate.items import Item, Material
 
 WAY = "likelihood"
-SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 40}, "full": {}}
+SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 32}, "full": {}}
 
 
 @dataclass(frozen=True)

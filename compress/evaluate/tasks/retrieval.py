@@ -16,7 +16,7 @@ from compress.evaluate.cache_needles import FIRST, NAMES, SECOND
 from compress.evaluate.items import Item, Material
 
 WAY = "greedy"
-SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 15, "lengths": (256,)}, "full": {}}
+SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 10, "lengths": (160,)}, "full": {}}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the text
 
 

@@ -1,0 +1,165 @@
+"""`compress eval --suite quick`: its figures, what it keeps for the page, and defects planted in the stored files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress import api
+from compress.errors import CheckpointError, RecipeError
+from compress.evaluate import Execution, evaluate, record, suite
+from compress.evaluate.suite import Asked
+from compress.pages import checkpoint
+from compress.run import report
+from pico import build, save
+from runs import GPTQ, cli, job, one_line
+
+HELDOUT = Path(__file__).parents[1] / "data" / "books_heldout.txt"
+BLOCKS = 4
+ASKED = dict[str, Any](seq_len=64, max_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder, text = tmp_path_factory.mktemp("texts"), HELDOUT.read_text(encoding="utf-8")
+    for name, start in (("a.txt", 1000), ("b.txt", 9000)):
+        (folder / name).write_text(text[start : start + 4000], encoding="utf-8")
+    return str(folder / "a.txt"), str(folder / "b.txt")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and the same in 4 bits."""
+    folder = tmp_path_factory.mktemp("models")
+    base = save(build("llama", {"num_hidden_layers": BLOCKS}), folder / "base")
+    api.quantize(job(base, GPTQ, folder / "packed"))
+    return base, folder / "packed"
+
+
+def run(models: tuple[Path, Path], texts: tuple[str, ...], name: str | None = "quick", **more: Any) -> suite.Result:
+    return suite.run(models[1], models[0], Asked(name, texts, **{**ASKED, **more}), Execution())
+
+
+def changed(packed: Path, out: Path, name: str, change: Any) -> Path:
+    """A copy with one stored tensor changed."""
+    shutil.copytree(packed, out)
+    (out / "compress_manifest.json").unlink(missing_ok=True)  # with it, loading tells that a file was changed
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name] = change(tensors[name]).contiguous()
+            save_file(tensors, file, {"format": "pt"})
+            return out
+    raise AssertionError(name)
+
+
+def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path) -> None:
+    """KL and perplexity are those of `evaluate`; nothing is named; the page shows it all."""
+    packed = tmp_path / "packed"
+    shutil.copytree(models[1], packed)
+    found = run((models[0], packed), texts)
+    assert found.findings == () and {task.task for task in found.tasks} == set(suite.tasks_of("quick"))
+    for text, row in zip(texts, found.texts, strict=True):
+        alone = evaluate(packed, text, models[0], 64, 512)
+        numbers = [key for key, value in vars(row).items() if not isinstance(value, str)]
+        assert [vars(row)[key] for key in numbers] == pytest.approx([vars(alone)[key] for key in numbers], rel=1e-5)
+    assert 0 < found.floor["kl_mean"] < found.texts[0].kl_mean / 3
+    assert found.floor["path"] == "the original in bfloat16 against itself in float32"
+    again = run((models[0], packed), texts)
+    assert {**again.plain(), "seconds": 0} == {**found.plain(), "seconds": 0}
+    kept = record.add(packed, suites=[json.loads(json.dumps(found.plain()))])
+    kept = record.add(packed, suites=[json.loads(json.dumps(again.plain()))])
+    assert len(kept["suites"]) == 1 and record.load(packed) == kept
+    page = checkpoint.page(report.load(packed), "", kept)
+    assert "Suite quick, beside base" in page and "No layer and no tokenizer looks broken" in page
+    assert all(task.task in page for task in found.tasks) and "Looks broken" not in page
+
+
+def test_a_model_is_its_own_original(models: tuple[Path, Path], texts: tuple[str, str]) -> None:
+    found = run((models[0], models[0]), texts[:1])
+    assert found.findings == () and found.texts[0].kl_mean == 0
+    for task in found.tasks:
+        assert task.paired is not None and (task.paired.all_flips, task.paired.nll_difference) == (0, 0)
+
+
+def test_doubled_scales_are_named_on_the_page(
+    models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path
+) -> None:
+    name = "model.layers.2.mlp.down_proj"
+    broken = changed(models[1], tmp_path / "broken", f"{name}.scales", lambda scales: 2 * scales)
+    result = cli(
+        "eval", str(broken), "--base", str(models[0]), "--suite", "quick", "--text", texts[0], "--text", texts[1],
+        "--seq-len", "64", "--max-tokens", "512",
+    )  # fmt: skip
+    assert result.code == 0, result
+    assert f"looks broken: {name} puts out 2.0 times what the original does" in result.err
+    assert cli("report", str(broken)).code == 0
+    page = (broken / "report.html").read_text(encoding="utf-8")
+    assert f"<strong>Looks broken:</strong> {name} puts out 2.0 times what the original does" in page
+
+
+def test_permuted_heads_are_named(models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path) -> None:
+    name, base = "model.layers.1.self_attn.q_proj", tmp_path / "plain"
+    changed(models[0], base, f"{name}.weight", lambda w: torch.cat([w[16:32], w[:16], w[32:]]))
+    found = run((models[0], base), texts, None)
+    assert found.findings == (
+        f"{name} has rows in another order: rows 0 to 15 stand at 16 to 31, rows 16 to 31 stand at 0 to 15",
+    )
+
+
+def test_swapped_tokenizers_are_named(models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path) -> None:
+    """Other ids of the same tokens; another vocabulary."""
+    for change, said in (("ids", "of its 257 tokens have other ids"), ("fewer", "it has 256 tokens, the original 257")):
+        other = tmp_path / change
+        shutil.copytree(models[1], other)
+        described = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+        words = described["model"]["vocab"]
+        if change == "ids":
+            names = list(words)
+            described["model"]["vocab"] = dict(zip(names, [*range(7, 256), *range(7)], strict=True))
+        else:
+            described["model"]["vocab"] = {word: i for word, i in words.items() if i != 255}
+        (other / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+        found = run((models[0], other), texts, None)
+        (sentence,) = found.findings
+        assert sentence.startswith("the tokenizer is not the original's: ") and said in sentence
+
+
+def test_a_task_alone_and_questions(models: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "Two and two are", "choices": ["three", "four"], "answer": 1}\n' * 1)
+    found = run(models, (), None, tasks=("arithmetic", f"choices={path}"))
+    assert [(task.task, task.items) for task in found.tasks] == [("arithmetic", 300), ("choices", 1)]
+    assert found.texts == () and found.floor == {} and found.findings == ()
+
+
+def test_what_cannot_be_run(models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path) -> None:
+    for asked, said in (
+        (Asked("quick"), "a suite scores text; give --text FILE"),
+        (Asked(None, (), ("aritmetic",)), "unknown task plugin 'aritmetic'; known: .* did you mean 'arithmetic'"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            suite.run(models[1], models[0], asked, Execution())
+    other = save(build("llama", {"vocab_size": 300}), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="base knows 264 token ids, other 300"):
+        run((models[0], other), texts)
+    for words, said in (
+        (("--suite", "quick", "--text", texts[0]), "name the uncompressed model"),
+        (("--text", texts[0], "--text", texts[1]), "give one text, or --suite quick"),
+        (("--base", str(models[0]), "--choices", str(tmp_path / "no.jsonl")), "is not a file"),
+    ):
+        result = cli("eval", str(models[1]), *words)
+        assert result.code in (1, 2) and said in " ".join(result.err.split()), result
+
+
+def test_lines_of_bad_questions(models: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text("[]\n")
+    result = cli("eval", str(models[1]), "--base", str(models[0]), "--choices", str(path))
+    assert result.code == 1 and "q.jsonl, line 1: no object" in one_line(result)
