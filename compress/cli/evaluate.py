@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from compress.cli import harness
 from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
@@ -37,6 +38,8 @@ def evaluate(
     suite: Suite = None,
     task: Tasks = None,
     choices: Choices = None,
+    tasks: harness.HarnessTasks = None,
+    limit: harness.HarnessLimit = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
@@ -56,9 +59,14 @@ def evaluate(
 
     With --kv every window is read through that cache; without --base against the uncompressed one.
 
+    With --tasks lm-evaluation-harness runs its tasks; against a base answers are compared one by one.
+
     With --suite, --task or --choices both models answer tasks, too, and what looks broken in MODEL is named.
     """
     with errors():
+        if tasks is not None:
+            harness.run(model, base, tasks, limit, (dtype, device_named(device), as_json))
+            return
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
         if asked.is_any:
             run_suite(model, base, asked, (dtype, device_named(device)), as_json)
