@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from compress.cli.options import (
 )
 from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
 from compress.cli.suites import run as run_suite
+
+if TYPE_CHECKING:
+    from compress.evaluate.cache_reading import Readings
 
 
 @app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
@@ -96,13 +99,19 @@ def evaluate(
                 request = cache.Request(caches, text, calib, max_tokens=max_tokens)
                 directories = [directory, *([] if against is None else [against])]
                 scores, read = cache.evaluate(directories, request, seq_len, execution, progress)
-        values = dataclasses.asdict(scores)
-        if as_json:
-            print(json.dumps({**values, **({} if read is None else {"cache": read.plain()})}))
-            return
-        tables.out.print(tables.evaluation_table(values))
-        if read is not None:
-            print(f"cache {read.text}")
+        _show(dataclasses.asdict(scores), read, as_json)
+
+
+def _show(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:
+    """Print scores, and how a compressed cache was read."""
+    from compress.cli import tables
+
+    if as_json:
+        print(json.dumps({**values, **({} if read is None else {"cache": read.plain()})}))
+        return
+    tables.out.print(tables.evaluation_table(values))
+    if read is not None:
+        print(f"cache {read.text}")
 
 
 @app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
