@@ -32,6 +32,10 @@ from compress.cli.suites import run as run_suite
 if TYPE_CHECKING:
     from compress.evaluate.cache_reading import Readings
 
+MaxTokens = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
+]
+
 
 @app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def evaluate(
@@ -44,9 +48,7 @@ def evaluate(
     tasks: harness.HarnessTasks = None,
     limit: harness.HarnessLimit = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
-    ] = None,
+    max_tokens: MaxTokens = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     kv: Cache = None,
@@ -62,17 +64,16 @@ def evaluate(
 
     With --kv every window is read through that cache; without --base against the uncompressed one.
 
-    With --tasks lm-evaluation-harness runs its tasks; against a base answers are compared one by one.
-
-    With --suite, --task or --choices both models answer tasks, too, and what looks broken in MODEL is named.
+    With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
     """
     with errors():
-        if tasks is not None:
-            harness.run(model, base, tasks, limit, (dtype, device_named(device), as_json))
-            return
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
-        if asked.is_any:
-            run_suite(model, base, asked, (dtype, device_named(device)), as_json)
+        if tasks is not None or asked.is_any:
+            how = (dtype, device_named(device))
+            if tasks is None:
+                run_suite(model, base, asked, how, as_json)
+            else:
+                harness.run(model, base, tasks, limit, (*how, as_json))
             return
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)

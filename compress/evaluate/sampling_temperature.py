@@ -104,7 +104,7 @@ def recommend(means: Tensor, temperatures: Sequence[float], betas: Tensor, seed:
             float(constant[0] - b * slope[0] + _value(curves[:1], betas, torch.tensor([b], dtype=torch.float64))[0])
             for b in (1 / temperature, float(beta[0]))
         ]
-        found.append(Recommendation(temperature, float(best[0]), low, high, *kl, at_limit, change))
+        found.append(Recommendation(temperature, float(best[0]), low, high, kl[0], kl[1], at_limit, change))
     return found
 
 

@@ -104,11 +104,11 @@ def test_choices_have_examples_of_their_subject(tmp_path: Path) -> None:
     assert re.findall(r"When (\d)\?", context) == ["0", "1", "2"] and context.count("Answer: C\n\n") == 2
     assert context.startswith("The following are multiple choice questions (with answers) about world history.\n\n")
     assert context.endswith("D. four\nAnswer:") and "Why" not in context
-    short = made("kick_choices", file, positions=230, shots=2).items[0].context
-    assert re.findall(r"When (\d)\?", short) == ["0", "2"] and len(short) + 2 <= 230
+    short = made("kick_choices", file, positions=len(context) + 1, shots=2).items[0].context
+    assert re.findall(r"When (\d)\?", short) == ["0", "2"] and len(short) < len(context)
     assert len(made("kick_choices", file, shots=0).items) == 5
-    with pytest.raises(CalibrationError, match="all 6 questions serve as examples"):
-        made("kick_choices", file, shots=9)
+    with pytest.raises(CalibrationError, match="all 4 questions serve as examples"):
+        made("kick_choices", lines(tmp_path / "one.jsonl", *rows[:4]), shots=9)
 
 
 def test_summaries(tmp_path: Path) -> None:
