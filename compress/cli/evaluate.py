@@ -32,6 +32,7 @@ from compress.cli.suites import run as run_suite
 if TYPE_CHECKING:
     from compress.evaluate.cache_reading import Readings
 
+WindowTokens = Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")]
 MaxTokens = Annotated[
     int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
 ]
@@ -47,7 +48,7 @@ def evaluate(
     choices: Choices = None,
     tasks: harness.HarnessTasks = None,
     limit: harness.HarnessLimit = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")] = None,
+    seq_len: WindowTokens = None,
     max_tokens: MaxTokens = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -59,9 +60,7 @@ def evaluate(
 ) -> None:
     """Score a model on text: perplexity over disjoint windows; against a base also KL divergence and top-1 agreement.
 
-    With --adapter the LoRA is merged into the base, which a model that was quantized with it is compared with (without
-    --base into MODEL).
-
+    With --adapter the LoRA is merged into the base that a model is compared with (without --base into MODEL).
     With --kv every window is read through that cache; without --base against the uncompressed one.
 
     With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
@@ -77,8 +76,7 @@ def evaluate(
             return
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
-        if base is not None:
-            check_model(base)
+        check_model(base or model)
         check_adapter(adapter)
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         from compress import evaluate as evaluation
@@ -86,7 +84,7 @@ def evaluate(
         from compress.evaluate import cache
         from compress.run.source import resolve
 
-        execution = evaluation.Execution(dtype=dtype, device=device_named(device))
+        execution = evaluation.Execution(dtype, device_named(device))
         against = None if base is None else resolve(base, adapter)
         directory, read = resolve(model, adapter if base is None else None), None
         with tables.progress_bar() as progress:
