@@ -26,6 +26,7 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     quantize,
     recommend,
     report,
+    sampling,
     streams,
     study,
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.cli import harness
 from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
@@ -31,6 +32,11 @@ from compress.cli.suites import run as run_suite
 if TYPE_CHECKING:
     from compress.evaluate.cache_reading import Readings
 
+WindowTokens = Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
+]
+
 
 @app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def evaluate(
@@ -40,10 +46,10 @@ def evaluate(
     suite: Suite = None,
     task: Tasks = None,
     choices: Choices = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
-    ] = None,
+    tasks: harness.HarnessTasks = None,
+    limit: harness.HarnessLimit = None,
+    seq_len: WindowTokens = None,
+    max_tokens: MaxTokens = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     kv: Cache = None,
@@ -54,22 +60,23 @@ def evaluate(
 ) -> None:
     """Score a model on text: perplexity over disjoint windows; against a base also KL divergence and top-1 agreement.
 
-    With --adapter the LoRA is merged into the base, which a model that was quantized with it is compared with (without
-    --base into MODEL).
-
+    With --adapter the LoRA is merged into the base that a model is compared with (without --base into MODEL).
     With --kv every window is read through that cache; without --base against the uncompressed one.
 
-    With --suite, --task or --choices both models answer tasks, too, and what looks broken in MODEL is named.
+    With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
     """
     with errors():
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
-        if asked.is_any:
-            run_suite(model, base, asked, (dtype, device_named(device)), as_json)
+        if tasks is not None or asked.is_any:
+            how = (dtype, device_named(device))
+            if tasks is None:
+                run_suite(model, base, asked, how, as_json)
+            else:
+                harness.run(model, base, tasks, limit, (*how, as_json))
             return
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
-        if base is not None:
-            check_model(base)
+        check_model(base or model)
         check_adapter(adapter)
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         from compress import evaluate as evaluation
@@ -77,7 +84,7 @@ def evaluate(
         from compress.evaluate import cache
         from compress.run.source import resolve
 
-        execution = evaluation.Execution(dtype=dtype, device=device_named(device))
+        execution = evaluation.Execution(dtype, device_named(device))
         against = None if base is None else resolve(base, adapter)
         directory, read = resolve(model, adapter if base is None else None), None
         with tables.progress_bar() as progress:

@@ -205,4 +205,5 @@ def _written(model: Any, task: Task, item: Item, material: Material, stop: Seque
     # decoded together with the context: some tokenizers drop the space before a first word
     said = material.decode(whole).removeprefix(material.decode(start)) if text else material.decode(whole[len(start) :])
     say(1)
-    return Outcome(item.name, task.correct(item, said), said)
+    figures = task.figures(item, said) if task.figures is not None else {}
+    return Outcome(item.name, task.correct(item, said), said, figures=figures)

@@ -49,6 +49,7 @@ class Outcome:
     right_by_bytes: bool | None = None  # of `likelihood`: the choice by log-likelihood per byte is right
     tokens_right: float | None = None  # of `greedy`: share of the answer's tokens that are the likeliest ones
     kl: float | None = None  # KL(law || model), nats a token, where the law is known
+    figures: Mapping[str, float] = field(default_factory=dict)  # what else a task says of what was written
 
 
 Correct = Callable[[Item, str], bool]
@@ -62,6 +63,7 @@ class Task:
     way: Way
     items: Sequence[Item]
     correct: Correct | None = None  # for `written`
+    figures: Callable[[Item, str], Mapping[str, float]] | None = None  # for `written`, where a task has more to say
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Keep what was measured of a checkpoint beside it, in scores.json, for its page and for programs.
 
     {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}],
-     "suites": [{"suite", "base", "texts", "tasks", "findings", ...}]}
+     "suites": [{"suite", "base", "texts", "tasks", "findings", ...}],
+     "sampling": [{"text", "seq_len", "settings", "temperatures", "sampled", ...}]}
 
 A text, a prompt or a suite that was measured before is replaced. The file is no part of the checkpoint: nothing that
 loads a model reads it.
@@ -47,6 +48,24 @@ LAYOUT: dict[str, Any] = {
         }
     ],
 }
+_SHARES = ("acceptance", "jaccard", "outside", "same_cdf", "same_gumbel", "kl_kept", "entropy", "base_entropy")
+_WRITTEN = {
+    **dict.fromkeys(("length", "self_bleu", "entropy", "reverse_kl"), NUMBER),
+    **{"repetition": {str: NUMBER, "4": NUMBER}, "distinct": {str: NUMBER, "2": NUMBER}},
+}
+SAMPLING = [  # of compress/evaluate/sampling.py; in a file only where it was measured
+    {
+        **{"text": TEXT, "base": TEXT, "tokens": INTEGER, "seq_len": INTEGER},
+        "settings": [{"temperature": NUMBER, "filters": TEXT, **dict.fromkeys(_SHARES, NUMBER)}],
+        "temperatures": [
+            {
+                **dict.fromkeys(("temperature", "best", "kl", "kl_best"), NUMBER),
+                **{"low": SOME, "high": SOME, "change": (bool,), "at_limit": (bool,)},
+            }
+        ],
+        "sampled": [{"temperature": NUMBER, "filters": TEXT, "base": _WRITTEN, "model": _WRITTEN}],
+    }
+]
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -54,7 +73,8 @@ def load(directory: Path) -> dict[str, Any]:
     path, found = directory / FILE, dict[str, Any](texts=[], generations=[], suites=[])
     if path.is_file():
         found |= read_json(path)
-        if wrong := json_text.mismatch(found, LAYOUT):
+        layout = {**LAYOUT, **({"sampling": SAMPLING} if "sampling" in found else {})}
+        if wrong := json_text.mismatch(found, layout):
             raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); delete it and measure again")
     return found
 
@@ -72,6 +92,13 @@ def add(
     found["suites"] = _replaced(found["suites"], suites, ("suite", "base"))
     write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
     return found
+
+
+def add_sampling(directory: Path, found: Mapping[str, Any]) -> None:
+    """Add what generation settings do (`sampling.Found.plain`) to what is kept of a checkpoint."""
+    kept = load(directory)
+    kept["sampling"] = _replaced(kept.get("sampling", ()), [found], ("text", "seq_len"))
+    write_text(directory / FILE, json.dumps(kept, indent=1) + "\n")
 
 
 def _replaced(

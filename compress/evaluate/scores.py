@@ -115,7 +115,7 @@ def _columns(
 
 def positions(models: list[PreTrainedModel], names: list[str], windows: Tensor) -> Tensor:
     """Return what `score` gives for windows int64 [n, seq_len] that go through loaded models together."""
-    logits = [_logits(model, name, windows.to(model.device)) for model, name in zip(models, names, strict=True)]
+    logits = [next_logits(model, name, windows.to(model.device)) for model, name in zip(models, names, strict=True)]
     return score(logits, windows[:, 1:].flatten().to(models[0].device))
 
 
@@ -151,7 +151,7 @@ def windows_at_a_time(models: list[PreTrainedModel], seq_len: int) -> int:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
+def next_logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
     """Return the logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
     if not all(torch.isfinite(part).all() for part in logits.split(kl.rows_at_a_time(logits.shape[1]))):

@@ -114,7 +114,8 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
         config = module.Config(**given)
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
-    return Task(name, module.WAY, module.items(config, material), getattr(module, "correct", None))
+    judges = (getattr(module, each, None) for each in ("correct", "figures"))
+    return Task(name, module.WAY, module.items(config, material), *judges)
 
 
 def check(asked: Asked) -> None:

@@ -6,8 +6,8 @@ makes them of our tasks, and another tool's per-item results do as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from compress.evaluate import intervals
 from compress.evaluate.items import Outcome
@@ -31,6 +31,7 @@ class Paired:
     nll_low: float | None  # 95% interval
     nll_high: float | None
     base_kl: float | None
+    figures: Mapping[str, Mapping[str, float | None]]  # name -> base, difference, low and high of its 95% interval
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class TaskScore:
     kl: float | None  # KL(law || model), nats a token, where the law is known
     kl_se: float | None
     paired: Paired | None  # None without a base
+    figures: Mapping[str, float] = field(default_factory=dict)  # means of what else a task says: token F1, ROUGE-L
 
 
 def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
@@ -77,6 +79,7 @@ def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Out
         kl=kl[0],
         kl_se=kl[1],
         paired=None if base is None else _paired(task, outcomes, base),
+        figures={name: intervals.mean_error([o.figures[name] for o in outcomes])[0] for name in outcomes[0].figures},
     )
 
 
@@ -106,7 +109,20 @@ def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
         nll_low=bounds[0] if bounds else None,
         nll_high=bounds[1] if bounds else None,
         base_kl=_mean(base_kl),
+        figures={name: _figure([(b.figures[name], a.figures[name]) for b, a in pairs]) for name in pairs[0][1].figures},
     )
+
+
+def _figure(pairs: Sequence[tuple[float, float]]) -> dict[str, float | None]:
+    """Return the mean of the base and the difference, model - base, with its 95% interval."""
+    differences = [after - before for before, after in pairs]
+    low, high = intervals.interval(differences) or (None, None)
+    return {
+        "base": intervals.mean_error([before for before, _ in pairs])[0],
+        "difference": intervals.mean_error(differences)[0],
+        "low": low,
+        "high": high,
+    }
 
 
 def _nll(outcomes: Sequence[Outcome]) -> list[float]:

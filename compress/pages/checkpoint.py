@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from compress import process_memory
-from compress.pages import html, suite, svg
+from compress.pages import html, sampling, suite, svg
 from compress.pages.outliers import SUSPECT, far_above
 from compress.progress import duration
 
@@ -42,6 +42,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
         _kept(report),
         _calibration(report),
         _cost(report),
+        sampling.section(scores.get("sampling", ())),
         _generations(scores.get("generations", ())),
         html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
         _everything(report["layers"]),

@@ -1,0 +1,68 @@
+"""Run tasks of lm-evaluation-harness for `compress eval --tasks`, and show what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from typer import BadParameter, Option
+
+from compress.cli.options import check_model
+
+if TYPE_CHECKING:
+    from compress.evaluate.task_scores import TaskScore
+
+HEADS = ("task", "items", "right", "95%", "original", "lost", "gained", "p", "changed")
+REPORT = "report.json"  # what a checkpoint of ours has
+
+HarnessTasks = Annotated[
+    str | None,
+    Option(
+        "--tasks",
+        metavar="NAMES",
+        help="Tasks of lm-evaluation-harness (package lm_eval), separated by commas: hellaswag,arc_easy or a .yaml.",
+    ),
+]
+HarnessLimit = Annotated[int | None, Option("--limit", min=1, help="Documents of each of --tasks. Default: all.")]
+
+
+def run(model: str, base: str | None, tasks: str, limit: int | None, execution: tuple[str, str, bool]) -> None:
+    """Measure, keep the result beside the checkpoint, and print it. execution: dtype, device, whether as JSON."""
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise BadParameter("name at least one task", param_hint="--tasks")
+    check_model(model)
+    if base is not None:
+        check_model(base)
+    from compress.cli import tables
+    from compress.evaluate import harness, record
+    from compress.evaluate.scores import Execution
+    from compress.run.source import resolve
+
+    dtype, device, as_json = execution
+    directories = [resolve(each) for each in (model, base) if each is not None]
+    start = time.perf_counter()
+    with tables.progress_bar() as progress:
+        found = harness.evaluate(directories, names, Execution(dtype, device), limit, progress)
+    plain = [dataclasses.asdict(each) for each in found]
+    if base is not None and (directories[0] / REPORT).is_file():
+        kept = {"suite": harness.WAY, "base": directories[1].name, "texts": [], "floor": {}, "tasks": plain}
+        record.add(
+            directories[0], suites=[{**kept, "findings": [], "seconds": time.perf_counter() - start, "extra": {}}]
+        )
+    if as_json:
+        print(json.dumps({"tasks": plain}))
+        return
+    tables.out.print(tables.columns(HEADS, [_row(each) for each in found]))
+
+
+def _row(found: TaskScore) -> tuple[str, ...]:
+    bounds = f"{found.accuracy_low:.1%} to {found.accuracy_high:.1%}"
+    own = (found.task, str(found.items), f"{found.accuracy:.1%}", bounds)
+    pair = found.paired
+    if pair is None:
+        return (*own, "", "", "", "", "")
+    counts = (str(pair.lost), str(pair.gained), f"{pair.p_value:.2g}", f"{pair.all_flips:.1%}")
+    return (*own, f"{pair.base_accuracy:.1%}", *counts)

@@ -1,0 +1,142 @@
+"""Judge answers, and read data sets, as LLM-KICK does.
+
+Jaiswal et al., "Compressing LLMs: The Truth is Rarely Pure and Never Simple" (2024, arXiv 2310.01382): compressed
+models fail at knowledge-intensive tasks at bits and sparsities where perplexity hardly moves. Its protocols are here:
+
+- containment: an answer counts if any accepted alias occurs in what was written, in lower case and without blanks
+  (factoid questions); or either occurs in the other, both normalized (in-context retrieval).
+- token F1 and normalization as in SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no
+  articles; the best over all aliases.
+- ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, for summaries. LLM-KICK has a GPT-4 judge there,
+  which is not run: ROUGE-L and the share of the reference's words are stand-ins that a judge need not agree with.
+
+Data sets are files of the user's, JSON lines.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.errors import CalibrationError, first_line, shown
+from compress.evaluate.items import Item
+from compress.storage import json_text
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+WORD = re.compile(r"\w+")
+
+
+def read_lines(file: str, count: int, make: Callable[[Mapping[str, Any], str], Item]) -> list[Item]:
+    """Return an item for each of the first `count` lines of a JSON-lines file, 0: all.
+
+    make(row, number of the line) raises ValueError for a row that is none. Raises CalibrationError, with the line.
+    """
+    path = Path(file)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise CalibrationError(f"cannot read the questions of {path} ({first_line(error)})") from error
+    found: dict[str, Item] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if count and len(found) == count:
+            break
+        try:
+            row = json_text.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no JSON object")
+            item = make(row, str(row.get("id", number)))
+        except ValueError as error:
+            raise CalibrationError(f"{path}, line {number}: {first_line(error)}") from error
+        if item.name in found:
+            raise CalibrationError(f"{path}, line {number}: the id {shown(item.name)} stands on an earlier line, too")
+        found[item.name] = item
+    if not found:
+        raise CalibrationError(f"{path} has no questions; docs/llm_kick.md says what a line looks like")
+    return list(found.values())
+
+
+def text(row: Mapping[str, Any], key: str) -> str:
+    """Return a text that a row must have; ValueError without."""
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'no text under "{key}"')
+    return value
+
+
+def texts(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return texts that a row must have, given as one or as a list; ValueError without."""
+    value = row.get(key)
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not listed or not all(isinstance(x, str) and x.strip() for x in listed):
+        raise ValueError(f'"{key}" is no text and no list of texts')
+    return tuple(listed)
+
+
+def check(file: str, task: str, **positive: int) -> None:
+    """Raise ValueError for settings without a file, or with a number that is not positive."""
+    if not file:
+        raise ValueError(f"file: name one with questions, {task}=FILE")
+    for name, value in positive.items():
+        if value < 1:
+            raise ValueError(f"{name} {value} is not positive")
+
+
+def squeezed(said: str) -> str:
+    """Return text in lower case without blanks."""
+    return "".join(said.lower().split())
+
+
+def contains(said: str, aliases: Sequence[str]) -> bool:
+    """Tell whether any alias occurs in what was written, in lower case and without blanks."""
+    return any(squeezed(alias) in squeezed(said) for alias in aliases if squeezed(alias))
+
+
+def normalized(said: str) -> str:
+    """Return text as SQuAD compares it: lower case, without punctuation, articles and double blanks."""
+    return " ".join(ARTICLES.sub(" ", said.lower().translate(PUNCTUATION)).split())
+
+
+def first_written_line(said: str) -> str:
+    """Return the first line that has text."""
+    return next((line.strip() for line in said.splitlines() if line.strip()), "")
+
+
+def contains_either_way(said: str, aliases: Sequence[str]) -> bool:
+    """Tell whether what was written contains an alias, or an alias contains it, both normalized and not empty."""
+    own = normalized(said)
+    return bool(own) and any(each in own or own in each for alias in aliases if (each := normalized(alias)))
+
+
+def token_f1(said: str, aliases: Sequence[str]) -> float:
+    """Return the largest F1 of normalized words over the aliases."""
+    return max((_f1(normalized(said).split(), normalized(alias).split()) for alias in aliases), default=0.0)
+
+
+def _f1(own: Sequence[str], theirs: Sequence[str]) -> float:
+    shared = (Counter(own) & Counter(theirs)).total()
+    return 2 * shared / (len(own) + len(theirs)) if shared else float(not own and not theirs)
+
+
+def rouge_l(said: str, reference: str) -> float:
+    """Return the F1 of the longest common subsequence of words, in lower case."""
+    own, theirs = WORD.findall(said.lower()), WORD.findall(reference.lower())
+    lengths = [0] * (len(theirs) + 1)
+    for word in own:
+        diagonal = 0
+        for j, other in enumerate(theirs, 1):
+            diagonal, lengths[j] = lengths[j], diagonal + 1 if word == other else max(lengths[j], lengths[j - 1])
+    longest = lengths[-1]
+    return 2 * longest / (len(own) + len(theirs)) if longest else 0.0
+
+
+def coverage(said: str, reference: str) -> float:
+    """Return the share of the reference's different words that were written."""
+    theirs = set(WORD.findall(reference.lower()))
+    return len(theirs & set(WORD.findall(said.lower()))) / len(theirs) if theirs else 0.0

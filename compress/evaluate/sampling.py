@@ -1,0 +1,182 @@
+"""Compare what a compressed model and its base sample, over temperature, top-k, top-p and min-p.
+
+Compressed models react to generation settings in their own way (Roy 2023, arXiv 2309.05210): with an error d of the
+logits KL at temperature T is about Var(d) / (2 T^2), so it grows as T falls, until one token has all probability.
+
+One pass over a text gives both models' logits, position by position, and with them everything that needs no sampling:
+how far apart the filtered distributions are in each setting (compress/evaluate/sampling_distances.py), and the
+temperature at which the compressed model is closest to its base (compress/evaluate/sampling_temperature.py). Then both
+models continue prompts from the text with equal random numbers (compress/evaluate/sampling_runs.py).
+
+Memory: the logits of one window and float64 copies of some positions. What is kept are sums over windows, so the text
+may be as long as one likes. Windows are the unit of standard errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.calib.documents import source_name
+from compress.errors import CalibrationError
+from compress.evaluate import sampling_distances as distances
+from compress.evaluate import sampling_temperature as best
+from compress.evaluate.sampling_filters import Setting, grid, ordered
+from compress.evaluate.sampling_runs import Sampled, sampled
+from compress.evaluate.sampling_temperature import Recommendation
+from compress.evaluate.scores import Execution, next_logits, text_windows
+from compress.model import load
+from compress.numerics import kl
+from compress.progress import Progress
+
+TEMPERATURES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
+TOP_K, TOP_P, MIN_P = (0, 50), (1.0, 0.9), (0.0, 0.05)
+COPIES = 16  # float64 tensors [positions, vocabulary] that a setting needs at a time, about
+ERRORS = ("acceptance", "kl_kept", "jaccard", "same_cdf", "same_gumbel", "entropy_gap")  # have a standard error
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compare, on which text."""
+
+    text: str | Path
+    settings: Sequence[Setting]  # of `grid`
+    seq_len: int = 256  # tokens of a window
+    max_tokens: int = 8192  # of the text
+    prompts: int = 8  # that both models continue in some of the settings; 0: none
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    seed: int = 0  # of everything random
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `measure` has found."""
+
+    text: str  # file or data set name
+    base: str  # name of the base model
+    tokens: int  # positions compared
+    windows: int
+    seq_len: int
+    same_top1: float  # share of positions at which both models find the same token likeliest; no setting changes it
+    settings: list[dict[str, Any]]  # a row for each setting: the setting, and means over positions
+    temperatures: list[Recommendation]
+    sampled: list[Sampled]
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+
+def default_settings(
+    temperatures: Sequence[float] = (),
+    top_k: Sequence[int] = (),
+    top_p: Sequence[float] = (),
+    min_p: Sequence[float] = (),
+) -> list[Setting]:
+    """Return the grid of these values, those above where none are given; ValueError for an impossible one."""
+    return grid(temperatures or TEMPERATURES, top_k or TOP_K, top_p or TOP_P, min_p or MIN_P)
+
+
+@torch.no_grad()
+def measure(
+    directory: Path, base: Path, request: Request, execution: Execution | None = None, progress: Progress | None = None
+) -> Found:
+    """Compare a checkpoint with its base in all settings of a request.
+
+    Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
+    """
+    execution = execution or Execution()
+    windows = text_windows([directory, base], request.text, request.seq_len, request.max_tokens)
+    prompts = _prompts(windows, request)
+    names = [directory.name, base.name]
+    models = [load.load_model(each, execution.dtype, execution.device) for each in (directory, base)]
+    stop = load.end_tokens(models[1])
+    temperatures = sorted({setting.temperature for setting in request.settings})
+    betas = best.nodes(temperatures)
+    parts: list[list[Tensor]] = [[], []]
+    for index, window in enumerate(windows):
+        tokens = window[None].to(execution.device)
+        logits = [next_logits(model, name, tokens) for model, name in zip(models, names, strict=True)]
+        for kept, sums in zip(parts, window_sums(logits, request.settings, temperatures, betas), strict=True):
+            kept.append(sums)
+        if progress is not None:
+            progress("comparing distributions", index + 1, len(windows))
+    positions = request.seq_len - 1
+    means, curves = (torch.stack(part, -1) / positions for part in parts)
+    runs = []
+    some = sampled_settings(request.settings) if len(prompts) else []
+    for index, setting in enumerate(some):
+        if progress is not None:
+            progress("sampling", index, len(some))
+        runs.append(sampled(models, names, prompts, request.new_tokens, stop, setting, request.seed))
+    return Found(
+        text=source_name(request.text),
+        base=base.name,
+        tokens=len(windows) * positions,
+        windows=len(windows),
+        seq_len=request.seq_len,
+        same_top1=float(means[-1].mean()),
+        settings=rows(request.settings, means[:-1]),
+        temperatures=best.recommend(curves, temperatures, betas, request.seed),
+        sampled=runs,
+    )
+
+
+def window_sums(
+    logits: Sequence[Tensor], settings: Sequence[Setting], temperatures: Sequence[float], betas: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return sums over positions: [settings * figures + 1] and those of `sampling_temperature.sums`, float64, CPU.
+
+    logits: those of the model and of its base [positions, vocabulary]. The last of the first is the count of positions
+    with the same likeliest token.
+    """
+    figures = torch.zeros(len(settings) * len(distances.NAMES) + 1, dtype=torch.float64)
+    curves = torch.zeros(2 * len(temperatures) + 3 * len(betas), dtype=torch.float64)
+    for part in kl.slices(len(logits[0]), COPIES * logits[0].shape[1]):
+        model, base = (ordered(each[part]) for each in logits)
+        ratios = distances.by_ratio(base, model)
+        found = [distances.compared(base, model, setting, ratios).sum(-1) for setting in settings]
+        same = (model.logits.argmax(-1) == base.logits.argmax(-1)).sum().double()
+        figures += torch.cat([*found, same[None]]).cpu()
+        curves += best.sums(base.logits, model.logits, temperatures, betas).sum(-1).cpu()
+    return figures, curves
+
+
+def rows(settings: Sequence[Setting], means: Tensor) -> list[dict[str, Any]]:
+    """Return a row of JSON values for each setting; means float64 [settings * figures, windows] over positions."""
+    found = []
+    windows = means.shape[1]
+    for setting, values in zip(settings, means.view(len(settings), len(distances.NAMES), windows), strict=True):
+        by_name = dict(zip(distances.NAMES, values, strict=True))
+        by_name["entropy_gap"] = by_name["entropy"] - by_name["base_entropy"]
+        row: dict[str, Any] = {**setting._asdict(), "filters": setting.filters}
+        row |= {name: float(value.mean()) for name, value in by_name.items()}
+        row["kl"] = row["kl"] / row["kl_defined"] if row["kl_defined"] else None
+        for name in ERRORS:
+            row[f"{name}_se"] = float(by_name[name].std()) / math.sqrt(windows) if windows > 1 else None
+        found.append(row)
+    return found
+
+
+def sampled_settings(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings that are sampled: every temperature with the first filters of the grid, and with the last."""
+    filters = list(dict.fromkeys(setting[1:] for setting in settings))
+    return [setting for setting in settings if setting[1:] in (filters[0], filters[-1])]
+
+
+def _prompts(windows: Tensor, request: Request) -> Tensor:
+    """Return the beginnings of windows that lie evenly in the text, int64 [at most prompts, prompt_tokens]."""
+    if request.prompt_tokens >= request.seq_len:
+        raise CalibrationError(
+            f"prompts of {request.prompt_tokens} tokens do not fit windows of {request.seq_len}; raise seq_len"
+        )
+    count = min(request.prompts, len(windows))
+    places = torch.arange(count) * len(windows) // max(1, count)
+    return windows[places, : request.prompt_tokens]

@@ -1,0 +1,49 @@
+"""In-context retrieval, closed book: the questions of kick_open_book without their evidence (LLM-KICK).
+
+The same file, the same judgement. Only what the model knows by itself can answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compress.evaluate import kick
+from compress.evaluate.items import Item, Material
+
+WAY = "written"
+SUITES: Mapping[str, Mapping[str, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the task."""
+
+    file: str = ""  # JSON lines
+    count: int = 0  # questions from the start of the file; 0: all
+    new_tokens: int = 32  # that an answer may have
+
+    def __post_init__(self) -> None:
+        kick.check(self.file, "kick_closed_book", new_tokens=self.new_tokens)
+
+
+def items(config: Config, material: Material) -> list[Item]:
+    """Return the questions; CalibrationError, with the line, for one that cannot be used."""
+
+    def made(row: Mapping[str, Any], name: str) -> Item:
+        context = f"Question: {kick.text(row, 'question')}\nAnswer:"
+        answers = kick.texts(row, "answers" if "answers" in row else "answer")
+        return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
+
+    return kick.read_lines(config.file, config.count, made)
+
+
+def correct(item: Item, text: str) -> bool:
+    """Tell whether the first line contains an accepted answer, or the other way round."""
+    return kick.contains_either_way(kick.first_written_line(text), item.facts["answers"])
+
+
+def figures(item: Item, text: str) -> dict[str, float]:
+    """Return the token F1 of the first line, the largest over the accepted answers."""
+    return {"token_f1": kick.token_f1(kick.first_written_line(text), item.facts["answers"])}

@@ -1,0 +1,50 @@
+"""Knowledge: factoid questions of a JSON-lines file of yours, answered freely and without examples (LLM-KICK).
+
+    {"question": "who wrote the novel emma", "answers": ["Jane Austen", "Austen"]}
+
+LLM-KICK takes FreebaseQA. The answer is right if any accepted one occurs in what was written, in lower case and without
+blanks. `prompt` is what the model reads, with {question} in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compress.evaluate import kick
+from compress.evaluate.items import Item, Material
+
+WAY = "written"
+SUITES: Mapping[str, Mapping[str, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the task."""
+
+    file: str = ""  # JSON lines
+    count: int = 0  # questions from the start of the file; 0: all
+    new_tokens: int = 32  # that an answer may have
+    prompt: str = "Please give answer to this question: {question}\nThe answer is "
+
+    def __post_init__(self) -> None:
+        kick.check(self.file, "kick_knowledge", new_tokens=self.new_tokens)
+        if "{question}" not in self.prompt:
+            raise ValueError("prompt has no {question}")
+
+
+def items(config: Config, material: Material) -> list[Item]:
+    """Return the questions; CalibrationError, with the line, for one that cannot be used."""
+
+    def made(row: Mapping[str, Any], name: str) -> Item:
+        answers = kick.texts(row, "answers" if "answers" in row else "answer")
+        context = config.prompt.replace("{question}", kick.text(row, "question"))
+        return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
+
+    return kick.read_lines(config.file, config.count, made)
+
+
+def correct(item: Item, text: str) -> bool:
+    """Tell whether any accepted answer occurs in the text."""
+    return kick.contains(text, item.facts["answers"])

@@ -1,0 +1,64 @@
+"""In-context retrieval, open book: questions with their evidence, from a JSON-lines file of yours (LLM-KICK).
+
+    {"question": "...", "answers": ["...", "..."], "evidence": "..."}
+
+LLM-KICK takes TriviaQA with the evidence of Wikipedia and the web, cut at 3,072 characters. The first line that is
+written counts. It is right if it contains an accepted answer, or an accepted answer contains it (lower case, without
+punctuation and articles). The share of right answers here to that of kick_closed_book on the same file says whether a
+model has lost facts or the skill to find them in its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compress.evaluate import kick
+from compress.evaluate.items import Item, Material
+
+WAY = "written"
+SUITES: Mapping[str, Mapping[str, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the task."""
+
+    file: str = ""  # JSON lines
+    count: int = 0  # questions from the start of the file; 0: all
+    new_tokens: int = 32  # that an answer may have
+    evidence: int = 3072  # characters of the evidence; fewer where the model has no room
+
+    def __post_init__(self) -> None:
+        kick.check(self.file, "kick_open_book", new_tokens=self.new_tokens, evidence=self.evidence)
+
+
+def items(config: Config, material: Material) -> list[Item]:
+    """Return the questions; CalibrationError, with the line, for one that cannot be used."""
+
+    def made(row: Mapping[str, Any], name: str) -> Item:
+        question = kick.text(row, "question")
+        evidence = kick.text(row, "evidence")[: config.evidence]
+        tail = f"\n\nQuestion: {question}\nAnswer:"
+        room = material.positions - len(material.begin) - config.new_tokens
+        while evidence and len(material.encode(evidence + tail)) > room:
+            evidence = evidence[: len(evidence) * 3 // 4]
+        return Item(
+            name,
+            f"{evidence}{tail}",
+            new_tokens=config.new_tokens,
+            facts={"answers": kick.texts(row, "answers" if "answers" in row else "answer"), "evidence": len(evidence)},
+        )
+
+    return kick.read_lines(config.file, config.count, made)
+
+
+def correct(item: Item, text: str) -> bool:
+    """Tell whether the first line contains an accepted answer, or the other way round."""
+    return kick.contains_either_way(kick.first_written_line(text), item.facts["answers"])
+
+
+def figures(item: Item, text: str) -> dict[str, float]:
+    """Return the token F1 of the first line, the largest over the accepted answers."""
+    return {"token_f1": kick.token_f1(kick.first_written_line(text), item.facts["answers"])}

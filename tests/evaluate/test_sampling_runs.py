@@ -1,0 +1,160 @@
+"""What models sample: draws with equal random numbers, figures of texts against loops, the command and its page."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from compress.cli.app import app
+from compress.evaluate import record, sampling, sampling_advice, sampling_runs, sampling_text
+from compress.evaluate.sampling_filters import Setting
+from compress.pages import sampling as page
+from pico import pico_tokenizer
+
+HELDOUT = Path(__file__).parents[1] / "data" / "books_heldout.txt"
+
+
+def bleu(own: list[int], others: list[list[int]]) -> float:
+    """BLEU-4 by its definition."""
+    logs = []
+    for n in range(1, 5):
+        grams = [tuple(own[i : i + n]) for i in range(len(own) - n + 1)]
+        theirs = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in others]
+        if grams:
+            hits = sum(min(grams.count(g), max(text.count(g) for text in theirs)) for g in set(grams))
+            logs.append(math.log((hits or 0.1) / len(grams)))
+    closest = sorted((abs(len(text) - len(own)), len(text)) for text in others)[0][1]
+    return min(1.0, math.exp(1 - closest / len(own))) * math.exp(sum(logs) / len(logs))
+
+
+def test_figures_of_texts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(4, (int(length),), generator=generator).tolist() for length in (9, 12, 3, 1, 9)]
+    found = sampling_text.self_bleu(texts)
+    assert found == pytest.approx(sum(bleu(t, texts[:i] + texts[i + 1 :]) for i, t in enumerate(texts)) / 5, rel=1e-12)
+    for n in (1, 2, 3):
+        grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in texts]
+        every = [g for each in grams for g in each]
+        assert sampling_text.distinct(texts, n) == pytest.approx(len(set(every)) / len(every))
+        shares = [1 - len(set(each)) / len(each) for each in grams if each]
+        assert sampling_text.repetition(texts, n) == pytest.approx(sum(shares) / len(shares))
+    assert sampling_text.self_bleu([[1, 2, 3, 4], [1, 2, 3, 4]]) == pytest.approx(1)
+    assert (
+        sampling_text.self_bleu([[1, 2]]) == sampling_text.distinct([[]], 1) == sampling_text.repetition([[1]], 2) == 0
+    )
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_draws_follow_the_filtered_law(half: int) -> None:
+    """Both couplings draw from the same law; the rows have the same logits."""
+    rows, setting = 3000, Setting(0.8, top_k=3)
+    logits = torch.tensor([0.3, 1.0, -0.5, 0.9, 0.1]).expand(2 * rows, 5)
+    drawn = sampling_runs.CoupledDraw("m", setting, 2 * rows, 7)(torch.zeros(2 * rows, 1), logits).argmax(-1)
+    counts = torch.bincount(drawn[half * rows : (half + 1) * rows], minlength=5).double() / rows
+    law = torch.tensor([0.3, 1.0, -torch.inf, 0.9, -torch.inf]).div(0.8).softmax(-1).double()
+    assert float((counts - law).abs().max()) < 4.5 * math.sqrt(0.25 / rows) and counts[2] == counts[4] == 0
+
+
+def test_draws_do_not_depend_on_the_number_of_rows_or_on_filters() -> None:
+    """A row has its own numbers; a filter that keeps everything changes none of them."""
+    logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
+    draws = [sampling_runs.CoupledDraw("m", Setting(1.0, top_k=k), 4, 3) for k in (0, 11)]
+    for _ in range(5):
+        assert torch.equal(*(draw(torch.zeros(4, 1), logits) for draw in draws))
+    again = sampling_runs.CoupledDraw("m", Setting(1.0), 4, 4)
+    assert again.generators[0].initial_seed() != draws[0].generators[0].initial_seed()
+
+
+@pytest.fixture(scope="module")
+def models(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model that is sharper than its base by a factor of 1.25, with some noise, and the base."""
+    base = pico_dir("llama")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.25)
+        noise = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5))
+        model.lm_head.weight.add_(noise, alpha=0.004)
+    directory = tmp_path_factory.mktemp("model") / "sharp"
+    model.save_pretrained(directory)
+    pico_tokenizer().save_pretrained(directory)
+    return directory, base
+
+
+def test_reverse_kl_is_the_mean_of_its_samples(models: tuple[Path, Path]) -> None:
+    loaded = [AutoModelForCausalLM.from_pretrained(each).eval() for each in models]
+    prompts = torch.arange(6).view(3, 2)
+    setting = Setting(0.9, top_p=0.8)
+    found = sampling_runs.sampled(loaded, ["m", "b"], prompts, 30, (256,), setting, 0)
+    own = found.model
+    assert own.reverse_kl_se is not None
+    assert abs(own.base_nll - own.entropy - own.reverse_kl) < 0.15 * own.base_nll  # the estimate from 180 tokens
+    assert own.reverse_kl > 0 and found.base.reverse_kl > 0  # of the base: what the filter cuts off
+    same = sampling_runs.sampled([loaded[1], loaded[1]], ["b", "b"], prompts, 12, (), Setting(1.0), 0)
+    assert same.same_cdf == same.same_gumbel == same.model.length == 12
+    assert same.model.reverse_kl == pytest.approx(0, abs=1e-9) and same.model == same.base
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_command_keeps_writes_and_shows(models: tuple[Path, Path], tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(models[0], directory)
+    own = sampling_advice.FILE
+    settings = json.loads((directory / own).read_text())
+    (directory / "compress_manifest.json").write_text(json.dumps({"files": {own: "0" * 64}, "sizes": {own: 1}}))
+    words = ["sampling", directory, "--base", models[1], "--text", HELDOUT, "--seq-len", 32, "--max-tokens", 640]
+    words += ["--temperature", 0.7, "--top-k", 0, "--top-p", 0.9, "--top-p", 1, "--min-p", 0, "--prompts", 2]
+    words += ["--prompt-tokens", 4, "--new-tokens", 6, "--write", "--device", "cpu"]
+    refused = run(*words)
+    assert refused.exit_code == 1 and "does not sample" in refused.output
+    (directory / own).write_text(json.dumps({**settings, "do_sample": True}))
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    assert "reverse KL" in done.output and "At 1: use 1.2" in done.output
+    written = json.loads((directory / own).read_text())
+    kept = record.load(directory)["sampling"]
+    (at_one,) = [row for row in kept[0]["temperatures"] if row["temperature"] == 1]
+    assert written == {**settings, "do_sample": True, "temperature": round(at_one["best"], 3)}
+    assert 1.1 < written["temperature"] < 1.4 and at_one["change"]
+    listed = json.loads((directory / "compress_manifest.json").read_text())
+    assert listed["files"][own] != "0" * 64 and listed["sizes"][own] == (directory / own).stat().st_size
+    assert [row["filters"] for row in kept[0]["settings"]] == ["top-p 0.9"] * 2 + ["none"] * 2
+    shown = page.section(kept)
+    assert shown.count("<svg") == 2 and f"use {at_one['best']:.3f}" in shown and page.section([]) == ""
+    again = json.loads(run(*words[:-3], "--device", "cpu", "--json").stdout)
+    assert (
+        len(record.load(directory)["sampling"]) == 1
+        and again["settings"] == record.load(directory)["sampling"][0]["settings"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--top-p", 0), 2, "top_p 0 is not above 0"),
+        (("--temperature", -1), 2, "temperature -1 is not positive"),
+        (("--prompt-tokens", 64, "--seq-len", 64), 1, "prompts of 64 tokens do not fit"),
+        (("--seq-len", 4096), 1, "seq_len may be 2 to 256"),
+    ],
+)
+def test_bad_input(models: tuple[Path, Path], words: tuple[Any, ...], code: int, said: str) -> None:
+    result = run("sampling", models[1], "--base", models[1], "--text", HELDOUT, *words)
+    assert result.exit_code == code and said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_settings_that_are_sampled() -> None:
+    settings = sampling.default_settings((1.0, 0.5), (0, 5), (1.0,), (0.0, 0.1))
+    assert [(s.temperature, s.filters) for s in sampling.sampled_settings(settings)] == [
+        *((0.5, "none"), (1.0, "none"), (0.5, "top-k 5, min-p 0.1"), (1.0, "top-k 5, min-p 0.1"))
+    ]
