@@ -68,6 +68,7 @@ def evaluate(
     with errors():
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
         if tasks is not None or asked.is_any:
+            _check_alone(tasks, asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
             how = (dtype, device_named(device))
             if tasks is None:
                 run_suite(model, base, asked, how, as_json)
@@ -99,6 +100,15 @@ def evaluate(
                 directories = [directory, *([] if against is None else [against])]
                 scores, read = cache.evaluate(directories, request, seq_len, execution, progress)
         _show(dataclasses.asdict(scores), read, as_json)
+
+
+def _check_alone(tasks: str | None, asked: Asked, others: dict[str, Any]) -> None:
+    """Refuse options that would have no effect beside tasks; wrong usage."""
+    if tasks is not None and asked.is_any:
+        raise typer.BadParameter("runs alone; leave out --suite, --task and --choices", param_hint="--tasks")
+    for option, value in others.items():
+        if value:
+            raise typer.BadParameter("goes with --text, not with tasks or a suite; leave it out", param_hint=option)
 
 
 def _show(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:

@@ -1,9 +1,9 @@
 """Write the recommended temperature into a checkpoint's generation_config.json.
 
 The temperature of the original is the one in its own generation_config.json, or 1. The file is changed only where the
-recommendation leaves no doubt (its interval leaves out the original's temperature), and only where the checkpoint
-samples: a temperature beside do_sample false is an error to transformers. The manifest of a packed checkpoint holds the
-hash and the size of the file; both are brought up to date.
+recommendation leaves no doubt (its interval leaves out the original's temperature) and takes LEAST_GAIN of the
+divergence or more, and only where the checkpoint samples: a temperature beside do_sample false is an error to
+transformers. The manifest of a packed checkpoint holds the hash and the size of the file; both are brought up to date.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from compress.storage.checkpoint import MANIFEST, read_json, sha256, write_text
 FILE = "generation_config.json"
 KEY = "temperature"
 DIGITS = 3  # of the temperature that is written
+LEAST_GAIN = 0.01  # share of the divergence
 
 
 def own_temperature(directory: Path) -> float:
@@ -45,6 +46,11 @@ def write(directory: Path, recommended: Sequence[Recommendation], base: float) -
     (found,) = [each for each in recommended if each.temperature == base]
     if not found.change or found.at_limit:
         return f"{directory / FILE} stays as it is: nothing to recommend at the original's temperature {base:g}"
+    if found.kl_best > (1 - LEAST_GAIN) * found.kl:
+        return (
+            f"{directory / FILE} stays as it is: at {found.best:.{DIGITS}g} in place of the original's temperature "
+            f"{base:g} the divergence is less than {LEAST_GAIN:.0%} smaller"
+        )
     values = _read(directory)
     values[KEY] = round(found.best, DIGITS)
     write_text(directory / FILE, json.dumps(values, indent=2, sort_keys=True) + "\n")

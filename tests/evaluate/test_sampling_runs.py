@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from compress.cli.app import app
 from compress.evaluate import record, sampling, sampling_advice, sampling_runs, sampling_text
 from compress.evaluate.sampling_filters import Setting
+from compress.evaluate.sampling_temperature import Recommendation
 from compress.pages import sampling as page
 from pico import pico_tokenizer
 
@@ -158,3 +159,12 @@ def test_settings_that_are_sampled() -> None:
     assert [(s.temperature, s.filters) for s in sampling.sampled_settings(settings)] == [
         *((0.5, "none"), (1.0, "none"), (0.5, "top-k 5, min-p 0.1"), (1.0, "top-k 5, min-p 0.1"))
     ]
+
+
+def test_a_gain_of_less_than_a_percent_is_not_written(tmp_path: Path) -> None:
+    file = tmp_path / sampling_advice.FILE
+    file.write_text('{"do_sample": true}')
+    for kl_best, changed in ((0.0995, False), (0.098, True)):
+        found = Recommendation(1.0, 0.97, 0.96, 0.98, 0.1, kl_best, at_limit=False, change=True)
+        said = sampling_advice.write(tmp_path, [found], 1.0)
+        assert ("stays as it is" in said) is not changed and ("temperature" in json.loads(file.read_text())) is changed

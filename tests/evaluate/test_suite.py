@@ -163,3 +163,13 @@ def test_lines_of_bad_questions(models: tuple[Path, Path], tmp_path: Path) -> No
     path.write_text("[]\n")
     result = cli("eval", str(models[1]), "--base", str(models[0]), "--choices", str(path))
     assert result.code == 1 and "q.jsonl, line 1: no object" in one_line(result)
+
+
+def test_options_that_would_do_nothing_are_refused() -> None:
+    for words, said in (
+        (["--tasks", "piqa", "--suite", "quick"], "runs alone"),
+        (["--suite", "quick", "--kv", "kv4"], "goes with --text"),
+        (["--tasks", "piqa", "--adapter", "lora"], "goes with --text"),
+    ):
+        done = cli("eval", "anything", *words)
+        assert done.code == 2 and said in " ".join(done.err.split()), done.err
