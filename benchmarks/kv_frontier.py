@@ -42,13 +42,12 @@ PCA = {"method": "pca", **EXACT_ENDS}
 SNAP = {"method": "snapkv", "keep": 0.5}
 EXPECTED = {"method": "expected_attention", "keep": 0.5}
 RECIPES = (
-    *("kv8", "kv4", "kv3", "kv2", "kv1", "pca4", "kivi2", "zipkv", "gear4", "kvquant3", "rotatekv2", "squat2"),
+    *("kv8", "kv4", "kv3", "kv2", "kv1.5", "kv1", "pca4", "kivi2", "zipkv", "gear4", "kvquant3", "rotatekv2", "squat2"),
     "kv4-half",
 )
 ENTRIES: dict[str, dict[str, Any]] = {
     "kivi3": {"method": "kivi", "bits": 3, **EXACT_ENDS},
     "pca 1 bit": {**PCA, "bits": 1.0},
-    "pca 1.5 bits": {**PCA, "bits": 1.5},
     "commvq 2 bits": {"method": "commvq", "bits": 2.0, "tied": False, **EXACT_ENDS},
     "cskv 1/2, 4 bits": {"method": "cskv", "keep": 0.5, "bits": 4, "flush": 128, **EXACT_ENDS},
     "cskv 3/4, 4 bits": {"method": "cskv", "keep": 0.75, "bits": 4, "flush": 128, **EXACT_ENDS},
@@ -206,7 +205,9 @@ def run(args: argparse.Namespace) -> None:
             found.append({"window": window, "cache": name, **row})
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
             facts = {"device": device_name("cpu"), "model": directory.name, "torch": torch.__version__}
-            args.json.write_text(json.dumps({**facts, "context": args.context, "rows": found}, indent=0) + "\n")
+            head = json.dumps({**facts, "context": args.context})[:-1]
+            lines = ",\n".join(json.dumps(each) for each in found)
+            args.json.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, Any]:
