@@ -10,7 +10,7 @@ models fail at knowledge-intensive tasks at bits and sparsities where perplexity
 - ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, for summaries. LLM-KICK has a GPT-4 judge there,
   which is not run: ROUGE-L and the share of the reference's words are stand-ins that a judge need not agree with.
 
-Data sets are files of the user's, JSON lines.
+Data sets are files of the user's (question_files.py).
 """
 
 from __future__ import annotations
@@ -18,65 +18,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from compress.errors import CalibrationError, first_line, shown
-from compress.evaluate.items import Item
-from compress.storage import json_text
+from collections.abc import Sequence
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+")
-
-
-def read_lines(file: str, count: int, make: Callable[[Mapping[str, Any], str], Item]) -> list[Item]:
-    """Return an item for each of the first `count` lines of a JSON-lines file, 0: all.
-
-    make(row, number of the line) raises ValueError for a row that is none. Raises CalibrationError, with the line.
-    """
-    path = Path(file)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise CalibrationError(f"cannot read the questions of {path} ({first_line(error)})") from error
-    found: dict[str, Item] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if count and len(found) == count:
-            break
-        try:
-            row = json_text.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("no JSON object")
-            item = make(row, str(row.get("id", number)))
-        except ValueError as error:
-            raise CalibrationError(f"{path}, line {number}: {first_line(error)}") from error
-        if item.name in found:
-            raise CalibrationError(f"{path}, line {number}: the id {shown(item.name)} stands on an earlier line, too")
-        found[item.name] = item
-    if not found:
-        raise CalibrationError(f"{path} has no questions; docs/llm_kick.md says what a line looks like")
-    return list(found.values())
-
-
-def text(row: Mapping[str, Any], key: str) -> str:
-    """Return a text that a row must have; ValueError without."""
-    value = row.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'no text under "{key}"')
-    return value
-
-
-def texts(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return texts that a row must have, given as one or as a list; ValueError without."""
-    value = row.get(key)
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not listed or not all(isinstance(x, str) and x.strip() for x in listed):
-        raise ValueError(f'"{key}" is no text and no list of texts')
-    return tuple(listed)
+FORM = "docs/llm_kick.md says what a line looks like"  # of a file of questions
 
 
 def check(file: str, task: str, **positive: int) -> None:

@@ -139,7 +139,7 @@ def test_questions_of_a_file(tmp_path: Path, material: Material) -> None:
     assert made.items[0].answers == (" three", " four") and made.items[1].answers == (" red", " blue")
     for line, said in (
         ("{", "Expecting"),
-        ("[]", "no object"),
+        ("[]", "no JSON object; write"),
         ('{"choices": ["a", "b"], "answer": 0}', 'no text under "question"'),
         ('{"question": "a", "choices": ["a"], "answer": 0}', '"choices" is no list of at least two texts'),
         ('{"question": "a", "choices": ["a", "b"]}', 'no "answer"'),

@@ -15,15 +15,15 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from compress.errors import CalibrationError, first_line, shown
+from compress.errors import shown
+from compress.evaluate import question_files
 from compress.evaluate.items import Item, Material
-from compress.storage import json_text
 
 WAY = "likelihood"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
+FORM = 'write {"question": ..., "choices": [...], "answer": 0} lines'
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,12 @@ class Config:
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
-    path = Path(config.file)
-    found: dict[str, Item] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise CalibrationError(f"cannot read the questions of {path} ({first_line(error)})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or (config.count and len(found) == config.count):
-            continue
-        try:
-            item = _item(json_text.loads(line), str(number))
-        except ValueError as error:
-            raise CalibrationError(f"{path}, line {number}: {first_line(error)}") from error
-        if item.name in found:
-            raise CalibrationError(f"{path}, line {number}: the id {shown(item.name)} stands on an earlier line, too")
-        found[item.name] = item
-    if not found:
-        raise CalibrationError(
-            f'{path} has no questions; write {{"question": ..., "choices": [...], "answer": 0}} lines'
-        )
-    return list(found.values())
+    return question_files.read_lines(config.file, config.count, _item, FORM)
 
 
-def _item(row: Any, number: str) -> Item:
+def _item(row: Mapping[str, Any], name: str) -> Item:
     """Return the item of a line; ValueError for what is not one."""
-    if not isinstance(row, dict):
-        raise ValueError('no object; write {"question": ..., "choices": [...], "answer": 0}')
-    context = row.get("question", row.get("context"))
-    choices = row.get("choices")
+    context, choices = row.get("question", row.get("context")), row.get("choices")
     if not isinstance(context, str) or not context.strip():
         raise ValueError('no text under "question" (or "context")')
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
@@ -78,7 +55,7 @@ def _item(row: Any, number: str) -> Item:
     if "answer" not in row:
         raise ValueError('no "answer": the place of the right choice from 0, its letter, or its text')
     spaced = tuple(c if c[0].isspace() or context[-1].isspace() else f" {c}" for c in choices)
-    return Item(str(row.get("id", number)), context, spaced, _place(row["answer"], choices))
+    return Item(name, context, spaced, _place(row["answer"], choices))
 
 
 def _place(answer: Any, choices: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import CalibrationError, shown
-from compress.evaluate import kick
+from compress.evaluate import kick, question_files
 from compress.evaluate.items import Item, Material
 
 WAY = "likelihood"
@@ -39,7 +39,7 @@ class Config:
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions that are asked; CalibrationError, with the line, for one that cannot be used."""
-    read = kick.read_lines(config.file, config.count, _question)
+    read = question_files.read_lines(config.file, config.count, _question, kick.FORM)
     subjects: dict[str, list[Item]] = {}
     for each in read:
         subjects.setdefault(each.facts["subject"], []).append(each)
@@ -61,7 +61,10 @@ def _question(row: Mapping[str, Any], name: str) -> Item:
     if not isinstance(choices, list) or not 2 <= len(choices) <= 26:
         raise ValueError('"choices" is no list of 2 to 26 texts')
     letters = string.ascii_uppercase[: len(choices)]
-    lines = [kick.text(row, "question"), *(f"{k}. {choice}" for k, choice in zip(letters, choices, strict=True))]
+    lines = [
+        question_files.text(row, "question"),
+        *(f"{k}. {choice}" for k, choice in zip(letters, choices, strict=True)),
+    ]
     subject = row.get("subject", "")
     if not isinstance(subject, str):
         raise ValueError(f'"subject" {shown(subject)} is no text')

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick
+from compress.evaluate import kick, question_files
 from compress.evaluate.items import Item, Material
 
 WAY = "written"
@@ -38,11 +38,11 @@ def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
     def made(row: Mapping[str, Any], name: str) -> Item:
-        answers = kick.texts(row, "answers" if "answers" in row else "answer")
-        context = config.prompt.replace("{question}", kick.text(row, "question"))
+        answers = question_files.answers(row)
+        context = config.prompt.replace("{question}", question_files.text(row, "question"))
         return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
 
-    return kick.read_lines(config.file, config.count, made)
+    return question_files.read_lines(config.file, config.count, made, kick.FORM)
 
 
 def correct(item: Item, text: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick
+from compress.evaluate import kick, question_files
 from compress.evaluate.items import Item, Material
 
 WAY = "written"
@@ -38,8 +38,8 @@ def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
     def made(row: Mapping[str, Any], name: str) -> Item:
-        question = kick.text(row, "question")
-        evidence = kick.text(row, "evidence")[: config.evidence]
+        question = question_files.text(row, "question")
+        evidence = question_files.text(row, "evidence")[: config.evidence]
         tail = f"\n\nQuestion: {question}\nAnswer:"
         room = material.positions - len(material.begin) - config.new_tokens
         while evidence and len(material.encode(evidence + tail)) > room:
@@ -48,10 +48,10 @@ def items(config: Config, material: Material) -> list[Item]:
             name,
             f"{evidence}{tail}",
             new_tokens=config.new_tokens,
-            facts={"answers": kick.texts(row, "answers" if "answers" in row else "answer"), "evidence": len(evidence)},
+            facts={"answers": question_files.answers(row), "evidence": len(evidence)},
         )
 
-    return kick.read_lines(config.file, config.count, made)
+    return question_files.read_lines(config.file, config.count, made, kick.FORM)
 
 
 def correct(item: Item, text: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick
+from compress.evaluate import kick, question_files
 from compress.evaluate.items import Item, Material
 
 WAY = "written"
@@ -45,15 +45,15 @@ def items(config: Config, material: Material) -> list[Item]:
         instruction = row.get("instruction", "Summarize the text.")
         if not isinstance(instruction, str):
             raise ValueError('"instruction" is no text')
-        document = kick.text(row, "document")
+        document = question_files.text(row, "document")
         tail = f"\n\n{instruction}\nSummary:"
         room = material.positions - len(material.begin) - config.new_tokens
         while document and len(material.encode(document + tail)) > room:
             document = document[: len(document) * 3 // 4]
-        facts = {"reference": kick.text(row, "summary"), "enough": config.enough}
+        facts = {"reference": question_files.text(row, "summary"), "enough": config.enough}
         return Item(name, document + tail, new_tokens=config.new_tokens, facts=facts)
 
-    return kick.read_lines(config.file, config.count, made)
+    return question_files.read_lines(config.file, config.count, made, kick.FORM)
 
 
 def correct(item: Item, text: str) -> bool:
