@@ -20,6 +20,7 @@ from compress.cli.options import (
     device_named,
     errors,
 )
+from compress.errors import RecipeError
 
 if TYPE_CHECKING:
     from compress.study.losses import Known
@@ -60,6 +61,8 @@ def recommend(
         known, others = choosing.studied(job, study)
         with tables.progress_bar() as progress:
             found, left_out = choosing.choices(asked, known, progress)
+            if not found:
+                raise RecipeError(choosing.none_usable(left_out))
             chosen = choosing.three(found, limit)
             costs = {choice: _cost(asked, choice) if timing else None for choice in set(chosen.values())}
         result = {

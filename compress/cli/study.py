@@ -120,6 +120,8 @@ def study(
             print(json.dumps(found))
             return
         _print_end(found, out)
+        if found["failed"] and not found["cells"]:
+            raise typer.Exit(1)
 
 
 def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, bool]) -> dict[str, Any]:

@@ -65,6 +65,12 @@ class Asked:
     context: int | None = None  # [tokens] of the cache that counts
 
 
+def none_usable(left_out: Mapping[str, str]) -> str:
+    """Return what to say where a model can use no recipe of the study."""
+    reasons = dict.fromkeys(left_out.values())
+    return f"no recipe of the study can be used on this model: {next(iter(reasons), 'it has none')}"
+
+
 def choices(asked: Asked, study: Known, progress: Progress = silent) -> tuple[list[Choice], dict[str, str]]:
     """Return all choices, whether they fit or not, and the recipes that this model cannot use with the reasons."""
     found, left_out = list[Choice](), dict[str, str]()

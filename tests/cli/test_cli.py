@@ -47,7 +47,7 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 def test_the_commands() -> None:
     assert (
         " ".join(COMMANDS) == "allocate bench eval export exports generate inspect kv kv-bench measure merge methods "
-        "plan push quantize recipes report transform verify"
+        "plan push quantize recipes recommend report sampling study transform verify"
     )
 
 

@@ -32,7 +32,7 @@ def scores(text: str, kl: float) -> Comparison:
 
 
 def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
-    assert record.load(tmp_path) == {"texts": [], "generations": []}
+    assert record.load(tmp_path) == {"texts": [], "generations": [], "suites": []}
     record.add(tmp_path, [scores("a.txt", 1.0), scores("b.txt", math.inf)], [SAID])
     found = record.add(tmp_path, [scores("a.txt", 2.0)], [{**SAID, "model": "other"}])
     assert found == record.load(tmp_path)

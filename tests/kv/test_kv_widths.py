@@ -121,7 +121,12 @@ def test_keys_are_laid_out_for_tiles_only_where_these_can_turn_them(
     monkeypatch.setattr(kv_contract, "SMALL", 1 << 40)
     laid_out = []
     real = kv_basis._tiles
-    monkeypatch.setattr(kv_basis, "_tiles", lambda rows, rotary: laid_out.append(rotary) or real(rows, rotary))
+
+    def tiles(rows: Tensor, rotary: int, lanes: int) -> Tensor:
+        laid_out.append(rotary)
+        return real(rows, rotary, lanes)
+
+    monkeypatch.setattr(kv_basis, "_tiles", tiles)
     check_generation(shape, {"method": "pca", "bits": 7.0}, 0.2)
     rotary = int(shape[1] * shape[2])
     assert laid_out == ([rotary] if rotary % 32 == 0 else [])
