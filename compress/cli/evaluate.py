@@ -71,10 +71,8 @@ def evaluate(
             _check_alone(tasks, asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
             how = (dtype, device_named(device))
             if tasks is None:
-                run_suite(model, base, asked, how, as_json)
-            else:
-                harness.run(model, base, tasks, limit, (*how, as_json))
-            return
+                return run_suite(model, base, asked, how, as_json)
+            return harness.run(model, base, tasks, limit, (*how, as_json))
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
         check_model(base or model)
