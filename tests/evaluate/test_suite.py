@@ -162,7 +162,7 @@ def test_lines_of_bad_questions(models: tuple[Path, Path], tmp_path: Path) -> No
     path = tmp_path / "q.jsonl"
     path.write_text("[]\n")
     result = cli("eval", str(models[1]), "--base", str(models[0]), "--choices", str(path))
-    assert result.code == 1 and "q.jsonl, line 1: no object" in one_line(result)
+    assert result.code == 1 and "q.jsonl, line 1: no JSON object" in one_line(result)
 
 
 def test_options_that_would_do_nothing_are_refused() -> None:
