@@ -85,7 +85,7 @@ def test_retrieval_cuts_the_evidence(tmp_path: Path) -> None:
     assert task.items[0].context == QUESTION["evidence"][:3072] + "\n\nQuestion: Who wrote Emma?\nAnswer:"
     assert closed.items[0].context == "Question: Who wrote Emma?\nAnswer:"
     small = made("kick_open_book", file, positions=300).items[0]
-    assert len(small.context) + 32 <= 300 and small.context.endswith("Emma?\nAnswer:") and small.facts["evidence"] > 150
+    assert 200 < len(small.context) <= 300 - 32 and small.context.endswith("Emma?\nAnswer:")
     for each in (task, closed):
         assert each.correct(each.items[0], " Austen\nBronte") and not each.correct(each.items[0], "Bronte\nAusten")
         assert each.figures(each.items[0], "Jane Bronte\nAusten") == {"token_f1": pytest.approx(0.5)}
@@ -142,6 +142,8 @@ def test_bad_lines(name: str, row: Any, said: str, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=f"name one with questions, {name}=FILE"):
         made(name, "")
+    with pytest.raises(RecipeError, match="count -1 is negative"):
+        made(name, "questions.jsonl", count=-1)
     with pytest.raises(CalibrationError, match="cannot read the questions"):
         made(name, str(tmp_path / "nowhere"))
     with pytest.raises(CalibrationError, match="has no questions"):
