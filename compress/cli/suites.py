@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from compress.evaluate.scores import Execution
 
 TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
-REPORT = "report.json"  # what a checkpoint of ours has
 
 Texts = Annotated[
     list[str] | None,
@@ -80,8 +79,8 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     how: Execution = Execution(dtype=execution[0], device=execution[1])
     with tables.progress_bar() as progress:
         found = suites.run(directory, resolve(base), what, how, progress).plain()
-    if (directory / REPORT).is_file():
-        record.add(directory, suites=[json.loads(json.dumps(found))])
+    if record.is_kept(directory):
+        record.add(directory, suites=[found])
     if as_json:
         print(json.dumps(found))
         return

@@ -23,6 +23,7 @@ from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, LINES, NUMBER, OBJECT, SOME, TEXT
 
 FILE = "scores.json"
+REPORT = "report.json"  # what a checkpoint of ours has, and a page is made of
 SCORED: Any = {
     **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
     **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),
@@ -44,7 +45,7 @@ LAYOUT: dict[str, Any] = {
     "suites": [
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
-            **{"seconds": NUMBER, "extra": OBJECT},
+            **{"seconds": NUMBER},
         }
     ],
 }
@@ -66,6 +67,11 @@ SAMPLING = [  # of compress/evaluate/sampling.py; in a file only where it was me
         "sampled": [{"temperature": NUMBER, "filters": TEXT, "base": _WRITTEN, "model": _WRITTEN}],
     }
 ]
+
+
+def is_kept(directory: Path) -> bool:
+    """Tell whether what is measured of a checkpoint is kept: compress has written it."""
+    return (directory / REPORT).is_file()
 
 
 def load(directory: Path) -> dict[str, Any]:

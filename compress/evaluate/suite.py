@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,6 @@ class Result:
     tasks: tuple[TaskScore, ...]
     findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
     seconds: float
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what other parts add, by their names
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""

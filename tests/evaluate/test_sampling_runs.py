@@ -113,6 +113,7 @@ def test_command_keeps_writes_and_shows(models: tuple[Path, Path], tmp_path: Pat
     shutil.copytree(models[0], directory)
     own = sampling_advice.FILE
     settings = json.loads((directory / own).read_text())
+    (directory / record.REPORT).write_text("{}")
     (directory / "compress_manifest.json").write_text(json.dumps({"files": {own: "0" * 64}, "sizes": {own: 1}}))
     words = ["sampling", directory, "--base", models[1], "--text", HELDOUT, "--seq-len", 32, "--max-tokens", 640]
     words += ["--temperature", 0.7, "--top-k", 0, "--top-p", 0.9, "--top-p", 1, "--min-p", 0, "--prompts", 2]

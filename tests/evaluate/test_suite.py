@@ -133,7 +133,7 @@ def test_swapped_tokenizers_are_named(models: tuple[Path, Path], texts: tuple[st
 
 def test_a_task_alone_and_questions(models: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
-    path.write_text('{"question": "Two and two are", "choices": ["three", "four"], "answer": 1}\n' * 1)
+    path.write_text('{"question": "Two and two are", "choices": ["three", "four"], "answer": 1}\n')
     found = run(models, (), None, tasks=("arithmetic", f"choices={path}"))
     assert [(task.task, task.items) for task in found.tasks] == [("arithmetic", 300), ("choices", 1)]
     assert found.texts == () and found.floor == {} and found.findings == ()

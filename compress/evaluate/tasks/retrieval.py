@@ -56,4 +56,4 @@ def _item(seed: int, length: int, number: int, words: list[int], material: Mater
     text = words[start : start + room]
     place = round(depth * room)
     context = (*material.begin, *text[:place], *needle, *text[place:], *cue)
-    return Item(f"{length}-{number}", context, (tuple(answer),), facts={"depth": depth, "length": length})
+    return Item(f"{length}-{number}", context, (tuple(answer),), facts={"depth": depth})
