@@ -17,6 +17,7 @@ from compress.errors import CalibrationError
 if TYPE_CHECKING:
     from compress.evaluate.scores import Execution
 
+GROUPS = ("items", "right", "original", "NLL", "original's")
 TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
 
 Texts = Annotated[
@@ -111,10 +112,20 @@ def _show(found: dict[str, Any]) -> None:
         print()
         tables.out.print(tables.columns(TASKS, [_row(row) for row in found["tasks"]]))
         print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
+    for row in found["tasks"]:
+        if row["groups"]:
+            print(f"\n{row['task']} by {row['by']}")
+            tables.out.print(tables.columns((row["by"], *GROUPS), [_group(each) for each in row["groups"]]))
     for each in found["findings"]:
         note(f"looks broken: {each}")
     if not found["findings"] and found["texts"]:
         print("no layer and no tokenizer looks broken")
+
+
+def _group(row: dict[str, Any]) -> tuple[str, ...]:
+    shares = (f"{row['accuracy']:.1%}", f"{row['base_accuracy']:.1%}")
+    losses = ("" if each is None else f"{each:.3f}" for each in (row["nll"], row["base_nll"]))
+    return (str(row["value"]), str(row["items"]), *shares, *losses)
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:

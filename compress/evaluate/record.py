@@ -35,7 +35,13 @@ PAIRED: Any = {
     **dict.fromkeys(("base_nll", "nll_difference", "nll_low", "nll_high", "base_kl"), SOME),
 }
 TASK: Any = {
-    **{"task": TEXT, "way": TEXT, "items": INTEGER, "paired": PAIRED},
+    **{"task": TEXT, "way": TEXT, "items": INTEGER, "paired": PAIRED, "by": TEXT},
+    "groups": [
+        {
+            **{"value": (*NUMBER, str), "items": INTEGER, "accuracy": NUMBER, "base_accuracy": NUMBER},
+            **{"nll": SOME, "base_nll": SOME},
+        }
+    ],
     **dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high"), NUMBER),
     **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
 }
@@ -45,7 +51,7 @@ LAYOUT: dict[str, Any] = {
     "suites": [
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
-            **{"seconds": NUMBER},
+            "seconds": NUMBER,
         }
     ],
 }

@@ -114,7 +114,7 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
     judges = (getattr(module, each, None) for each in ("correct", "figures"))
-    return Task(name, module.WAY, module.items(config, material), *judges)
+    return Task(name, module.WAY, module.items(config, material), *judges, by=getattr(module, "BY", ""))
 
 
 def check(asked: Asked) -> None:
@@ -238,7 +238,8 @@ def _task(models: Models, asked: str, suite: str | None, stuff: Material, say: P
     for which, model in (("original", models.base), ("model", models.model)):
         say(f"{name}, {which}", 0, 0)
         outcomes.append(answers.score(model, made, stuff))
-    return task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+    found = task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+    return dataclasses.replace(found, by=made.by, groups=task_scores.groups(made, outcomes[1], outcomes[0]))
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from compress.evaluate import intervals
-from compress.evaluate.items import Outcome
+from compress.evaluate.items import Outcome, Task
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class Paired:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Figures of the items of a task that share a fact, such as the depth of what is asked."""
+
+    value: Any  # of the fact
+    items: int
+    accuracy: float
+    base_accuracy: float
+    nll: float | None  # nats a token of the right answers
+    base_nll: float | None
+
+
+@dataclass(frozen=True)
 class TaskScore:
     """Figures of one task."""
 
@@ -52,6 +65,8 @@ class TaskScore:
     kl_se: float | None
     paired: Paired | None  # None without a base
     figures: Mapping[str, float] = field(default_factory=dict)  # means of what else a task says: token F1, ROUGE-L
+    by: str = ""  # the fact that `groups` go by; "" without them
+    groups: tuple[Group, ...] = ()  # values ascending
 
 
 def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
@@ -81,6 +96,19 @@ def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Out
         paired=None if base is None else _paired(task, outcomes, base),
         figures={name: intervals.mean_error([o.figures[name] for o in outcomes])[0] for name in outcomes[0].figures},
     )
+
+
+def groups(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> tuple[Group, ...]:
+    """Return the figures of a model and of the original for each value of the fact `task.by`; none without one."""
+    if not task.by:
+        return ()
+    values = {item.name: item.facts[task.by] for item in task.items}
+    found = []
+    for value in sorted(set(values.values())):
+        own, theirs = ([each for each in of if values[each.name] == value] for of in (outcomes, base))
+        right = [sum(each.right for each in of) / len(own) for of in (own, theirs)]
+        found.append(Group(value, len(own), *right, _mean(_nll(own)), _mean(_nll(theirs))))
+    return tuple(found)
 
 
 def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Paired:

@@ -79,6 +79,11 @@ def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_pa
     page = checkpoint.page(report.load(packed), "", kept)
     assert "Suite quick, beside base" in page and "No layer and no tokenizer looks broken" in page
     assert all(task.task in page for task in found.tasks) and "Looks broken" not in page
+    depths = {task.task: task for task in found.tasks}["retrieval"]
+    assert depths.by == "depth" and [(each.value, each.items) for each in depths.groups] == [
+        *((0.0, 2), (0.25, 2), (0.5, 2), (0.75, 2), (1.0, 2))
+    ]
+    assert "retrieval by depth" in page
 
 
 def test_a_model_is_its_own_original(models: tuple[Path, Path], texts: tuple[str, str]) -> None:
@@ -98,6 +103,7 @@ def test_doubled_scales_are_named_on_the_page(
         "--seq-len", "64", "--max-tokens", "512",
     )  # fmt: skip
     assert result.code == 0, result
+    assert "retrieval by depth" in result.out and "arithmetic by sign" in result.out
     assert f"looks broken: {name} puts out 2.0 times what the original does" in result.err
     assert cli("report", str(broken)).code == 0
     page = (broken / "report.html").read_text(encoding="utf-8")
@@ -135,6 +141,7 @@ def test_a_task_alone_and_questions(models: tuple[Path, Path], tmp_path: Path) -
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "Two and two are", "choices": ["three", "four"], "answer": 1}\n')
     found = run(models, (), None, tasks=("arithmetic", f"choices={path}"))
+    assert [(each.value, each.items) for each in found.tasks[0].groups] == [("*", 100), ("+", 100), ("-", 100)]
     assert [(task.task, task.items) for task in found.tasks] == [("arithmetic", 300), ("choices", 1)]
     assert found.texts == () and found.floor == {} and found.findings == ()
 

@@ -16,6 +16,7 @@ from compress.evaluate.cache_needles import FIRST, NAMES, SECOND
 from compress.evaluate.items import Item, Material
 
 WAY = "greedy"
+BY = "depth"
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 10, "lengths": (160,)}, "full": {}}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the text
 
