@@ -48,7 +48,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
         found = harness.evaluate(directories, names, Execution(dtype, device), limit, progress)
     if base is not None and record.is_kept(directories[0]):
         seconds = time.perf_counter() - start
-        kept = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), seconds)
+        kept = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), (), seconds)
         record.add(directories[0], suites=[kept.plain()])
     if as_json:
         print(json.dumps({"tasks": [dataclasses.asdict(each) for each in found]}))

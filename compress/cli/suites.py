@@ -112,6 +112,8 @@ def _show(found: dict[str, Any]) -> None:
         print()
         tables.out.print(tables.columns(TASKS, [_row(row) for row in found["tasks"]]))
         print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
+    for each in found["remarks"]:
+        print(each)
     for row in found["tasks"]:
         if row["groups"]:
             print(f"\n{row['task']} by {row['by']}")

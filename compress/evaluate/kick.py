@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from compress.evaluate.items import Item, Material
+from compress.evaluate.task_scores import TaskScore
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -47,6 +48,16 @@ def is_answered(item: Item, text: str) -> bool:
 def answer_f1(item: Item, text: str) -> dict[str, float]:
     """Return the token F1 of the first written line, the largest over the accepted answers."""
     return {"token_f1": token_f1(first_written_line(text), item.facts["answers"])}
+
+
+def books(tasks: Sequence[TaskScore]) -> str:
+    """Say in a sentence how many of the original's right answers are left without and with evidence; "" for less."""
+    found = {each.task: each.paired for each in tasks}
+    pair = [found.get(f"kick_{book}_book") for book in ("closed", "open")]
+    said = [f"{x.ratio:.2f} ({x.ratio_low:.2f} to {x.ratio_high:.2f})" for x in pair if x and x.ratio is not None]
+    if len(said) < len(pair):
+        return ""
+    return "right answers, to the original's: {} with the book closed, {} with it open; 95% intervals".format(*said)
 
 
 def squeezed(said: str) -> str:

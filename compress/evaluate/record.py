@@ -33,6 +33,7 @@ PAIRED: Any = {
     **dict.fromkeys(("base_accuracy", "difference", "difference_low", "difference_high", "p_value"), NUMBER),
     **{"flips": NUMBER, "all_flips": NUMBER, "lost": INTEGER, "gained": INTEGER},
     **dict.fromkeys(("base_nll", "nll_difference", "nll_low", "nll_high", "base_kl"), SOME),
+    **dict.fromkeys(("ratio", "ratio_low", "ratio_high"), SOME),
 }
 TASK: Any = {
     **{"task": TEXT, "way": TEXT, "items": INTEGER, "paired": PAIRED, "by": TEXT},
@@ -51,7 +52,7 @@ LAYOUT: dict[str, Any] = {
     "suites": [
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
-            "seconds": NUMBER,
+            **{"remarks": [TEXT], "seconds": NUMBER},
         }
     ],
 }

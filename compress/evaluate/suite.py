@@ -24,7 +24,7 @@ from torch import Tensor
 from compress import plugins
 from compress.calib.documents import documents, source_name
 from compress.errors import CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, diagnosis, findings, task_scores, tokenizers
+from compress.evaluate import answers, diagnosis, findings, kick, task_scores, tokenizers
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
 from compress.evaluate.task_scores import TaskScore
@@ -69,6 +69,7 @@ class Result:
     floor: Mapping[str, Any]  # "kl_mean" of the original to itself, "path": how, "tokens"; empty without texts
     tasks: tuple[TaskScore, ...]
     findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
+    remarks: tuple[str, ...]  # what several tasks say together, a sentence each
     seconds: float
 
     def plain(self) -> dict[str, Any]:
@@ -177,15 +178,16 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     )
     floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
     stuff = material(models, windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long))
-    tasks = [_task(models, each, asked.suite, stuff, say) for each in _all_tasks(asked)]
+    tasks = [each for name in _all_tasks(asked) if (each := _task(models, name, asked.suite, stuff, say)) is not None]
     found = _findings(models, asked.texts, windows, say) if windows else []
     return Result(
         asked.suite or "tasks",
         base.name,
         tuple(texts),
         floor,
-        tuple(each for each in tasks if each is not None),
+        tuple(tasks),
         tuple(found),
+        tuple(each for each in (kick.books(tasks),) if each),
         time.perf_counter() - start,
     )
 

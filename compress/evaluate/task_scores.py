@@ -22,6 +22,9 @@ class Paired:
     difference: float  # of accuracies, model - base
     difference_low: float  # 95% interval
     difference_high: float
+    ratio: float | None  # of accuracies, model / base; None where the base has none right
+    ratio_low: float | None  # 95% interval
+    ratio_high: float | None
     lost: int  # items that the original has right and the model wrong
     gained: int  # the other way round
     p_value: float  # exact McNemar test of lost against gained: how likely chance alone is at least as far apart
@@ -118,15 +121,20 @@ def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
     pairs = [(by_name[outcome.name], outcome) for outcome in outcomes]
     lost = sum(before.right and not after.right for before, after in pairs)
     gained = sum(after.right and not before.right for before, after in pairs)
+    right = sum(before.right for before, _ in pairs)
     low, high = intervals.paired_shares(lost, gained, len(pairs))
+    ratio_low, ratio_high = intervals.paired_ratio(right - lost + gained, right, right - lost) or (None, None)
     more = [b.nll - a.nll for a, b in pairs if a.nll is not None and b.nll is not None]
     bounds = intervals.interval(more) if more else None
     base_nll, base_kl = _nll(base), _kl(base)
     return Paired(
-        base_accuracy=sum(before.right for before, _ in pairs) / len(pairs),
+        base_accuracy=right / len(pairs),
         difference=(gained - lost) / len(pairs),
         difference_low=low,
         difference_high=high,
+        ratio=(right - lost + gained) / right if right else None,
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
         lost=lost,
         gained=gained,
         p_value=intervals.mcnemar(lost, gained),

@@ -41,6 +41,7 @@ def _suite(suite: Mapping[str, Any]) -> str:
         html.paragraph(noise, "faint") if noise else "",
         _texts(suite["texts"]),
         _tasks(suite["tasks"]),
+        *(html.paragraph(f"{each}.") for each in suite["remarks"]),
         *(_groups(row) for row in suite["tasks"] if row["groups"]),
     )
 

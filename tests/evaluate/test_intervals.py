@@ -59,6 +59,21 @@ def test_paired_differences_of_shares(count: int, most_lost: float, most_gained:
     assert covered(hits)
 
 
+@pytest.mark.parametrize("count", [50, 200])
+@pytest.mark.parametrize(("base", "kept", "gained"), [(0.5, 0.9, 0.05), (0.3, 0.6, 0.02), (0.8, 0.97, 0.3)])
+def test_paired_ratios_of_shares(count: int, base: float, kept: float, gained: float) -> None:
+    """base: share that the original has right; kept, gained: shares of these, and of the others, right in the model."""
+    draw, hits = random.Random(count), []
+    truth = (base * kept + (1 - base) * gained) / base
+    for _ in range(RUNS):
+        before = [draw.random() < base for _ in range(count)]
+        after = [draw.random() < (kept if right else gained) for right in before]
+        both = sum(a and b for a, b in zip(before, after, strict=True))
+        hits.append(within(intervals.paired_ratio(sum(after), sum(before), both), truth))
+    assert covered(hits)
+    assert intervals.paired_ratio(3, 0, 0) is None
+
+
 def test_standard_errors() -> None:
     """The standard error is the deviation of means between samples."""
     drawn = torch.rand(4000, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -150,6 +150,21 @@ def test_files_that_cannot_be_read(name: str, tmp_path: Path) -> None:
         made(name, lines(tmp_path / "empty.jsonl", ""))
 
 
+def test_both_books_in_one_line() -> None:
+    """12 questions: the model loses half of what the original knows, and nothing with the evidence in front."""
+
+    def scored(name: str, base: int, model: int) -> task_scores.TaskScore:
+        outcomes = [[Outcome(str(i), i < right, "") for i in range(12)] for right in (model, base)]
+        return task_scores.summary(name, "written", *outcomes)
+
+    closed, opened = scored("kick_closed_book", 8, 4), scored("kick_open_book", 10, 10)
+    said = kick.books([opened, closed])
+    assert closed.paired is not None and "with the book closed, 1.00 (" in said and "with it open" in said
+    low, high = closed.paired.ratio_low or 9, closed.paired.ratio_high or 0
+    assert f"0.50 ({low:.2f} to {high:.2f}) with the book closed" in said and low < 0.5 < high
+    assert kick.books([closed]) == kick.books([scored("kick_closed_book", 0, 1), opened]) == ""
+
+
 def test_figures_are_paired() -> None:
     own = [Outcome(str(i), False, "", figures={"f": value}) for i, value in enumerate((0.1, 0.4, 0.7))]
     base = [Outcome(str(i), False, "", figures={"f": value}) for i, value in enumerate((0.2, 0.8, 0.8))]

@@ -74,7 +74,7 @@ def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_pa
     again = run((models[0], packed), texts)
     assert {**again.plain(), "seconds": 0} == {**found.plain(), "seconds": 0}
     kept = record.add(packed, suites=[json.loads(json.dumps(found.plain()))])
-    kept = record.add(packed, suites=[json.loads(json.dumps(again.plain()))])
+    kept = record.add(packed, suites=[json.loads(json.dumps({**again.plain(), "remarks": ["both books"]}))])
     assert len(kept["suites"]) == 1 and record.load(packed) == kept
     page = checkpoint.page(report.load(packed), "", kept)
     assert "Suite quick, beside base" in page and "No layer and no tokenizer looks broken" in page
@@ -83,7 +83,7 @@ def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_pa
     assert depths.by == "depth" and [(each.value, each.items) for each in depths.groups] == [
         *((0.0, 2), (0.25, 2), (0.5, 2), (0.75, 2), (1.0, 2))
     ]
-    assert "retrieval by depth" in page
+    assert "retrieval by depth" in page and "<p>both books.</p>" in page
 
 
 def test_a_model_is_its_own_original(models: tuple[Path, Path], texts: tuple[str, str]) -> None:

@@ -163,6 +163,7 @@ def test_figures_of_a_task() -> None:
     paired = found.paired
     assert paired is not None and (paired.lost, paired.gained, paired.flips, paired.all_flips) == (2, 1, 3 / 8, 0.5)
     assert (found.accuracy, paired.base_accuracy, paired.difference) == (0.5, 0.625, -0.125)
+    assert paired.ratio == pytest.approx(4 / 5) and (paired.ratio_low or 9) < 0.8 < (paired.ratio_high or 0)
     assert paired.nll_difference == pytest.approx(0.35) and paired.p_value == 1.0
     assert (paired.nll_low or 9) < 0.35 < (paired.nll_high or 0)
     task = Task("t", "greedy", [Item(str(i), "", facts={"depth": 1.0 - i % 2}) for i in range(8)], by="depth")
