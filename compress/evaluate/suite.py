@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib.documents import documents, source_name
-from compress.errors import CheckpointError, RecipeError, UnsupportedModelError
+from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
 from compress.evaluate import answers, diagnosis, findings, kick, task_scores, tokenizers
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
@@ -114,8 +114,8 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
         config = module.Config(**given)
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
-    judges = (getattr(module, each, None) for each in ("correct", "figures"))
-    return Task(name, module.WAY, module.items(config, material), *judges, by=getattr(module, "BY", ""))
+    judges = {each: getattr(module, each, None) for each in ("correct", "figures")}
+    return Task(name, module.WAY, module.items(config, material), **judges, by=getattr(module, "BY", ""))
 
 
 def check(asked: Asked) -> None:
@@ -178,7 +178,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     )
     floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
     stuff = material(models, windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long))
-    tasks = [each for name in _all_tasks(asked) if (each := _task(models, name, asked.suite, stuff, say)) is not None]
+    tasks = [each for name in _all_tasks(asked) if (each := _task(models, name, asked, stuff, say)) is not None]
     found = _findings(models, asked.texts, windows, say) if windows else []
     return Result(
         asked.suite or "tasks",
@@ -230,10 +230,12 @@ def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress)
     }
 
 
-def _task(models: Models, asked: str, suite: str | None, stuff: Material, say: Progress) -> TaskScore | None:
-    """Return the figures of a task; None where it has no items for these models."""
-    name, _, file = asked.partition("=")
-    made = task(name, stuff, suite, **({"file": file} if file else {}))
+def _task(models: Models, named: str, asked: Asked, stuff: Material, say: Progress) -> TaskScore | None:
+    """Return the figures of a task; None where it has no items for these models and nobody has named it."""
+    name, _, file = named.partition("=")
+    made = task(name, stuff, asked.suite, **({"file": file} if file else {}))
+    if not made.items and named in asked.tasks:
+        raise CalibrationError(f"task {name} has no items here: give more text with --text, or a model that reads more")
     if not made.items:
         return None
     outcomes = []

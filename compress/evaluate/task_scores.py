@@ -109,8 +109,8 @@ def groups(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
     found = []
     for value in sorted(set(values.values())):
         own, theirs = ([each for each in of if values[each.name] == value] for of in (outcomes, base))
-        right = [sum(each.right for each in of) / len(own) for of in (own, theirs)]
-        found.append(Group(value, len(own), *right, _mean(_nll(own)), _mean(_nll(theirs))))
+        right, base_right = (sum(each.right for each in of) / len(own) for of in (own, theirs))
+        found.append(Group(value, len(own), right, base_right, _mean(_nll(own)), _mean(_nll(theirs))))
     return tuple(found)
 
 

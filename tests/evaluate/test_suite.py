@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress import api
-from compress.errors import CheckpointError, RecipeError
+from compress.errors import CalibrationError, CheckpointError, RecipeError
 from compress.evaluate import Execution, evaluate, record, suite
 from compress.evaluate.suite import Asked
 from compress.pages import checkpoint
@@ -153,6 +153,8 @@ def test_what_cannot_be_run(models: tuple[Path, Path], texts: tuple[str, str], t
     ):
         with pytest.raises(RecipeError, match=said):
             suite.run(models[1], models[0], asked, Execution())
+    with pytest.raises(CalibrationError, match="task retrieval has no items here: give more text with --text"):
+        run(models, (), None, tasks=("retrieval",))
     other = save(build("llama", {"vocab_size": 300}), tmp_path / "other")
     with pytest.raises(CheckpointError, match="base knows 264 token ids, other 300"):
         run((models[0], other), texts)
