@@ -2,7 +2,8 @@
 
     means (KL over windows, NLL over items)   bootstrap-t (DiCiccio and Efron, "Bootstrap confidence intervals", 1996):
                                               KL is skewed, and an interval that is even on both sides misses it more
-                                              often; with fewer than LEAST values Student's t
+                                              often; with fewer than LEAST values, or where nearly all
+                                              are equal, so that resamples have no spread, Student's t
     shares (accuracy)                         Wilson's score interval, which has a width at 0 and 1, too
     paired differences of shares              Bonett and Price, "Adjusted Wald confidence interval for a difference of
                                               binomial proportions based on paired data" (2012)
@@ -46,13 +47,20 @@ def interval(values: Sequence[float] | Tensor) -> tuple[float, float] | None:
         return None
     mean, error = float(given.mean()), float(given.std()) / math.sqrt(count)
     if not LEAST <= count <= MOST:
-        width = student(count - 1) * error
-        return mean - width, mean + width
+        return _even(mean, error, count)
     generator = torch.Generator().manual_seed(0)
     drawn = given[torch.randint(count, (RESAMPLED, count), generator=generator)]
+    if bool((drawn == drawn[:, :1]).all(1).any()):  # nearly all values are equal
+        return _even(mean, error, count)
     away = (drawn.mean(1) - mean) / (drawn.std(1) / math.sqrt(count)).clamp_min(1e-12 * error + 1e-300)
     low, high = torch.quantile(away, torch.tensor([0.025, 0.975], dtype=away.dtype)).tolist()
     return mean - high * error, mean - low * error
+
+
+def _even(mean: float, error: float, count: int) -> tuple[float, float]:
+    """Return the interval that is even on both sides, by Student's t."""
+    width = student(count - 1) * error
+    return mean - width, mean + width
 
 
 def student(degrees: int) -> float:

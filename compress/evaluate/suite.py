@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,11 @@ def material(models: Models, windows: Tensor) -> Material:
 
     special = set(tokenizer.all_special_ids)
     begun: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    begin = [token for token in begun[: begun.index(begun[-1])] if token in special] if begun else []
+    begin = tuple(takewhile(special.__contains__, begun))
     return Material(
         tokenizers.encode_with(tokenizer),
         decode,
-        tuple(begin),
+        begin,
         min(config.vocab_size, len(tokenizer)),
         min(limits),
         windows,

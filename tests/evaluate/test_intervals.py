@@ -31,6 +31,15 @@ def test_means_over_windows(count: int, spread: float) -> None:
     assert covered([within(intervals.interval(row), math.exp(spread**2 / 2)) for row in drawn])
 
 
+@pytest.mark.parametrize("others", [0, 1, 3, 6])
+def test_means_of_nearly_equal_values(others: int) -> None:
+    """Differences of a figure that few items change: resamples without any of them have no spread."""
+    values = [0.0] * (100 - others) + [-0.5] * others
+    mean, error = intervals.mean_error(values)
+    width = 1.9842 * (error or 0)  # Student's t with 99 degrees
+    assert intervals.interval(values) == pytest.approx((mean - width, mean + width), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("count", "low", "high"), [(10, 0.2, 0.8), (10, 0, 0.2), (20, 0.9, 1), (32, 0, 0.1), (200, 0, 1)]
 )
