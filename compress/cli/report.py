@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.cli.evaluation_options import Base
 from compress.cli.options import Device, Directory, Dtype, app, check_model, check_paths, device_named, errors
 from compress.errors import RecipeError
 from compress.storage import paths
@@ -21,7 +22,7 @@ PAGE = "report.html"
 @app.command(epilog="Example: compress report models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def report(
     directory: Directory,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
+    base: Base = None,
     text: Annotated[
         list[str] | None, typer.Option("--text", metavar="SRC", help="Text to score; repeatable, with --base.")
     ] = None,

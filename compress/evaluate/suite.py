@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib.documents import documents, source_name
-from compress.errors import CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, diagnosis, findings, task_scores, tokenizers
+from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
+from compress.evaluate import answers, diagnosis, findings, kick, task_scores, tokenizers
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
 from compress.evaluate.task_scores import TaskScore
@@ -69,8 +70,8 @@ class Result:
     floor: Mapping[str, Any]  # "kl_mean" of the original to itself, "path": how, "tokens"; empty without texts
     tasks: tuple[TaskScore, ...]
     findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
+    remarks: tuple[str, ...]  # what several tasks say together, a sentence each
     seconds: float
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what other parts add, by their names
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -114,8 +115,8 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
         config = module.Config(**given)
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
-    judges = (getattr(module, each, None) for each in ("correct", "figures"))
-    return Task(name, module.WAY, module.items(config, material), *judges)
+    judges = {each: getattr(module, each, None) for each in ("correct", "figures")}
+    return Task(name, module.WAY, module.items(config, material), **judges, by=getattr(module, "BY", ""))
 
 
 def check(asked: Asked) -> None:
@@ -153,11 +154,11 @@ def material(models: Models, windows: Tensor) -> Material:
 
     special = set(tokenizer.all_special_ids)
     begun: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    begin = [token for token in begun[: begun.index(begun[-1])] if token in special] if begun else []
+    begin = tuple(takewhile(special.__contains__, begun))
     return Material(
         tokenizers.encode_with(tokenizer),
         decode,
-        tuple(begin),
+        begin,
         min(config.vocab_size, len(tokenizer)),
         min(limits),
         windows,
@@ -178,15 +179,16 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     )
     floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
     stuff = material(models, windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long))
-    tasks = [_task(models, each, asked.suite, stuff, say) for each in _all_tasks(asked)]
+    tasks = [each for name in _all_tasks(asked) if (each := _task(models, name, asked, stuff, say)) is not None]
     found = _findings(models, asked.texts, windows, say) if windows else []
     return Result(
         asked.suite or "tasks",
         base.name,
         tuple(texts),
         floor,
-        tuple(each for each in tasks if each is not None),
+        tuple(tasks),
         tuple(found),
+        tuple(each for each in (kick.books(tasks),) if each),
         time.perf_counter() - start,
     )
 
@@ -229,17 +231,20 @@ def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress)
     }
 
 
-def _task(models: Models, asked: str, suite: str | None, stuff: Material, say: Progress) -> TaskScore | None:
-    """Return the figures of a task; None where it has no items for these models."""
-    name, _, file = asked.partition("=")
-    made = task(name, stuff, suite, **({"file": file} if file else {}))
+def _task(models: Models, named: str, asked: Asked, stuff: Material, say: Progress) -> TaskScore | None:
+    """Return the figures of a task; None where it has no items for these models and nobody has named it."""
+    name, _, file = named.partition("=")
+    made = task(name, stuff, asked.suite, **({"file": file} if file else {}))
+    if not made.items and named in asked.tasks:
+        raise CalibrationError(f"task {name} has no items here: give more text with --text, or a model that reads more")
     if not made.items:
         return None
     outcomes = []
     for which, model in (("original", models.base), ("model", models.model)):
         say(f"{name}, {which}", 0, 0)
         outcomes.append(answers.score(model, made, stuff))
-    return task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+    found = task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+    return dataclasses.replace(found, by=made.by, groups=task_scores.groups(made, outcomes[1], outcomes[0]))
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

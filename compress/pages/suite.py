@@ -41,6 +41,8 @@ def _suite(suite: Mapping[str, Any]) -> str:
         html.paragraph(noise, "faint") if noise else "",
         _texts(suite["texts"]),
         _tasks(suite["tasks"]),
+        *(html.paragraph(f"{each}.") for each in suite["remarks"]),
+        *(_groups(row) for row in suite["tasks"] if row["groups"]),
     )
 
 
@@ -73,6 +75,12 @@ def _task(row: Mapping[str, Any]) -> list[html.Cell]:
         *(paired["lost"], paired["gained"], paired["p_value"], f"{paired['all_flips']:.1%}"),
         *(row["nll"], paired["base_nll"], nll),
     ]
+
+
+def _groups(row: Mapping[str, Any]) -> str:
+    keys = ("value", "items", "accuracy", "base_accuracy", "nll", "base_nll")
+    names = (row["by"], "items", "right", "original", "NLL", "original")
+    return html.table(f"{row['task']} by {row['by']}", names, [[each[key] for key in keys] for each in row["groups"]])
 
 
 def _bounds(value: float | None, low: float | None, high: float | None) -> str | None:
