@@ -17,9 +17,9 @@ from compress.kv.evict.settings import Eviction
 AFTER = 64  # tokens of a context that follow the prompt
 
 
-def prompt_of(context: int) -> int:
-    """Return how many tokens of a context are the prompt: all but AFTER, or half of a short one."""
-    return context - min(AFTER, context // 2)
+def prompt_of(context: int, evicts: bool = True) -> int:
+    """Return how many tokens of a context are the prompt: all but AFTER, or half of a short one; 0: nothing evicts."""
+    return context - min(AFTER, context // 2) if evicts else 0
 
 
 def kept(eviction: Eviction, sink: int, layer: int, evicting: Collection[int], context: int) -> int:
