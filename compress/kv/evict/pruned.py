@@ -45,7 +45,6 @@ class Pruning:
     tokens: int = 0  # columns of the prompt, pads included
     columns: Tensor | None = None  # int64 [B, m]: of the tokens that are left; None: all
     pads: Tensor | None = None  # int64 [B]: first of these columns that are filled up
-    before: Tensor | None = None  # int64 [1, n]: the columns of the layer that dropped some; with revival
     moves: Tensor | None = None  # int64 [B, m]: places of these among the tokens of the layer that dropped some
     turns: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, tokens, rotary width] of the whole prompt
     positions: Tensor | None = None  # int64 [B or 1, tokens]
@@ -69,7 +68,6 @@ class Pruning:
         index, pads = aligned([[row] for row in chosen])
         self.moves, self.pads = index[:, 0].to(device), pads[:, 0].to(device)
         before = torch.arange(self.tokens, device=device)[None] if self.columns is None else self.columns
-        self.before = before
         self.columns = before.expand(len(self.moves), -1).gather(1, self.moves)
         self.sliced.clear()
 
@@ -84,7 +82,7 @@ def layers(kinds: Collection[str], eviction: Eviction) -> Callable[[int, KVCache
             f"kv_cache.evict: {eviction.method} drops tokens within the forward pass, which layers of type "
             f"{', '.join(others)} do not allow; choose another method, such as snapkv"
         )
-    assert eviction.budget.keep is not None, "checked with the settings"
+    assert eviction.budget.keep is not None, "the method's `check` leaves nothing else"
     try:
         stays = plugins.load("evict", eviction.method).fractions(eviction.config, eviction.budget.keep, len(kinds))
     except ValueError as error:

@@ -76,6 +76,11 @@ class Eviction:
             chosen["keep_by_layer"] = list(self.budget.keep_by_layer)
         return {"method": self.method, **dataclasses.asdict(self.config), **chosen}
 
+    @property
+    def prunes(self) -> bool:
+        """Return whether tokens are dropped within the prompt's forward pass: compress/kv/evict/pruned.py."""
+        return bool(getattr(plugins.load("evict", self.method), "PRUNES", False))
+
     def exempts(self, layer: int) -> bool:
         """Return whether a layer of this number, counted from 0, keeps all of its tokens by `keep_by_layer`."""
         shares = self.budget.keep_by_layer
