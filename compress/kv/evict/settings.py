@@ -30,10 +30,8 @@ class Budget:
     keep_by_layer: tuple[float, ...] = ()  # fraction of the tokens that stays in each layer of the model, the first one
     # first; in place of keep and tokens
     recent: int = 64  # [tokens] newest, which always stay; so do those of kv_cache.sink
-    heads: Heads = (
-        "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same tokens
-    )
-    # in all heads of a layer; ada: heads keep different numbers (AdaKV, arXiv 2407.11550)
+    heads: Heads = "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same
+    # tokens in all heads of a layer; ada: heads keep different numbers (AdaKV, arXiv 2407.11550)
     critical: bool = False  # half of the tokens by score, the others by score times the norm of what their value adds
     # to the output (CriticalKV, arXiv 2502.03805)
     layers: Layers = "equal"  # pyramid: early layers keep more (PyramidKV, arXiv 2406.02069); variance: layers of even
