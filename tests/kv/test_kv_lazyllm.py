@@ -269,6 +269,7 @@ def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep:
         ({"layers": "pyramid"}, "layers is not possible with lazyllm"),
         ({"decode": True}, "decode is not possible with lazyllm"),
         ({"keep": None, "tokens": 40}, "tokens is not possible with lazyllm"),
+        ({"keep": None, "keep_by_layer": [0.5] * LAYERS}, "keep_by_layer is not possible with lazyllm"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:

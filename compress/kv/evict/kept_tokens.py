@@ -3,7 +3,8 @@
 A context of n tokens is a prompt, from which tokens are evicted, and its last AFTER tokens, which came later and stay:
 as many as those on which errors of eviction are measured (compress/evaluate/cache_scores.py).
 
-Not exact where the text decides: `layers: variance` and `heads: ada` count as layers and heads that keep the mean.
+Not exact where the text decides: `layers: variance` and `heads: ada` count as layers and heads that keep the mean. Nor
+with `lazyllm`, whose layers count as such, too.
 """
 
 from __future__ import annotations

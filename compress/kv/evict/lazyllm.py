@@ -57,6 +57,10 @@ def check(budget: Any) -> None:
     """Raise ValueError, which begins with a field's name, for settings of a `Budget` that it has no use for."""
     if budget.tokens is not None:
         raise ValueError("tokens is not possible with lazyllm, whose layers keep fractions; set keep")
+    if budget.keep_by_layer:
+        raise ValueError(
+            "keep_by_layer is not possible with lazyllm, whose layers have what earlier ones left; set keep"
+        )
     for name, only in _FIXED.items():
         if getattr(budget, name) != only:
             raise ValueError(f"{name} is not possible with lazyllm, which drops whole tokens; remove it")
