@@ -232,7 +232,7 @@ class EvictingLayer(CodedLayer):
             assert module is not None, "hooks are attached: commit has checked"
             weight = matrix(projection(module), self.cache.queries * values.shape[-1], values)
             norms = output_norms(values, weight)
-        uneven = variance(seen) if self.eviction.budget.layers == "variance" else 0.0
+        uneven = variance(seen.mass) if self.eviction.budget.layers == "variance" else 0.0
         return Judged(self.plugin.score(self.eviction.config, seen), norms, first, uneven)
 
     def _survivors(self, judged: Judged, tokens: int, variances: list[float] | None, place: int) -> list[Tensor]:

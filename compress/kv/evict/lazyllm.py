@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kv.evict.attention_mass import column_mass
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"queries"})
@@ -101,6 +100,5 @@ def score(config: Config, seen: Seen) -> Tensor:
     A token that came after a query has none of its attention.
     """
     assert seen.queries is not None
-    newest = seen.queries[:, -config.window :]
-    mass = column_mass(Seen(seen.keys, seen.values, newest, seen.scaling, seen.sink)) / newest.shape[1]
+    mass = seen.newest(config.window).mass / min(config.window, seen.queries.shape[1])
     return torch.nan_to_num(mass.mean((0, 1)).expand(len(seen.keys), -1))
