@@ -110,7 +110,7 @@ def test_d2o_and_knorm() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 7, TOKENS])
-@pytest.mark.parametrize("piece", [1, 4 * HEADS * GROUPS * TOKENS, 1 << 22])
+@pytest.mark.parametrize("piece", [1, 4 * HEADS * GROUPS * TOKENS, 1 << 50])
 def test_attention_is_summed_in_pieces(queries: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_mass, "PIECE", piece)
     x = seen(queries)

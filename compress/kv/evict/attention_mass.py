@@ -15,7 +15,7 @@ def column_mass(queries: Tensor, keys: Tensor) -> Tensor:
     """
     heads, groups, rows, _ = queries.shape
     tokens = keys.shape[1]
-    step = max(1, PIECE // (heads * groups * tokens))
+    step = max(1, min(rows, PIECE // (heads * groups * tokens)))
     follows = torch.ones(step, step, dtype=torch.bool, device=keys.device).triu(1)
     total = keys.new_zeros(heads, groups, tokens)
     for first in range(0, rows, step):
