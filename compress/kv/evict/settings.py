@@ -79,6 +79,11 @@ class Eviction:
         """Return whether tokens are dropped within the prompt's forward pass: compress/kv/evict/pruned.py."""
         return bool(getattr(plugins.load("evict", self.method), "PRUNES", False))
 
+    def newest(self, kept: int) -> int:
+        """Return how many newest tokens stay where a head keeps so many; 0: the least there is."""
+        keeps = getattr(plugins.load("evict", self.method), "keeps", lambda config, kept: 0)
+        return max(self.budget.recent, keeps(self.config, kept))
+
     def exempts(self, layer: int) -> bool:
         """Return whether a layer of this number, counted from 0, keeps all of its tokens by `keep_by_layer`."""
         shares = self.budget.keep_by_layer
