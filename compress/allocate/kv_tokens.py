@@ -54,6 +54,11 @@ def check(settings: CacheSettings) -> None:
         return
     budget = settings.evict.budget
     where = "kv_cache.evict: a target with a context"
+    if settings.evict.prunes:
+        raise RecipeError(
+            f"{where} measures what each layer forgets by itself, and {settings.evict.method} drops tokens for all "
+            "layers behind one; choose another method, such as snapkv"
+        )
     if budget.tokens is not None:
         raise RecipeError(f"{where} counts shares of its tokens; set keep in place of tokens")
     if budget.decode:

@@ -51,12 +51,6 @@ def _tokens(node: Node, given: Any, settings: CacheSettings) -> dict[str, Any]:
     where = "allocate.cache_options: evict"
     if settings.evict is None:
         raise error_at(node, f"{where} needs a method; set kv_cache.evict, {{method: snapkv, keep: 1.0}}")
-    if settings.evict.prunes:
-        raise error_at(
-            node,
-            f"{where} is not possible with {settings.evict.method}, whose layers have what earlier ones left; choose "
-            "another method, such as snapkv",
-        )
     if not isinstance(given, dict) or set(given) != {"keep"}:
         raise error_at(
             node, f"{where} says keep, the share of tokens, and nothing else; set the rest in kv_cache.evict"

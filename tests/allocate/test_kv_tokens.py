@@ -31,7 +31,6 @@ CONTEXT = 250
 SNAP: dict[str, Any] = {"method": "snapkv", "window": 8, "recent": 8, "keep": 1.0}
 BASE: dict[str, Any] = {"method": "kivi", "bits": 4, "group_size": 8, "sink": 2, "residual_length": 16, "flush": 8}
 RECIPE: dict[str, Any] = {**BASE, "evict": SNAP}
-LAZY: dict[str, Any] = {**BASE, "evict": {"method": "lazyllm", "keep": 1.0}}
 LISTED: list[dict[str, Any]] = [
     {"bits": 2},
     {"bits": 8},
@@ -249,7 +248,6 @@ def test_shares_become_settings() -> None:
     ("settings", "listed", "message"),
     [
         (BASE, [{"bits": 2}, {"evict": {"keep": 0.5}}], "evict needs a method; set kv_cache.evict"),
-        (LAZY, [{"bits": 2}, {"evict": {"keep": 0.5}}], "evict is not possible with lazyllm"),
         (RECIPE, [{"bits": 2}, {"evict": {"keep": 1.5}}], "keep 1.5 is not a fraction above 0"),
         (RECIPE, [{"bits": 2}, {"evict": {"keep": "half"}}], "is not a fraction above 0"),
         (RECIPE, [{"bits": 2}, {"evict": {"tokens": 5}}], "evict says keep, the share of tokens, and nothing else"),
@@ -270,6 +268,7 @@ def test_options_that_cannot_be(settings: dict[str, Any], listed: list[dict[str,
         ({"decode": True}, "set decode: false"),
         ({"heads": "ada"}, "set equal or shared"),
         ({"layers": "pyramid"}, "set layers: equal in place of pyramid"),
+        ({"method": "lazyllm"}, "lazyllm drops tokens for all layers behind one; choose another method"),
     ],
 )
 def test_evictions_whose_bytes_are_not_known(evict: dict[str, Any], message: str) -> None:

@@ -240,6 +240,7 @@ def test_coming_back_is_for_one_sequence() -> None:
     with pytest.raises(CompressError, match="takes one sequence"):
         cache.batch_repeat_interleave(2)
     cache.reset()
+    assert not cache.nbytes().total
     found = steps(prepared("decode"), prompt(1), 0, cache, [1, 1])
     torch.testing.assert_close(found[0].double(), slow(0, 0, True)[0][:3], atol=1e-4, rtol=0)
 

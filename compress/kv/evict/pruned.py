@@ -54,13 +54,13 @@ class Pruning:
     def begin(self, tokens: int) -> None:
         """Begin with a prompt of so many columns."""
         self.forget()
-        self.tokens, self.columns, self.pads = tokens, None, None
+        self.tokens = tokens
         if self.revival is not None:
             self.revival.begin()
 
     def forget(self) -> None:
         """Free what later passes do not need."""
-        self.moves, self.turns, self.positions = None, None, None
+        self.columns, self.pads, self.moves, self.turns, self.positions = (None,) * 5
         self.sliced.clear()
 
     def drop(self, chosen: list[Tensor], device: torch.device) -> None:
@@ -227,6 +227,10 @@ class PrunedLayer(EvictingLayer):
         if least is not self and -tokens_to_remove > least.newest:
             EvictingLayer.crop(least, tokens_to_remove)  # says why not, before any layer is cut
         super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.pruning.begin(0)
 
     def _select(self, index: Tensor) -> None:
         if self.pruning.revival is not None and len(index) > 1:
