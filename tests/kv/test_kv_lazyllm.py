@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache as once
 from typing import Any
 
@@ -258,6 +259,12 @@ def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep:
     assert list(stays) == sorted(x % LAYERS for x in after or (1, 2, 4))
     ratios = [b / a for a, b in zip([1.0, *stays.values()], stays.values(), strict=False)]
     assert max(ratios) == pytest.approx(min(ratios))
+
+
+def test_settings_are_plain_data() -> None:
+    settings = cache_settings({**EXACT, "evict": {**LAZY, "after": [1, -2]}})
+    plain = json.loads(json.dumps(settings.plain()))
+    assert plain == settings.plain() and cache_settings(plain) == settings
 
 
 @pytest.mark.parametrize(

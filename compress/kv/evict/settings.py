@@ -69,10 +69,8 @@ class Eviction:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data, with every default."""
-        chosen = {key: value for key, value in dataclasses.asdict(self.budget).items() if value not in (None, ())}
-        if self.budget.keep_by_layer:
-            chosen["keep_by_layer"] = list(self.budget.keep_by_layer)
-        return {"method": self.method, **dataclasses.asdict(self.config), **chosen}
+        chosen = {key: value for key, value in plugins.plain(self.budget).items() if value not in (None, [])}
+        return {"method": self.method, **plugins.plain(self.config), **chosen}
 
     @property
     def prunes(self) -> bool:
