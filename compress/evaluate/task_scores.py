@@ -7,7 +7,7 @@ makes them of our tasks, and another tool's per-item results do as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compress.evaluate import intervals
@@ -99,6 +99,12 @@ def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Out
         paired=None if base is None else _paired(task, outcomes, base),
         figures={name: intervals.mean_error([o.figures[name] for o in outcomes])[0] for name in outcomes[0].figures},
     )
+
+
+def of_task(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
+    """Return the figures of a task as `summary` does, and with a base those for each value of the fact `task.by`."""
+    found = summary(task.name, task.way, outcomes, base)
+    return found if base is None else replace(found, by=task.by, groups=groups(task, outcomes, base))
 
 
 def groups(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> tuple[Group, ...]:
