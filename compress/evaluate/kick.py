@@ -57,7 +57,7 @@ def books(tasks: Sequence[TaskScore]) -> str:
     said = [f"{x.ratio:.2f} ({x.ratio_low:.2f} to {x.ratio_high:.2f})" for x in pair if x and x.ratio is not None]
     if len(said) < len(pair):
         return ""
-    return "right answers, to the original's: {} with the book closed, {} with it open; 95% intervals".format(*said)
+    return "Right answers, to the original's: {} with the book closed, {} with it open; 95% intervals".format(*said)
 
 
 def squeezed(said: str) -> str:
