@@ -36,7 +36,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     if base is not None:
         check_model(base)
     from compress.cli import tables
-    from compress.evaluate import harness, record
+    from compress.evaluate import harness, page, record
     from compress.evaluate.scores import Execution
     from compress.evaluate.suite import Result
     from compress.run.source import resolve
@@ -50,6 +50,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
         seconds = time.perf_counter() - start
         kept = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), (), seconds)
         record.add(directories[0], suites=[kept.plain()])
+        page.refresh(directories[0])
     if as_json:
         print(json.dumps({"tasks": [dataclasses.asdict(each) for each in found]}))
         return

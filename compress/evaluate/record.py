@@ -21,8 +21,8 @@ from compress.evaluate.scores import Comparison
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, LINES, NUMBER, OBJECT, SOME, TEXT
+from compress.storage.manifest import SCORES as FILE
 
-FILE = "scores.json"
 REPORT = "report.json"  # what a checkpoint of ours has, and a page is made of
 SCORED: Any = {
     **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
