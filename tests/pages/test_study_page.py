@@ -134,7 +134,7 @@ def test_tasks_are_shown_by_size_and_beside_the_original() -> None:
     row = cells[0]["suites"]["quick"][0]
     assert (row["score"], row["base"], row["n"], row["paired"]["lost"]) == (0.2, 0.9, 10, 7)
     assert row["se"] == pytest.approx(math.sqrt(0.2 * 0.8 / 9)) and row["paired"]["p_value"] == 2 / 2**7
-    assert "-70.0% (" in page
+    assert "-70.0% (" in page and "20.0%*" in page and "90.0%*" not in page
     small, _, _, kv = csv.DictReader(io.StringIO(summary.table({**found, "original": None})))
     assert (small["copy_score"], small["copy_n"], small["copy_p_value"]) == ("0.2", "10", "0.015625")
     assert kv["copy_score"] == "" and "copy_score" not in summary.table(made([cell("int8", 1, 0.1)]))
