@@ -81,9 +81,8 @@ def _grid(cells: Sequence[Cell], tasks: Sequence[str]) -> str:
     for cell in cells:
         found = {row["task"]: row for row in rows(cell)}
         scores = [_score(found.get(task)) for task in tasks]
-        shown.append(
-            [cell["label"], cell["nbytes"] / MIB, *scores, sum(r["score"] for r in found.values()) / len(found)]
-        )
+        mean = sum(row["score"] for row in found.values()) / len(found)
+        shown.append([cell["label"], cell["nbytes"] / MIB, *scores, f"{mean:.1%}"])
     caption = f"Right answers by recipe and task; * differs from the original (McNemar, p < {SIGNIFICANT})"
     return html.table(caption, ("recipe", "MiB", *tasks, "mean"), shown)
 
