@@ -160,6 +160,7 @@ with tempfile.TemporaryDirectory() as folder:  # the first run imports and cache
     model = pico.save_pico("llama", Path(folder, "model"))
     with contextlib.redirect_stdout(io.StringIO()):
         compress.cli.app.app(runs.command(model, runs.GPTQ, Path(folder, "out")), standalone_mode=False)
+os.fsync = lambda descriptor: None  # as in conftest.py
 gc.freeze()  # collections in a copy neither walk what is imported nor write to its pages
 
 def run(asked):

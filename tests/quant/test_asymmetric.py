@@ -319,6 +319,7 @@ def test_no_more_passes_than_needed(deep: Path, tmp_path: Path, monkeypatch: pyt
     assert names == ["0", "0", "1", "1", "2", "2"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bytes(deep: Path, tmp_path: Path) -> None:
     """Killed in block 1 and again in block 2: both streams are replayed."""
     api.quantize(job(deep, FULL, tmp_path / "expected"))

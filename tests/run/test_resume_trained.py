@@ -64,6 +64,7 @@ def finished(out: Path, blocks: int) -> dict[str, bytes]:
     return contents(out)
 
 
+@pytest.mark.slow
 def test_killed_at_the_manifest(
     killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_killed_while_former_factors_are_put_back(
     assert finished(tmp_path / "out", 2) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damaged", "at", "blocks"),
     [
@@ -134,6 +136,7 @@ def test_damaged_files_are_made_again(
     assert finished(tmp_path / "out", blocks) == expected
 
 
+@pytest.mark.slow
 def test_a_training_that_brings_nothing(model: Path, tmp_path: Path) -> None:
     """It is not tried again either."""
     setup = SETUP.set(LOWRANK.format(3.0))

@@ -66,6 +66,7 @@ def finished(words: list[str], out: Path, prepare: str = "", blocks: int = 2) ->
     return contents(out)
 
 
+@pytest.mark.slow
 def test_killed_at_the_manifest(
     killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_killed(
     assert finished(words, tmp_path / "out", NOT_AGAIN if is_trained else "") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damaged", "blocks"),
     [
@@ -113,6 +115,7 @@ def test_damaged_files_are_made_again(
     assert finished(words, tmp_path / "out", blocks=blocks) == expected
 
 
+@pytest.mark.slow
 def test_tuning_that_brings_nothing(model: Path, tmp_path: Path) -> None:
     """It leaves the bytes of a run without it, and is not tried again."""
     setup = SETUP.set(TUNE.format(0.9))

@@ -55,6 +55,7 @@ def test_figures_are_those_of_the_checkpoint(
     assert "<svg" in (folder.folder / "study.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_model_writes_its_text_once(study: Callable[..., tuple[StudyFolder, dict[str, CellFolder]]]) -> None:
     folder, cells = study("int4", "int3")
     for name in ("int4", "int3"):
