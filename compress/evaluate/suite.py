@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,11 +142,15 @@ def open_models(directory: Path, base: Path, execution: Execution) -> Models:
     return Models(both, loaded[0], loaded[1], (words[0], words[1]))
 
 
-def material(models: Models, windows: Tensor) -> Material:
-    """Return what tasks make items of."""
-    tokenizer = models.tokenizers[0]
-    config = models.base.config.get_text_config()
-    limits = [lm.max_positions(model.config.get_text_config()) or READING for model in (models.base, models.model)]
+def size_of(asked: Asked) -> Size:
+    """Return how much of each text is scored; of the first one, how much tasks are made of."""
+    size = SIZES[asked.suite or "full"]
+    return Size(asked.seq_len or size.seq_len, asked.max_tokens or size.max_tokens)
+
+
+def material(tokenizer: Any, configs: Sequence[Any], windows: Tensor) -> Material:
+    """Return what tasks make items of; tokenizer: the original's; configs: of the text models, the original's first."""
+    limits = [lm.max_positions(config) or READING for config in configs]
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -158,18 +162,27 @@ def material(models: Models, windows: Tensor) -> Material:
         tokenizers.encode_with(tokenizer),
         decode,
         tuple(begin),
-        min(config.vocab_size, len(tokenizer)),
+        min(configs[0].vocab_size, len(tokenizer)),
         min(limits),
         windows,
     )
 
 
+def tasks_with_items(asked: Asked, stuff: Material) -> Iterator[Task]:
+    """Give the tasks that are asked for, with the settings of the suite, but those without items for these models."""
+    named = {each.partition("=")[0] for each in asked.tasks}
+    of_suite = [] if asked.suite is None else tasks_of(asked.suite)
+    for each in (*(name for name in of_suite if name not in named), *asked.tasks):
+        name, _, file = each.partition("=")
+        made = task(name, stuff, asked.suite, **({"file": file} if file else {}))
+        if made.items:
+            yield made
+
+
 def run(directory: Path, base: Path, asked: Asked, execution: Execution, progress: Progress | None = None) -> Result:
     """Measure a model beside its original. Raises CheckpointError, CalibrationError, RecipeError or NumericalError."""
     check(asked)
-    say, start = progress or silent, time.perf_counter()
-    size = SIZES[asked.suite or "full"]
-    size = Size(asked.seq_len or size.seq_len, asked.max_tokens or size.max_tokens)
+    say, start, size = progress or silent, time.perf_counter(), size_of(asked)
     windows = [text_windows([base], text, size.seq_len, size.max_tokens) for text in asked.texts]
     models = open_models(directory, base, execution)
     scored = asked.suite is not None
@@ -177,24 +190,20 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         [_compare(models, text, each, say) for text, each in zip(asked.texts, windows, strict=True)] if scored else []
     )
     floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
-    stuff = material(models, windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long))
-    tasks = [_task(models, each, asked.suite, stuff, say) for each in _all_tasks(asked)]
+    configs = [model.config.get_text_config() for model in (models.base, models.model)]
+    lent = windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long)
+    stuff = material(models.tokenizers[0], configs, lent)
+    tasks = [_task(models, each, stuff, say) for each in tasks_with_items(asked, stuff)]
     found = _findings(models, asked.texts, windows, say) if windows else []
     return Result(
         asked.suite or "tasks",
         base.name,
         tuple(texts),
         floor,
-        tuple(each for each in tasks if each is not None),
+        tuple(tasks),
         tuple(found),
         time.perf_counter() - start,
     )
-
-
-def _all_tasks(asked: Asked) -> list[str]:
-    named = {each.partition("=")[0] for each in asked.tasks}
-    of_suite = [] if asked.suite is None else tasks_of(asked.suite)
-    return [*(name for name in of_suite if name not in named), *asked.tasks]
 
 
 def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> Comparison:
@@ -229,17 +238,13 @@ def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress)
     }
 
 
-def _task(models: Models, asked: str, suite: str | None, stuff: Material, say: Progress) -> TaskScore | None:
-    """Return the figures of a task; None where it has no items for these models."""
-    name, _, file = asked.partition("=")
-    made = task(name, stuff, suite, **({"file": file} if file else {}))
-    if not made.items:
-        return None
+def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskScore:
+    """Return the figures of a task."""
     outcomes = []
     for which, model in (("original", models.base), ("model", models.model)):
-        say(f"{name}, {which}", 0, 0)
+        say(f"{made.name}, {which}", 0, 0)
         outcomes.append(answers.score(model, made, stuff))
-    return task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+    return task_scores.summary(made.name, made.way, outcomes[1], outcomes[0])
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

@@ -7,7 +7,8 @@ the one that sorts tables, and all of it can be read without.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -89,7 +90,16 @@ def page(title: str, lead: str, sections: Sequence[str], data: Any = None) -> st
 
 def embedded(data: Any) -> str:
     """Return JSON that may stand inside a script element."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=True).replace("<", "\\u003c")
+    return json.dumps(finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def finite(data: Any) -> Any:
+    """Return JSON values with null for the numbers that JSON does not have: infinity and NaN."""
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def section(title: str, *parts: str) -> str:

@@ -66,16 +66,21 @@ def _tasks(rows: Suites) -> str:
 
 def _task(row: Mapping[str, Any]) -> list[html.Cell]:
     paired = row["paired"]
-    nll = _bounds(paired["nll_difference"], paired["nll_low"], paired["nll_high"])
-    difference = f"{paired['difference']:+.1%} ({paired['difference_low']:+.1%} to {paired['difference_high']:+.1%})"
     return [
-        *(row["task"], row["items"], f"{row['accuracy']:.1%}", f"{paired['base_accuracy']:.1%}", difference),
+        *(row["task"], row["items"], f"{row['accuracy']:.1%}", f"{paired['base_accuracy']:.1%}", difference(paired)),
         *(paired["lost"], paired["gained"], paired["p_value"], f"{paired['all_flips']:.1%}"),
-        *(row["nll"], paired["base_nll"], nll),
+        *(row["nll"], paired["base_nll"], nll_difference(paired)),
     ]
 
 
-def _bounds(value: float | None, low: float | None, high: float | None) -> str | None:
+def difference(paired: Mapping[str, Any]) -> str:
+    """Return the difference of the shares of right items with its interval."""
+    return f"{paired['difference']:+.1%} ({paired['difference_low']:+.1%} to {paired['difference_high']:+.1%})"
+
+
+def nll_difference(paired: Mapping[str, Any]) -> str | None:
+    """Return the difference of the likelihood of right answers with its interval; None where it is not known."""
+    value, low, high = (paired[key] for key in ("nll_difference", "nll_low", "nll_high"))
     if value is None:
         return None
     return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} ({low:+.3f} to {high:+.3f})"

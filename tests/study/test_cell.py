@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ HELD_OUT = TEXT.with_name("books_heldout.txt")
 
 @pytest.fixture
 def study(pico_dir: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[StudyFolder, dict[str, CellFolder]]]:
-    def ask(*names: str, calib: str = grid.SELF, keep: bool = False) -> tuple[StudyFolder, dict[str, CellFolder]]:
+    def ask(*names: str, calib: str = grid.SELF, **more: Any) -> tuple[StudyFolder, dict[str, CellFolder]]:
         found = StudyFolder(tmp_path / "study")
         found.open({"model": "m"})
-        settings = Settings(str(pico_dir("llama")), (str(HELD_OUT),), window=64, max_tokens=512, keep=keep)
+        settings = Settings(str(pico_dir("llama")), (str(HELD_OUT),), window=64, max_tokens=512, **more)
         axes = Axes(names, calib=(calib,), samples=(8,), seq_len=(32,))
         return found, {each.name: found.ask(each, settings, {"model": "m"}) for each in grid.cells(axes)}
 
