@@ -30,7 +30,7 @@ def check(settings: Settings) -> None:
     """Raise CompressError for tasks that there are not, or that cannot be asked of this model; loads no weights."""
     if settings.suite is None and not settings.tasks:
         return
-    suite.check(_asked(settings))
+    suite.check(suite.Asked(settings.suite, settings.texts, settings.tasks))
     names = [each.partition("=")[0] for each in settings.tasks]
     if doubled := sorted(name for name in set(names) if names.count(name) > 1):
         raise RecipeError(f"--task {doubled[0]} is given twice; make it one file, so that figures can be told apart")
