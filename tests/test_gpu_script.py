@@ -91,6 +91,7 @@ print(json.dumps(found))
     assert len(found) > 40 and ("ran" in found.values() or set(found.values()) == {"no GPU"})
 
 
+@pytest.mark.slow
 def test_a_section_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--sections", "tests", "speed", "--json", file]

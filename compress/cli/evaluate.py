@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli import harness
+from compress.cli.evaluation_options import Base
 from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
@@ -42,7 +43,7 @@ MaxTokens = Annotated[
 def evaluate(
     model: Model,
     texts: Texts = None,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
+    base: Base = None,
     suite: Suite = None,
     task: Tasks = None,
     choices: Choices = None,

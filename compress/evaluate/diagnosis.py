@@ -13,7 +13,7 @@ at what is unlike the same linear in other blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
+from compress.evaluate import diagnosis_end
 from compress.model.block_calls import BlockArgs, record
 from compress.model.block_lists import find_blocks
 from compress.runtime import linears
@@ -65,6 +66,7 @@ class Facts:
     embeddings: float  # relative squared distance of the tables, in the basis that fits better
     is_rotated: bool
     blocks: tuple[Block, ...]
+    end: diagnosis_end.End | None = None  # None where the embeddings tell no basis
 
 
 @torch.no_grad()
@@ -101,7 +103,9 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
         ]
         found.append(Block(f"{name}.{i}", error, tuple(pairs)))
         hidden = out
-    return Facts(distance, rotation is not None, tuple(found))
+    last = blocks[-1], others[-1]
+    end = diagnosis_end.compare((base, model), last, tokens[:1], rotation) if distance < SAME_BASIS else None
+    return Facts(distance, rotation is not None, tuple(found), end)
 
 
 def _run(block: nn.Module, hidden: Tensor, call: BlockArgs) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
@@ -223,7 +227,7 @@ def _moved(y: Tensor, other: Tensor, head_dim: int) -> str:
     rows = sure.nonzero()[:, 0]
     if len(rows) < max(2, lost / 2) or len(places[sure].unique()) < len(rows):
         return _moved_heads(y, other, head_dim) if 2 * lost > y.shape[1] else ""
-    return _said(list(zip(rows.tolist(), places[sure].tolist(), strict=True)))
+    return said(list(zip(rows.tolist(), places[sure].tolist(), strict=True)))
 
 
 def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
@@ -239,7 +243,7 @@ def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
     return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)
 
 
-def _said(pairs: list[tuple[int, int]]) -> str:
+def said(pairs: Sequence[tuple[int, int]]) -> str:
     """Say in words which rows stand where; pairs (row of the original, where it stands now), ascending."""
     by_shift: dict[int, list[int]] = {}
     for row, place in pairs:

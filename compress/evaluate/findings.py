@@ -7,6 +7,9 @@ transforms move around change all of them alike, a defect changes one. For a lin
     order   rows whose outputs are those of other rows of the original
     other   outputs that are less like the original's than SUSPECT times the median, in a block that is, too
 
+The last norm and the output head are compared on the original's hidden states: logits FAR times as large, in another
+order, or unlike the original's by more than UNLIKE.
+
 A linear behind one that is named is not named for `other`: it was given wrong inputs. A block that is far from the
 original where none of its linears is gets a sentence of its own.
 """
@@ -16,7 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from compress.evaluate.diagnosis import SAME_BASIS, Block, Facts, Linear
+from compress.evaluate.diagnosis import SAME_BASIS, Block, Facts, Linear, said
+from compress.evaluate.diagnosis_end import End
 from compress.pages.outliers import SUSPECT, median
 
 FAR = 1.32  # times
@@ -24,6 +28,7 @@ SPREADS = 4.0  # times the usual distance from the median of their like
 UNLIKE = 0.15  # 1 - correlation
 WORSE = 2.0  # times the median error of blocks
 BROKEN = 0.25  # error of a block
+HEAD = "the output head"
 FEW = 3  # linears of a kind below which they have no usual value: theirs should be the original's
 
 
@@ -46,7 +51,7 @@ def sentences(facts: Facts) -> list[str]:
                 f"{block.error:.2g}, {usual:.2g} in other blocks; none of its linears stands out alone"
             ]
         found += own
-    return found
+    return found if facts.end is None else [*found, *_end(facts.end)]
 
 
 def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> Iterator[str]:
@@ -72,6 +77,18 @@ def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> I
             continue
         is_named = True
         yield said
+
+
+def _end(end: End) -> Iterator[str]:
+    """Yield a sentence if the last norm or the output head is broken."""
+    is_norm = end.norm_ratio is not None and abs(math.log(end.norm_ratio)) > math.log(FAR)
+    name = "the last norm and the output head" if end.norm_ratio is None else "the last norm" if is_norm else HEAD
+    if end.moved:
+        yield f"{HEAD} has {said(end.moved)}"
+    elif abs(math.log(end.ratio)) > math.log(FAR):
+        yield f"{name}: logits are {end.ratio:.1f} times the original's, on its own hidden states"
+    elif end.unlike > UNLIKE:
+        yield f"{name}: logits are not the original's on its own hidden states, correlation {1 - end.unlike:.2f}"
 
 
 def _usual_ratio(like: list[Linear]) -> float:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib.documents import documents, source_name
-from compress.errors import CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, diagnosis, findings, task_scores, tokenizers
+from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
+from compress.evaluate import answers, diagnosis, findings, kick, task_scores, tokenizers
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
 from compress.evaluate.task_scores import TaskScore
@@ -69,8 +70,8 @@ class Result:
     floor: Mapping[str, Any]  # "kl_mean" of the original to itself, "path": how, "tokens"; empty without texts
     tasks: tuple[TaskScore, ...]
     findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
+    remarks: tuple[str, ...]  # what several tasks say together, a sentence each
     seconds: float
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what other parts add, by their names
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -114,8 +115,8 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
         config = module.Config(**given)
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
-    judges = (getattr(module, each, None) for each in ("correct", "figures"))
-    return Task(name, module.WAY, module.items(config, material), *judges)
+    judges = {each: getattr(module, each, None) for each in ("correct", "figures")}
+    return Task(name, module.WAY, module.items(config, material), **judges, by=getattr(module, "BY", ""))
 
 
 def check(asked: Asked) -> None:
@@ -157,11 +158,11 @@ def material(tokenizer: Any, configs: Sequence[Any], windows: Tensor) -> Materia
 
     special = set(tokenizer.all_special_ids)
     begun: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    begin = [token for token in begun[: begun.index(begun[-1])] if token in special] if begun else []
+    begin = tuple(takewhile(special.__contains__, begun))
     return Material(
         tokenizers.encode_with(tokenizer),
         decode,
-        tuple(begin),
+        begin,
         min(configs[0].vocab_size, len(tokenizer)),
         min(limits),
         windows,
@@ -169,12 +170,18 @@ def material(tokenizer: Any, configs: Sequence[Any], windows: Tensor) -> Materia
 
 
 def tasks_with_items(asked: Asked, stuff: Material) -> Iterator[Task]:
-    """Give the tasks that are asked for, with the settings of the suite, but those without items for these models."""
+    """Give the tasks that are asked for, with the settings of the suite.
+
+    Those of the suite that have no items for these models are left out. Raises CalibrationError for one that is named.
+    """
     named = {each.partition("=")[0] for each in asked.tasks}
     of_suite = [] if asked.suite is None else tasks_of(asked.suite)
     for each in (*(name for name in of_suite if name not in named), *asked.tasks):
         name, _, file = each.partition("=")
         made = task(name, stuff, asked.suite, **({"file": file} if file else {}))
+        if not made.items and each in asked.tasks:
+            more = "give more text with --text, or a model that reads more"
+            raise CalibrationError(f"task {name} has no items here: {more}")
         if made.items:
             yield made
 
@@ -202,6 +209,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         floor,
         tuple(tasks),
         tuple(found),
+        tuple(each for each in (kick.books(tasks),) if each),
         time.perf_counter() - start,
     )
 
@@ -244,7 +252,7 @@ def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskSco
     for which, model in (("original", models.base), ("model", models.model)):
         say(f"{made.name}, {which}", 0, 0)
         outcomes.append(answers.score(model, made, stuff))
-    return task_scores.summary(made.name, made.way, outcomes[1], outcomes[0])
+    return task_scores.of_task(made, outcomes[1], outcomes[0])
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

@@ -10,12 +10,12 @@ from compress.pages import html, suite, svg
 from compress.pages.scatter import Mark, scatter
 
 MIB = 2**20
+SIGNIFICANT = 0.05
 Cell = Mapping[str, Any]
 Row = Mapping[str, Any]
-NAMES = (
-    *("recipe", "suite", "task", "items", "right", "s.e.", "original", "difference, 95%", "lost", "gained"),
-    *("McNemar p", "NLL", "s.e.", "original", "difference, 95%"),
-)
+SHARES = "recipe", "task", "items", "right", "s.e.", "difference, 95%", "lost", "gained", "McNemar p"
+PAIRED = "lost", "gained", "p_value"
+LOSSES = "recipe", "task", "NLL", "s.e.", "difference, 95%"
 
 
 def section(cells: Sequence[Cell]) -> str:
@@ -25,10 +25,10 @@ def section(cells: Sequence[Cell]) -> str:
         return ""
     tasks = list(dict.fromkeys(row["task"] for cell in asked for row in rows(cell)))
     said = html.paragraph(
-        "Right: share of items. Lost and gained: items that only the original, or only the recipe has right. NLL: nats "
-        "a token of the right answer. An interval that holds 0 shows no difference. Recipes of the cache alone are not "
-        "asked."
+        "Right: share of items. Lost and gained: items that only the original, or only the recipe has right. An "
+        "interval that holds 0 shows no difference. Recipes of the cache alone are not asked."
     )
+    lines = [(cell, row) for cell in asked for row in rows(cell)]
     each = [_chart(f"task {task}", asked, [task]) for task in tasks]
     several = len(tasks) > 1 and any(each)
     return html.section(
@@ -36,7 +36,9 @@ def section(cells: Sequence[Cell]) -> str:
         _chart("mean over tasks", asked, tasks) if several else each[0],
         html.folded("Each task by size", "\n".join(each)) if several else "",
         said,
-        html.table("Tasks beside the original", NAMES, [line for cell in asked for line in _lines(cell)]),
+        _grid(asked, tasks),
+        html.folded(suite.RIGHT, html.table(suite.RIGHT, SHARES, [_shares(*line) for line in lines])),
+        html.folded(suite.LIKELIHOOD, html.table(suite.LIKELIHOOD, LOSSES, [_losses(*line) for line in lines])),
     )
 
 
@@ -73,21 +75,33 @@ def _chart(name: str, cells: Sequence[Cell], tasks: Sequence[str]) -> str:
     return html.figure(scatter(f"Right answers by size, {name}", marks, axes), caption)
 
 
-def _lines(cell: Cell) -> list[list[html.Cell]]:
-    """Return a row of the table for each task."""
-    return [
-        [cell["label"], name, row["task"], row["n"], row["score"], row["se"], *_beside(row)]
-        for name, found in cell["suites"].items()
-        for row in found
-    ]
+def _grid(cells: Sequence[Cell], tasks: Sequence[str]) -> str:
+    """Return the share of right answers by cell and task, with a star where the paired test finds a difference."""
+    shown: list[list[html.Cell]] = []
+    for cell in cells:
+        found = {row["task"]: row for row in rows(cell)}
+        scores = [_score(found.get(task)) for task in tasks]
+        mean = sum(row["score"] for row in found.values()) / len(found)
+        shown.append([cell["label"], cell["nbytes"] / MIB, *scores, f"{mean:.1%}"])
+    caption = f"Right answers by recipe and task; * differs from the original (McNemar, p < {SIGNIFICANT})"
+    return html.table(caption, ("recipe", "MiB", *tasks, "mean"), shown)
 
 
-def _beside(row: Row) -> list[html.Cell]:
-    """Return what the columns from the original's share on show; of the original itself only the likelihood."""
+def _score(row: Row | None) -> str | None:
+    if row is None:
+        return None
+    is_other = row["paired"] is not None and row["paired"]["p_value"] < SIGNIFICANT
+    return f"{row['score']:.1%}{'*' if is_other else ''}"
+
+
+def _shares(cell: Cell, row: Row) -> list[html.Cell]:
+    """Return how many answers of a task are right, beside the original's; its own row has nothing beside it."""
     paired = row["paired"]
-    if paired is None:
-        return [None, None, None, None, None, row["nll"], row["nll_se"], None, None]
-    return [
-        *(paired["base_accuracy"], suite.difference(paired), paired["lost"], paired["gained"], paired["p_value"]),
-        *(row["nll"], row["nll_se"], paired["base_nll"], suite.nll_difference(paired)),
-    ]
+    beside = [None] * 4 if paired is None else [suite.difference(paired), *(paired[key] for key in PAIRED)]
+    return [cell["label"], row["task"], row["n"], f"{row['score']:.1%}", row["se"], *beside]
+
+
+def _losses(cell: Cell, row: Row) -> list[html.Cell]:
+    """Return the likelihood of the right answers of a task, beside the original's."""
+    beside = None if row["paired"] is None else suite.nll_difference(row["paired"])
+    return [cell["label"], row["task"], row["nll"], row["nll_se"], beside]

@@ -52,10 +52,10 @@ def measured(
     original = _of_original(study, settings, made, stuff)
     begun = time.monotonic()
     if model is None:
-        rows = [row(task.name, task.way, original[task.name]) for task in made]
+        rows = [row(task, original[task.name]) for task in made]
     else:
         loaded = lm.load_model(model, settings.dtype, settings.device)
-        rows = [row(task.name, task.way, answers.score(loaded, task, stuff), original[task.name]) for task in made]
+        rows = [row(task, answers.score(loaded, task, stuff), original[task.name]) for task in made]
     return {settings.suite or "tasks": rows}, round(time.monotonic() - begun, 2)
 
 
@@ -85,11 +85,11 @@ def _of_original(
     return {task.name: study.answers(task.name) or [] for task in made}
 
 
-def row(name: str, way: str, outcomes: Sequence[Outcome], original: Sequence[Outcome] | None = None) -> dict[str, Any]:
+def row(task: Task, outcomes: Sequence[Outcome], original: Sequence[Outcome] | None = None) -> dict[str, Any]:
     """Return the figures of a task; "paired" is what scores.json of `compress eval` has under this name."""
-    found = task_scores.summary(name, way, outcomes, original)
+    found = task_scores.of_task(task, outcomes, original)
     return {
-        "task": name,
+        "task": task.name,
         "score": found.accuracy,
         "se": intervals.mean_error([outcome.right for outcome in outcomes])[1],
         "base": None if found.paired is None else found.paired.base_accuracy,
@@ -98,4 +98,6 @@ def row(name: str, way: str, outcomes: Sequence[Outcome], original: Sequence[Out
         "nll_se": found.nll_se,
         "figures": dict(found.figures),
         "paired": None if found.paired is None else asdict(found.paired),
+        "by": found.by,
+        "groups": [asdict(group) for group in found.groups],
     }

@@ -307,6 +307,7 @@ def test_a_cache_shares_the_target_with_tables(pico_dir: Callable[..., Path], tm
     assert api.quantize(job)["nbytes"]["total"] == facts["nbytes"] - facts["cache"]["nbytes"]
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_a_target_counts(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     model, out, file = pico_dir("llama"), tmp_path / "out", tmp_path / "mine.yaml"
     file.write_text(RECIPE)

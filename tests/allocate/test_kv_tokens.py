@@ -268,6 +268,7 @@ def test_options_that_cannot_be(settings: dict[str, Any], listed: list[dict[str,
         ({"decode": True}, "set decode: false"),
         ({"heads": "ada"}, "set equal or shared"),
         ({"layers": "pyramid"}, "set layers: equal in place of pyramid"),
+        ({"method": "lazyllm"}, "lazyllm drops tokens for all layers behind one; choose another method"),
     ],
 )
 def test_evictions_whose_bytes_are_not_known(evict: dict[str, Any], message: str) -> None:

@@ -97,6 +97,24 @@ def test_a_planted_defect_is_named(
     assert sentence.startswith(f"model.layers.{block}.{path} {said}")
 
 
+ENDS: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("lm_head", doubled, "the output head: logits are 2.0 times the original's, on its own hidden states"),
+    ("lm_head", swapped, "the output head has rows in another order: rows 0 to 15 stand at 16 to 31, rows 16 to 31"),
+    ("lm_head", columns_swapped, "the output head: logits are not the original's on its own hidden states"),
+    ("model.norm", halved, "the last norm: logits are 0.5 times the original's, on its own hidden states"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), ENDS)
+def test_a_broken_end_is_named(base: Any, name: str, change: Callable[[Tensor], Tensor], said: str) -> None:
+    model = rounded(base, 4)
+    with torch.no_grad():
+        weight = model.get_parameter(f"{name}.weight")
+        weight.copy_(change(weight).clone())
+    (sentence,) = found(base, model)
+    assert sentence.startswith(said)
+
+
 def test_other_embeddings_are_named(base: Any) -> None:
     model = copy.deepcopy(base)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compress.evaluate.items import Outcome
+from compress.evaluate.items import Outcome, Task
 from compress.pages import calibrations, html, scatter, study, svg
 from compress.study import summary, tasks
 
@@ -115,7 +115,7 @@ def answered(right: dict[str, int], original: dict[str, int] | None = None) -> d
         return [Outcome(str(i), i < count, str(i < count), nll=1.0 + i) for i in range(10)]
 
     rows = [(name, outcomes(count), original and outcomes(original[name])) for name, count in right.items()]
-    return {"quick": [tasks.row(name, "greedy", own, base or None) for name, own, base in rows]}
+    return {"quick": [tasks.row(Task(name, "greedy", []), own, base or None) for name, own, base in rows]}
 
 
 def test_tasks_are_shown_by_size_and_beside_the_original() -> None:
@@ -134,7 +134,7 @@ def test_tasks_are_shown_by_size_and_beside_the_original() -> None:
     row = cells[0]["suites"]["quick"][0]
     assert (row["score"], row["base"], row["n"], row["paired"]["lost"]) == (0.2, 0.9, 10, 7)
     assert row["se"] == pytest.approx(math.sqrt(0.2 * 0.8 / 9)) and row["paired"]["p_value"] == 2 / 2**7
-    assert "-70.0% (" in page
+    assert "-70.0% (" in page and "20.0%*" in page and "90.0%*" not in page
     small, _, _, kv = csv.DictReader(io.StringIO(summary.table({**found, "original": None})))
     assert (small["copy_score"], small["copy_n"], small["copy_p_value"]) == ("0.2", "10", "0.015625")
     assert kv["copy_score"] == "" and "copy_score" not in summary.table(made([cell("int8", 1, 0.1)]))

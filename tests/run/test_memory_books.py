@@ -26,7 +26,10 @@ def words(setup: Setup, out: Path, *more: str, calib: Path = TEXT) -> list[str]:
     return ["quantize", str(BOOKS), *setup.options(), "--calib", str(calib), "--out", str(out), *more]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=[setup.name for setup in SETUPS])
+@pytest.mark.parametrize(
+    "setup",
+    [pytest.param(setup, id=setup.name, marks=[] if setup == SETUPS[0] else pytest.mark.slow) for setup in SETUPS],
+)
 def test_a_prediction_is_close_to_the_peak_and_not_below(setup: Setup, tmp_path: Path) -> None:
     result = cli(*words(setup, tmp_path / "out"))
     assert result.code == 0, result.err

@@ -70,9 +70,9 @@ def test_others_wait_for_the_answers_of_the_original(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, found = StudyFolder(tmp_path / "study"), list[Any]()
-    kept = [Outcome("a", True, "\u2028\n", figures={"f1": 0.5}), Outcome("b", False, "", figures={"f1": 0.0})]
     study.open({"model": "m"})
     monkeypatch.setattr(load, "load_model", lambda *given: pytest.fail("the answers are there"))
+    kept = [Outcome("a", True, "\u2028\n", figures={"f1": 0.5}), Outcome("b", False, "", figures={"f1": 0.0})]
     waiting = threading.Thread(target=lambda: found.append(tasks.measured(study, settings, None)))
     with study.locked_answers():
         waiting.start()
