@@ -37,7 +37,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     if base is not None:
         check_model(base)
     from compress.cli import tables
-    from compress.evaluate import harness, record
+    from compress.evaluate import harness, page, record
     from compress.evaluate.scores import Execution
     from compress.run.source import resolve
 
@@ -52,6 +52,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
         record.add(
             directories[0], suites=[{**kept, "findings": [], "seconds": time.perf_counter() - start, "extra": {}}]
         )
+        page.refresh(directories[0])
     if as_json:
         print(json.dumps({"tasks": plain}))
         return

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from compress.evaluate import Comparison, Execution
     from compress.progress import Progress
 
-PAGE = "report.html"
-
 
 @app.command(epilog="Example: compress report models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def report(
@@ -47,14 +45,10 @@ def report(
             check_model(base)
         from compress import evaluate as evaluation
         from compress.cli import tables
-        from compress.evaluate import record
-        from compress.pages import checkpoint
-        from compress.run import report as facts
-        from compress.storage.checkpoint import write_text
+        from compress.evaluate import page, record
 
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
-        found = facts.load(directory, facts.PAGE)
-        record.load(directory)  # a damaged file is refused before anything is measured
+        page.write(directory)  # damaged facts, and a folder that nothing is written into, are refused before measuring
         if base is not None:
             texts, generations = [], []
             with tables.progress_bar() as progress:
@@ -64,11 +58,7 @@ def report(
                     progress("writing", 0, 1)
                     generations.append(_continued(directory, base, begun, max_new_tokens, execution))
             record.add(directory, texts, generations)
-        recipe = directory / "recipe.yaml"
-        settings = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
-        page = Path(directory) / PAGE
-        write_text(page, checkpoint.page(found, settings, record.load(directory)))
-        print(page)
+        print(page.write(directory))
 
 
 def _compared(

@@ -62,7 +62,7 @@ def sampling(
         check_paths(model, text)
         check_model(base)
         from compress.cli import tables
-        from compress.evaluate import record, sampling_advice
+        from compress.evaluate import page, record, sampling_advice
         from compress.evaluate import sampling as measuring
         from compress.evaluate.scores import Execution
         from compress.run.source import resolve
@@ -79,6 +79,7 @@ def sampling(
             found = measuring.measure(directory, original, asked, Execution(dtype, device_named(device)), progress)
         if (directory / MANIFEST).is_file():
             record.add_sampling(directory, found.plain())
+            page.refresh(directory)
         print(json.dumps(found.plain())) if as_json else _show(found)
         if write:
             note(sampling_advice.write(directory, found.temperatures, own))

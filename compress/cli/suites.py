@@ -69,7 +69,7 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     if asked.choices is not None and not asked.choices.is_file():
         raise CalibrationError(f"{asked.choices} is not a file; give questions as JSON lines")
     from compress.cli import tables
-    from compress.evaluate import Execution, record
+    from compress.evaluate import Execution, page, record
     from compress.evaluate import suite as suites
     from compress.run.source import resolve
 
@@ -82,6 +82,7 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
         found = suites.run(directory, resolve(base), what, how, progress).plain()
     if (directory / REPORT).is_file():
         record.add(directory, suites=[json.loads(json.dumps(found))])
+        page.refresh(directory)
     if as_json:
         print(json.dumps(found))
         return

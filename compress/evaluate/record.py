@@ -21,8 +21,8 @@ from compress.evaluate.scores import Comparison
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, LINES, NUMBER, OBJECT, SOME, TEXT
+from compress.storage.manifest import SCORES as FILE
 
-FILE = "scores.json"
 SCORED: Any = {
     **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
     **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),

@@ -33,7 +33,7 @@ from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, Checkpoint, open_checkpoint, sha256
-from compress.storage.manifest import RECIPE, Manifest
+from compress.storage.manifest import PAGE, RECIPE, SCORES, Manifest
 
 PROBE_TOKENS = 64
 CHECKED, NO_MANIFEST, EARLIER_SAVE = "checked", "none", "of an earlier save"  # what `verify` says of the manifest
@@ -115,7 +115,8 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, Any]:
     """Check a finished checkpoint; return what was checked.
 
     "files": how many have the hash that was written; "tensors", "nbytes", "blocks": of the model; "manifest":
-    "checked", or why there are no hashes; "unlisted": files that the manifest lacks and that loading does not read.
+    "checked", or why there are no hashes; "unlisted": files that the manifest lacks and that loading does not read,
+    but for the page and the scores that are kept beside a checkpoint.
     Without hashes all stored numbers must at least be finite. Raises CheckpointError for what is not as it should be.
     """
     listed, outcome, unlisted = Manifest.read(directory), NO_MANIFEST, list[str]()
@@ -139,14 +140,14 @@ def verify(directory: Path, progress: Progress = silent) -> dict[str, Any]:
 
 
 def check_listed(listed: Manifest, weights: set[str], progress: Progress) -> list[str]:
-    """Compare all files with the manifest; return those beside it that loading does not read.
+    """Compare all files with the manifest; return those beside it that are not ours and that loading does not read.
 
     Raises CheckpointError for a file that is missing or changed, and for one that loading reads and that is not listed.
     """
     read, others = listed.unlisted()
     listed.check_listed({*read, *weights, CONFIG, RECIPE})
     check_hashes(listed, progress)
-    return others
+    return [name for name in others if name not in (PAGE, SCORES)]
 
 
 def check_hashes(listed: Manifest, progress: Progress) -> None:

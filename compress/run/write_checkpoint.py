@@ -1,4 +1,4 @@
-"""Complete a checkpoint whose blocks are written: configuration, index, cache, self-check, report, manifest."""
+"""Complete a checkpoint whose blocks are written: configuration, index, cache, self-check, report, page, manifest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from compress import process_memory, recipe
-from compress.progress import Progress
+from compress.errors import first_line
+from compress.pages import checkpoint as pages
+from compress.progress import Progress, note
 from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_tensors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
 from compress.storage import notice
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
+from compress.storage.manifest import PAGE, RECIPE, SCORES
 from compress.storage.paths import EXPORTED
 from compress.storage.workdir import Output
 
@@ -45,7 +48,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     if run.layers:
         config = notice.added({**config, "quantization_config": quantization})
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_text(directory / "recipe.yaml", recipe.dump(job.recipe))
+    write_text(directory / RECIPE, recipe.dump(job.recipe))
     probes = trained_tensors.train(output, run, progress)
     cache, cache_facts = kv_cache.build(output, run, progress)
     if cache is not None:
@@ -56,9 +59,20 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     result = {**report.build(run, time.monotonic() - started, outcome), "kv_cache": cache_facts}
     write_text(directory / model_card.CARD, model_card.text(run, result))
     write_text(directory / "report.json", json.dumps(result, indent=1) + "\n")
+    _write_page(directory, result, job.out)
     identity.write_manifest(directory, job, skeleton.checkpoint)
     output.publish()
     return result
+
+
+def _write_page(directory: Path, result: dict[str, Any], out: Path) -> None:
+    """Write the page of a checkpoint; one that cannot be written is a note, since the checkpoint does without."""
+    page = directory / PAGE
+    try:
+        write_text(page, pages.page(result, (directory / RECIPE).read_text(encoding="utf-8")))
+    except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, the checkpoint is finished)
+        page.with_name(page.name + ".part").unlink(missing_ok=True)
+        note(f"no {PAGE} was written ({first_line(error)}); compress report {out} tries it again")
 
 
 def _reshaped(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +109,7 @@ def copy_files(source: Path, directory: Path) -> None:
         if (
             not path.is_file()
             or name.startswith(".")
-            or name in (CONFIG, INDEX, *OF_OTHERS)
+            or name in (CONFIG, INDEX, PAGE, SCORES, *OF_OTHERS)
             or name.endswith(".index.json")
         ):
             continue

@@ -26,6 +26,7 @@ from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST, read_json, sha2
 ASKED = "COMPRESS_VERIFY"
 HASHED_NBYTES = 64 << 20  # weight files up to this are hashed by default: 0.07 s on one core, a load takes 0.2 s
 RECIPE = "recipe.yaml"
+PAGE, SCORES = "report.html", "scores.json"  # beside a checkpoint and no part of it: later commands change them
 _is_unfinished = ContextVar("is_unfinished", default=False)
 
 READ = (  # files that decide what is loaded: one that is not listed is an error
@@ -113,8 +114,8 @@ def _is_entry(name: object, value: object) -> bool:
 
 
 def entries(directory: Path) -> dict[str, Any]:
-    """Return what a manifest says about the files of a finished directory."""
-    paths = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
+    """Return what a manifest says about the files of a finished directory; its page and its scores are not listed."""
+    paths = sorted(path for path in directory.iterdir() if path.name not in (MANIFEST, PAGE, SCORES))
     return {
         "files": {path.name: sha256(path) for path in paths},
         "sizes": {path.name: path.stat().st_size for path in paths},

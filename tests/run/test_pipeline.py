@@ -359,12 +359,12 @@ def test_the_output_directory(run: Callable[[str, Setup], Run], pico_dir: Callab
     out, report = run("llama", GPTQ)
     names = {path.name for path in out.iterdir()}
     assert {path.name for path in pico_dir("llama").iterdir()} - names == {"model.safetensors"}
-    assert {"README.md", "recipe.yaml", "report.json", "compress_manifest.json"} < names
+    assert {"README.md", "recipe.yaml", "report.json", "report.html", "compress_manifest.json"} < names
     assert not [path for path in out.parent.iterdir() if path != out]
     resolved = recipe.load(str(out / "recipe.yaml"))
     assert resolved == GPTQ.load()
     manifest = json.loads((out / "compress_manifest.json").read_text())
-    assert manifest["files"].keys() == names - {"compress_manifest.json"}
+    assert manifest["files"].keys() == manifest["sizes"].keys() == names - {"compress_manifest.json", "report.html"}
     assert "4.500 stored bits" in (out / "README.md").read_text()
     for path in (out / name for name in names):
         assert str(pico_dir("llama").parent).encode() not in path.read_bytes(), f"{path.name} holds a local path"
