@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.cli.evaluation_options import Base
 from compress.cli.options import Device, Directory, Dtype, app, check_model, check_paths, device_named, errors
 from compress.errors import RecipeError
 from compress.storage import paths
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 @app.command(epilog="Example: compress report models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def report(
     directory: Directory,
-    base: Base = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
     text: Annotated[
         list[str] | None, typer.Option("--text", metavar="SRC", help="Text to score; repeatable, with --base.")
     ] = None,
@@ -49,7 +48,7 @@ def report(
         from compress.evaluate import page, record
 
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
-        page.write(directory)  # damaged facts are refused before anything is measured
+        page.write(directory)  # damaged facts, and a folder that nothing is written into, are refused before measuring
         if base is not None:
             texts, generations = [], []
             with tables.progress_bar() as progress:

@@ -13,7 +13,8 @@ at what is unlike the same linear in other blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,17 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.evaluate import diagnosis_end
+from compress.evaluate import diagnosis_tail, feature_order
+from compress.evaluate.diagnosis_tail import Tail
+from compress.evaluate.feature_order import LIKE, correlations
 from compress.model.block_calls import BlockArgs, record
 from compress.model.block_lists import find_blocks
-from compress.runtime import linears
+from compress.runtime import experts, linears
+from compress.runtime.expert_layouts import SORTED
 from compress.runtime.linear import PackedLinear
 
 SAME_BASIS = 0.5  # relative squared distance of embeddings below which they are alike
-LIKE = 0.5  # correlation above which an output feature is that of the original
-SURE = 0.75  # correlation of an output feature with that of another place, for it to have moved there
-GRAM = 0.1  # by which a feature, or the Gram matrix of a head, is more like that of another place
-SHIFTS = 8  # rows that move by the same distance, for it to be told
+EXPERT = re.compile(r"\.\d+\.")
+EXPERT_TOKENS = 128  # that every expert is given
 ROWS = 4096  # of the embeddings that the rotation is found from, at least
 
 
@@ -41,7 +43,7 @@ class Linear:
     """How the output of a linear differs from that of the original's, on the same block input."""
 
     name: str
-    path: str  # inside its block
+    path: str  # inside its block; numbers of experts are "*", so that all are compared with each other
     block: int
     ratio: float  # norm of a token's output, to the original's; median over tokens
     gain: float  # the same of output over input; of those that read what the block is given, `ratio`
@@ -66,7 +68,7 @@ class Facts:
     embeddings: float  # relative squared distance of the tables, in the basis that fits better
     is_rotated: bool
     blocks: tuple[Block, ...]
-    end: diagnosis_end.End | None = None  # None where the embeddings tell no basis
+    tail: Tail | None = None  # last norm and output head; None for a model without a head
 
 
 @torch.no_grad()
@@ -103,23 +105,28 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
         ]
         found.append(Block(f"{name}.{i}", error, tuple(pairs)))
         hidden = out
-    last = blocks[-1], others[-1]
-    end = diagnosis_end.compare((base, model), last, tokens[:1], rotation) if distance < SAME_BASIS else None
-    return Facts(distance, rotation is not None, tuple(found), end)
+    dim = given.calls[-1].batch_dim
+    behind = hidden.narrow(dim, 0, 1)
+    turned = behind if rotation is None else behind @ rotation
+    tail = diagnosis_tail.compare((base, model), (blocks[-1], others[-1]), tokens[:1], (behind, turned))
+    return Facts(distance, rotation is not None, tuple(found), tail)
 
 
 def _run(block: nn.Module, hidden: Tensor, call: BlockArgs) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return float32 hidden states behind a block, and what each of its linears takes and gives: [tokens, features]."""
     dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), hidden.dtype)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
-    with _watched(block, seen):
+    with _watched(block, seen) as given:
         out = block(hidden.to(dtype), *call.args, **call.kwargs)
+    for path, x in given.items():
+        seen.update(_experts(block.get_submodule(path), path, x))
     return (out[0] if isinstance(out, tuple) else out).float(), seen
 
 
 @contextmanager
-def _watched(block: nn.Module, seen: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """While active, keep input and output of each linear, in the order of their calls."""
+def _watched(block: nn.Module, seen: dict[str, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """While active, keep input and output of each linear, in the order of their calls; yield what experts take."""
+    given: dict[str, Tensor] = {}
 
     def watch(path: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -128,16 +135,51 @@ def _watched(block: nn.Module, seen: dict[str, tuple[Tensor, Tensor]]) -> Iterat
 
         return hook
 
+    def routed(path: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter((*args, *kwargs.values())))
+            given[path] = x.flatten(0, -2)[:: max(1, x.shape[:-1].numel() // EXPERT_TOKENS)]
+
+        return hook
+
     handles = [
+        module.register_forward_pre_hook(routed(path), with_kwargs=True)
+        for path, module in block.named_modules()
+        if _are_experts(module)
+    ]
+    handles += [
         module.register_forward_hook(watch(path))
         for path, module in block.named_modules()
         if path and _is_linear(module)
     ]
     try:
-        yield
+        yield given
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Tell whether a module holds all experts of a block, and is given the tokens in their own order."""
+    layout = module.layout if isinstance(module, experts.Experts) else None
+    if layout is None and experts.is_supported(module):
+        layout = experts.layout_of(module)
+    return layout is not None and layout.call != SORTED
+
+
+def _experts(module: nn.Module, path: str, x: Tensor) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield path, input and output of each linear of each expert, all of them given x [tokens, hidden]."""
+    apart = module if isinstance(module, experts.Experts) else experts.Experts.from_fused(module)
+    for number in range(len(apart)):
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def project(name: str, x: Tensor, number: int = number, seen: Any = seen) -> Tensor:
+            out: Tensor = apart.get_submodule(f"{number}.{name}")(x)
+            seen[name] = (x.float(), out.float())
+            return out
+
+        apart.compute(number, x, project)
+        yield from ((f"{path}.{number}.{name}", pair) for name, pair in seen.items())
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -189,68 +231,14 @@ def _linear(place: _Place, pair: tuple[Tensor, Tensor], other: tuple[Tensor, Ten
     if basis.rotation is not None and y.shape[1] == len(basis.rotation):
         versions.append(y_other @ basis.rotation.T)
     energy = y.square().sum(0) / y.square().sum().clamp_min(1e-30)
-    alike, best = max(
-        ((float((energy * _correlations(y, v)).sum()), v) for v in versions), key=lambda scored: scored[0]
-    )
-    strange = float(energy[_correlations(y, best) < LIKE].sum())
-    moved = _moved(y, best, basis.head_dim)
+    alike, best = max(((float((energy * correlations(y, v)).sum()), v) for v in versions), key=lambda scored: scored[0])
+    strange = float(energy[correlations(y, best) < LIKE].sum())
+    moved = feature_order.moved(y, best, basis.head_dim)
     name, gains = f"{place.prefix}.{place.path}", float(gain.median())
-    return Linear(name, place.path, place.block, float(ratio.median()), gains, 1 - alike, strange, moved)
+    return Linear(
+        name, EXPERT.sub(".*.", place.path), place.block, float(ratio.median()), gains, 1 - alike, strange, moved
+    )
 
 
 def _norms(rows: Tensor) -> Tensor:
     return rows.norm(dim=1).clamp_min(1e-20)
-
-
-def _unit(y: Tensor) -> Tensor:
-    return y / y.norm(dim=0).clamp_min(1e-20)
-
-
-def _correlations(y: Tensor, other: Tensor) -> Tensor:
-    """Return the absolute correlation (about 0) of each feature with that of the other; [tokens, features] each."""
-    return (_unit(y) * _unit(other)).sum(0).abs()
-
-
-def _moved(y: Tensor, other: Tensor, head_dim: int) -> str:
-    """Say which features of the original stand elsewhere; "" where they do not, or cannot be found.
-
-    A feature has moved where its correlation is high, and clearly higher, at another place. Where features are in
-    another basis, heads are looked for.
-    """
-    lost = int((_correlations(y, other) < LIKE).sum())
-    if not lost:
-        return ""
-    y, other = y - y.mean(0), other - other.mean(0)
-    alike = (_unit(y).T @ _unit(other)).abs()
-    found, places = alike.max(1)
-    sure = (found > SURE) & (found > alike.diagonal() + GRAM)
-    rows = sure.nonzero()[:, 0]
-    if len(rows) < max(2, lost / 2) or len(places[sure].unique()) < len(rows):
-        return _moved_heads(y, other, head_dim) if 2 * lost > y.shape[1] else ""
-    return said(list(zip(rows.tolist(), places[sure].tolist(), strict=True)))
-
-
-def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
-    """Say which heads stand elsewhere, by their Gram matrices over tokens; y, other [tokens, features], centered."""
-    if y.shape[1] % head_dim or y.shape[1] == head_dim:
-        return ""
-    grams = [torch.stack([(h @ h.T).flatten() for h in part.split(head_dim, 1)]) for part in (y, other)]
-    alike = nn.functional.normalize(grams[0]) @ nn.functional.normalize(grams[1]).T
-    found, places = alike.max(1)
-    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and found[h] > alike[h, h] + GRAM]
-    if not heads or {h for h, _ in heads} != {at for _, at in heads}:
-        return ""
-    return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)
-
-
-def said(pairs: Sequence[tuple[int, int]]) -> str:
-    """Say in words which rows stand where; pairs (row of the original, where it stands now), ascending."""
-    by_shift: dict[int, list[int]] = {}
-    for row, place in pairs:
-        by_shift.setdefault(place - row, []).append(row)
-    if len(pairs) < SHIFTS * len(by_shift):
-        return f"rows in another order: {len(pairs)} of those from {pairs[0][0]} to {pairs[-1][0]}"
-    runs = [(rows[0], rows[-1], shift) for shift, rows in by_shift.items() if len(rows) > 1]
-    return "rows in another order: " + ", ".join(
-        f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs
-    )

@@ -7,11 +7,11 @@ transforms move around change all of them alike, a defect changes one. For a lin
     order   rows whose outputs are those of other rows of the original
     other   outputs that are less like the original's than SUSPECT times the median, in a block that is, too
 
-The last norm and the output head are compared on the original's hidden states: logits FAR times as large, in another
-order, or unlike the original's by more than UNLIKE.
-
 A linear behind one that is named is not named for `other`: it was given wrong inputs. A block that is far from the
-original where none of its linears is gets a sentence of its own.
+original where none of its linears is gets a sentence of its own. Experts are compared with all experts.
+
+The last norm and the output head have no like. They are named where logits are FAR times the original's, less like it
+than STRAYED, or those of other tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from compress.evaluate.diagnosis import SAME_BASIS, Block, Facts, Linear, said
-from compress.evaluate.diagnosis_end import End
+from compress.evaluate.diagnosis import SAME_BASIS, Block, Facts, Linear
+from compress.evaluate.diagnosis_tail import Part, Tail
 from compress.pages.outliers import SUSPECT, median
 
 FAR = 1.32  # times
@@ -28,7 +28,8 @@ SPREADS = 4.0  # times the usual distance from the median of their like
 UNLIKE = 0.15  # 1 - correlation
 WORSE = 2.0  # times the median error of blocks
 BROKEN = 0.25  # error of a block
-HEAD = "the output head"
+LOST = 0.5  # 1 - correlation of one expert, whose block may hardly show it
+STRAYED = 0.3  # 1 - correlation of what the output head or the last norm puts out
 FEW = 3  # linears of a kind below which they have no usual value: theirs should be the original's
 
 
@@ -51,44 +52,50 @@ def sentences(facts: Facts) -> list[str]:
                 f"{block.error:.2g}, {usual:.2g} in other blocks; none of its linears stands out alone"
             ]
         found += own
-    return found if facts.end is None else [*found, *_end(facts.end)]
+    return found + ([] if facts.tail is None else list(_tail(facts.tail)))
+
+
+def _tail(tail: Tail) -> Iterator[str]:
+    """Yield a sentence for a broken last norm, or for a broken output head."""
+    if not (tail.moved or _is_off(tail.head)):
+        return
+    part = tail.norm if _is_off(tail.norm) else tail.head
+    if part is tail.head and tail.moved:
+        yield f"{part.name} has {tail.moved}"
+    elif part.unlike > STRAYED:
+        yield f"{part.name} puts out something else than the original: correlation {1 - part.unlike:.2f}"
+    else:
+        yield f"{part.name} puts out {part.ratio:.1f} times what the original does"
+
+
+def _is_off(part: Part) -> bool:
+    return part.unlike > STRAYED or abs(math.log(max(part.ratio, 1e-9))) > math.log(FAR)
 
 
 def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> Iterator[str]:
     """Yield a sentence for each linear of a block that is broken."""
     is_named = False
     for linear in block.linears:
-        like = [x for x in alike[linear.path] if x.block != linear.block]
+        like = [x for x in alike[linear.path] if x.name != linear.name]
         if linear.moved:
             said = f"{linear.name} has {linear.moved}"
         elif not (is_named and linear.unlike > UNLIKE) and _is_scaled(
             linear, like, block.error > max(WORSE * usual, 0.1)
         ):
             said = f"{linear.name} puts out {linear.ratio / _usual_ratio(like):.1f} times what the original does"
-        elif not is_named and _is_other(linear, like) and block.error > WORSE * usual:
+        elif not is_named and _is_other(linear, like) and (block.error > WORSE * usual or _is_lost(linear)):
             common = median({x.name: x.unlike for x in like})
+            others = "experts" if _is_expert(linear) else "blocks"
             before = [x.path for x in block.linears[: block.linears.index(linear)] if x.unlike > UNLIKE]
             said = (
                 f"{linear.name} puts out something else than the original: correlation {1 - linear.unlike:.2f}, "
-                f"{1 - common:.2f} in other blocks"
+                f"{1 - common:.2f} in other {others}"
                 + (f"; or {', '.join(before)} before it does, which is in another basis" if before else "")
             )
         else:
             continue
         is_named = True
         yield said
-
-
-def _end(end: End) -> Iterator[str]:
-    """Yield a sentence if the last norm or the output head is broken."""
-    is_norm = end.norm_ratio is not None and abs(math.log(end.norm_ratio)) > math.log(FAR)
-    name = "the last norm and the output head" if end.norm_ratio is None else "the last norm" if is_norm else HEAD
-    if end.moved:
-        yield f"{HEAD} has {said(end.moved)}"
-    elif abs(math.log(end.ratio)) > math.log(FAR):
-        yield f"{name}: logits are {end.ratio:.1f} times the original's, on its own hidden states"
-    elif end.unlike > UNLIKE:
-        yield f"{name}: logits are not the original's on its own hidden states, correlation {1 - end.unlike:.2f}"
 
 
 def _usual_ratio(like: list[Linear]) -> float:
@@ -114,3 +121,12 @@ def _is_scaled(linear: Linear, like: list[Linear], is_block_worse: bool) -> bool
 def _is_other(linear: Linear, like: list[Linear]) -> bool:
     common = median({x.name: x.unlike for x in like})
     return linear.unlike > max(UNLIKE, SUSPECT * common)
+
+
+def _is_expert(linear: Linear) -> bool:
+    return ".*." in linear.path
+
+
+def _is_lost(linear: Linear) -> bool:
+    """Tell whether an expert puts out so little of the original that the block's error need not say it, too."""
+    return _is_expert(linear) and linear.unlike > LOST

@@ -25,7 +25,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
 
     A report that is "incomplete", made from headers, gives a page of sizes.
     """
-    scores = scores or {}
+    scores = {name: rows for name, rows in (scores or {}).items() if rows}
     data = {"report": report, "scores": scores}
     if "incomplete" in report:
         missing = html.paragraph(report["incomplete"], "faint")

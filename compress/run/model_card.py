@@ -66,7 +66,7 @@ In vLLM, with `pip install vllm` beside it: `vllm serve path/to/this/directory`.
 {base}{made}
 Not measured by the run that wrote this: divergence from the original, tasks, speed. `compress eval DIR --base ORIGINAL
 --text FILE` gives perplexity and KL divergence. `recipe.yaml` is the recipe with every default, `report.json` what
-happened, `compress verify DIR` checks the files.
+happened (`compress report DIR` shows it as a page), `compress verify DIR` checks the files.
 """
 
 TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)

@@ -26,7 +26,7 @@ from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST, read_json, sha2
 ASKED = "COMPRESS_VERIFY"
 HASHED_NBYTES = 64 << 20  # weight files up to this are hashed by default: 0.07 s on one core, a load takes 0.2 s
 RECIPE = "recipe.yaml"
-PAGE, SCORES = "report.html", "scores.json"  # beside a checkpoint and no part of it: later commands write them anew
+PAGE, SCORES = "report.html", "scores.json"  # beside a checkpoint and no part of it: later commands change them
 _is_unfinished = ContextVar("is_unfinished", default=False)
 
 READ = (  # files that decide what is loaded: one that is not listed is an error

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress import api
 from compress.errors import UnsupportedModelError
@@ -97,22 +97,62 @@ def test_a_planted_defect_is_named(
     assert sentence.startswith(f"model.layers.{block}.{path} {said}")
 
 
-ENDS: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
-    ("lm_head", doubled, "the output head: logits are 2.0 times the original's, on its own hidden states"),
-    ("lm_head", swapped, "the output head has rows in another order: rows 0 to 15 stand at 16 to 31, rows 16 to 31"),
-    ("lm_head", columns_swapped, "the output head: logits are not the original's on its own hidden states"),
-    ("model.norm", halved, "the last norm: logits are 0.5 times the original's, on its own hidden states"),
+def first_swapped(weight: Tensor) -> Tensor:
+    return torch.cat([weight[40:80], weight[:40], weight[80:]])
+
+
+TAIL = [
+    ("lm_head", doubled, "lm_head puts out 2.0 times what the original does"),
+    ("lm_head", halved, "lm_head puts out 0.5 times what the original does"),
+    ("lm_head", first_swapped, "lm_head has rows in another order: rows 0 to 39 stand at 40 to 79, rows 40 to 79 "),
+    ("lm_head", lambda weight: weight.flip(1), "lm_head puts out something else than the original: correlation "),
+    ("model.norm", doubled, "model.norm puts out 2.0 times what the original does"),
+    ("model.norm", torch.zeros_like, "model.norm puts out something else than the original: correlation 0.00"),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "said"), ENDS)
-def test_a_broken_end_is_named(base: Any, name: str, change: Callable[[Tensor], Tensor], said: str) -> None:
+@pytest.mark.parametrize(("name", "change", "said"), TAIL)
+def test_a_broken_head_or_last_norm_is_named(
+    base: Any, name: str, change: Callable[[Tensor], Tensor], said: str
+) -> None:
     model = rounded(base, 4)
     with torch.no_grad():
         weight = model.get_parameter(f"{name}.weight")
         weight.copy_(change(weight).clone())
     (sentence,) = found(base, model)
     assert sentence.startswith(said)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A mixture of experts, and where it lies in 4 bits."""
+    base, folder = build("qwen3_moe", {"num_hidden_layers": 3}), tmp_path_factory.mktemp("mixture")
+    setup = Setup("int4", (*KEEP_TABLES, *SMALL, "group_size=16"))
+    api.quantize(job(save(base, folder / "model"), setup, folder / "out"))
+    return base, folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("down_proj", doubled, "puts out 2.0 times what the original does"),
+        ("gate_proj", halved, "puts out 0.5 times what the original does"),
+        ("up_proj", lambda weight: weight.flip(0), "has rows in another order: "),
+        ("down_proj", lambda weight: weight.flip(1), "puts out something else than the original: correlation 0."),
+    ],
+)
+def test_one_broken_expert_is_named(
+    mixture: tuple[Any, Path], part: str, change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    base, model = mixture[0], load.load_model(mixture[1], "float32")
+    assert found(base, model) == []
+    linear = model.get_submodule(f"model.layers.1.mlp.experts.5.{part}")
+    weight = linear.dequantize(torch.float32)
+    broken = nn.Linear(*weight.T.shape, bias=False)
+    broken.weight = nn.Parameter(change(weight).clone(), requires_grad=False)
+    model.set_submodule(f"model.layers.1.mlp.experts.5.{part}", broken)
+    (sentence,) = found(base, model)
+    assert sentence.startswith(f"model.layers.1.mlp.experts.5.{part} {said}")
 
 
 def test_other_embeddings_are_named(base: Any) -> None:
@@ -140,9 +180,10 @@ def test_transformed_models(base: Any, name: str, tmp_path: Path) -> None:
     (sentence,) = found(base, model)
     assert sentence.startswith(f"model.layers.3.{V} has ") and "in another order" in sentence
     hook.remove()
-    model.get_submodule("model.layers.0." + Q).register_forward_hook(lambda _, args, out: 2 * out)
-    (sentence,) = found(base, model)
-    assert sentence == f"model.layers.0.{Q} puts out 2.0 times what the original does"
+    for part in ("lm_head", "model.norm", f"model.layers.0.{Q}"):
+        hook = model.get_submodule(part).register_forward_hook(lambda _, args, out: 2 * out)
+        assert found(base, model) == [f"{part} puts out 2.0 times what the original does"]
+        hook.remove()
 
 
 def test_models_of_another_depth_are_refused(base: Any) -> None:

@@ -16,6 +16,7 @@ from pico import save_pico
 from runs import RTN, cli, job, one_line
 
 REPO = "me/model"
+LEFT = ["notes.log", "report.html"]  # what stays here
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,14 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_files_of_the_manifest_arrive_in_one_commit(checkpoint: Path) -> None:
     (checkpoint / "notes.log").write_text("mine")
     upload = push.check(checkpoint)
-    assert upload.left == ["notes.log"]
+    assert upload.left == LEFT
     with hub.served() as (address, received):
         url = push.push(checkpoint, push.Target(REPO, "tested", private=True), upload, endpoint=address)
     assert url.startswith(address) and received.commits == 1
     assert received.repo["name"] == "model" and received.repo["organization"] == "me"
     assert received.repo.get("private", received.repo.get("visibility")) in (True, "private")
     assert received.branches == ["tested"] and received.revision == "tested"
-    sent = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "notes.log"}
+    sent = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name not in LEFT}
     assert received.files == sent
     assert upload.files == {name: len(content) for name, content in sent.items()}
 
@@ -110,14 +111,14 @@ def test_the_dry_run_lists_what_would_go(checkpoint: Path) -> None:
     (checkpoint / "notes.log").write_text("mine")
     result = cli("push", str(checkpoint), REPO, "--dry-run")
     assert result.code == 0, result.err
-    total = sum(path.stat().st_size for path in checkpoint.iterdir() if path.name != "notes.log")
+    total = sum(path.stat().st_size for path in checkpoint.iterdir() if path.name not in LEFT)
     for path in checkpoint.iterdir():
         row = next(line for line in result.out.splitlines() if line.endswith(f"  {path.name}"))
-        assert row.split()[0] == ("stays" if path.name == "notes.log" else f"{path.stat().st_size:,}")
+        assert row.split()[0] == ("stays" if path.name in LEFT else f"{path.stat().st_size:,}")
     assert f"deleted from {REPO}: *.safetensors" in result.out
     assert f"would upload to {REPO}" in result.out.splitlines()[-1]
     found = json.loads(cli("push", str(checkpoint), REPO, "--dry-run", "--json").out)
-    assert sum(found["files"].values()) == total and found["left"] == ["notes.log"] and found["commit"] is None
+    assert sum(found["files"].values()) == total and found["left"] == LEFT and found["commit"] is None
 
 
 def test_a_wrong_name_or_directory_is_one_line(tmp_path: Path) -> None:

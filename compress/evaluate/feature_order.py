@@ -1,0 +1,65 @@
+"""Find out whether the output features of a linear stand in another order than those of the original."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+LIKE = 0.5  # correlation above which an output feature is that of the original
+SURE = 0.75  # correlation of an output feature with that of another place, for it to have moved there
+GRAM = 0.1  # by which a feature, or the Gram matrix of a head, is more like that of another place
+SHIFTS = 8  # rows that move by the same distance, for it to be told
+
+
+def unit(y: Tensor) -> Tensor:
+    return y / y.norm(dim=0).clamp_min(1e-20)
+
+
+def correlations(y: Tensor, other: Tensor) -> Tensor:
+    """Return the absolute correlation (about 0) of each feature with that of the other; [tokens, features] each."""
+    return (unit(y) * unit(other)).sum(0).abs()
+
+
+def moved(y: Tensor, other: Tensor, head_dim: int) -> str:
+    """Say which features of the original stand elsewhere; "" where they do not, or cannot be found.
+
+    A feature has moved where its correlation is high, and clearly higher, at another place. Where features are in
+    another basis, heads are looked for.
+    """
+    lost = int((correlations(y, other) < LIKE).sum())
+    if not lost:
+        return ""
+    y, other = y - y.mean(0), other - other.mean(0)
+    alike = (unit(y).T @ unit(other)).abs()
+    found, places = alike.max(1)
+    sure = (found > SURE) & (found > alike.diagonal() + GRAM)
+    rows = sure.nonzero()[:, 0]
+    if len(rows) < max(2, lost / 2) or len(places[sure].unique()) < len(rows):
+        return _moved_heads(y, other, head_dim) if 2 * lost > y.shape[1] else ""
+    return said(list(zip(rows.tolist(), places[sure].tolist(), strict=True)))
+
+
+def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
+    """Say which heads stand elsewhere, by their Gram matrices over tokens; y, other [tokens, features], centered."""
+    if y.shape[1] % head_dim or y.shape[1] == head_dim:
+        return ""
+    grams = [torch.stack([(h @ h.T).flatten() for h in part.split(head_dim, 1)]) for part in (y, other)]
+    alike = nn.functional.normalize(grams[0]) @ nn.functional.normalize(grams[1]).T
+    found, places = alike.max(1)
+    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and found[h] > alike[h, h] + GRAM]
+    if not heads or {h for h, _ in heads} != {at for _, at in heads}:
+        return ""
+    return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)
+
+
+def said(pairs: list[tuple[int, int]]) -> str:
+    """Say in words which rows stand where; pairs (row of the original, where it stands now), ascending."""
+    by_shift: dict[int, list[int]] = {}
+    for row, place in pairs:
+        by_shift.setdefault(place - row, []).append(row)
+    if len(pairs) < SHIFTS * len(by_shift):
+        return f"rows in another order: {len(pairs)} of those from {pairs[0][0]} to {pairs[-1][0]}"
+    runs = [(rows[0], rows[-1], shift) for shift, rows in by_shift.items() if len(rows) > 1]
+    return "rows in another order: " + ", ".join(
+        f"rows {a} to {b} stand at {a + shift} to {b + shift}" for a, b, shift in runs
+    )
