@@ -1,7 +1,9 @@
 """Choose recipes for a model that has to fit a size: the best quality, the best trade, and the smallest sensible one.
 
-Sizes are exact: each recipe is planned on the model that is asked about. Losses are those of a study, mostly of another
-model; they say which recipe is better than which, and roughly by what factor, not what this model will lose.
+Sizes of weights are exact: each recipe is planned on the model that is asked about. That of a cache which needs
+calibration is an estimate, the share of an exact cache that it had in the study. Losses are those of a study,
+mostly of another model; they say which recipe is better than which, and roughly by what factor, not what this model
+will lose.
 
 With a context the cache of so many tokens counts, too: exact, or by each recipe for the cache alone on the frontier of
 the study, whose loss is added to that of the weights.
