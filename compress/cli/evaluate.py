@@ -27,8 +27,9 @@ from compress.cli.options import (
     note,
     text_given,
 )
-from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
+from compress.cli.suites import REPORT, Asked, Choices, Suite, Tasks, Texts, one_text
 from compress.cli.suites import run as run_suite
+from compress.errors import CompressError, first_line
 
 if TYPE_CHECKING:
     from compress.evaluate.cache_reading import Readings
@@ -170,14 +171,24 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are decoded after it.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Time a model: tokens per second in bfloat16, and each shape of packed layer beside a bfloat16 linear."""
+    """Time a model: tokens per second in bfloat16, and each shape of packed layer beside a bfloat16 linear.
+
+    The rates are kept in scores.json of a checkpoint that compress wrote, for its page.
+    """
     with errors():
         check_paths(model)
         from compress.cli import tables
-        from compress.evaluate import speed
+        from compress.evaluate import page, record, speed
         from compress.run.source import resolve
 
-        found = speed.measure(resolve(model), device_named(device), batch, prompt_tokens, new_tokens)
+        directory = resolve(model)
+        found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens)
+        if (directory / REPORT).is_file():
+            try:
+                record.add_speed(directory, found.plain())
+                page.refresh(directory)
+            except (CompressError, OSError) as error:  # a checkpoint that may only be read is timed all the same
+                note(f"the rates are not kept beside {directory}: {first_line(error)}")
         if as_json:
             print(json.dumps(dataclasses.asdict(found)))
             return

@@ -2,7 +2,8 @@
 
     {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}],
      "suites": [{"suite", "base", "texts", "tasks", "findings", ...}],
-     "sampling": [{"text", "seq_len", "settings", "temperatures", "sampled", ...}]}
+     "sampling": [{"text", "seq_len", "settings", "temperatures", "sampled", ...}],
+     "speed": [{"device", "threads", "batch", "decode_tokens_per_s", ...}]}
 
 A text, a prompt or a suite that was measured before is replaced. The file is no part of the checkpoint: nothing that
 loads a model reads it.
@@ -61,7 +62,7 @@ _WRITTEN = {
     **dict.fromkeys(("length", "self_bleu", "entropy", "reverse_kl"), NUMBER),
     **{"repetition": {str: NUMBER, "4": NUMBER}, "distinct": {str: NUMBER, "2": NUMBER}},
 }
-SAMPLING = [  # of compress/evaluate/sampling.py; in a file only where it was measured
+SAMPLING = [  # of compress/evaluate/sampling.py
     {
         **{"text": TEXT, "base": TEXT, "tokens": INTEGER, "seq_len": INTEGER},
         "settings": [{"temperature": NUMBER, "filters": TEXT, **dict.fromkeys(_SHARES, NUMBER)}],
@@ -74,6 +75,19 @@ SAMPLING = [  # of compress/evaluate/sampling.py; in a file only where it was me
         "sampled": [{"temperature": NUMBER, "filters": TEXT, "base": _WRITTEN, "model": _WRITTEN}],
     }
 ]
+SPEED = [  # of compress/evaluate/speed.py
+    {
+        **{"device": TEXT, **dict.fromkeys(("threads", "batch", "prompt_tokens", "new_tokens"), INTEGER)},
+        **dict.fromkeys(("prefill_tokens_per_s", "decode_tokens_per_s"), NUMBER),
+        "layers": [
+            {
+                **{"shape": [INTEGER], "format": TEXT, "count": INTEGER, "kernel": (bool,)},
+                **dict.fromkeys(("bpw", "seconds", "ratio"), NUMBER),
+            }
+        ],
+    }
+]
+MEASURED: dict[str, Any] = {"sampling": SAMPLING, "speed": SPEED}  # in a file only where it was measured
 
 
 def is_kept(directory: Path) -> bool:
@@ -86,7 +100,7 @@ def load(directory: Path) -> dict[str, Any]:
     path, found = directory / FILE, dict[str, Any](texts=[], generations=[], suites=[])
     if path.is_file():
         found |= read_json(path)
-        layout = {**LAYOUT, **({"sampling": SAMPLING} if "sampling" in found else {})}
+        layout = {**LAYOUT, **{name: rows for name, rows in MEASURED.items() if name in found}}
         if wrong := json_text.mismatch(found, layout):
             raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); delete it and measure again")
     return found
@@ -109,8 +123,17 @@ def add(
 
 def add_sampling(directory: Path, found: Mapping[str, Any]) -> None:
     """Add what generation settings do (`sampling.Found.plain`) to what is kept of a checkpoint."""
+    _add(directory, "sampling", found, ("text", "seq_len"))
+
+
+def add_speed(directory: Path, found: Mapping[str, Any]) -> None:
+    """Add rates (`speed.Speed.plain`) to what is kept of a checkpoint."""
+    _add(directory, "speed", found, ("device", "threads", "batch", "prompt_tokens", "new_tokens"))
+
+
+def _add(directory: Path, name: str, found: Mapping[str, Any], by: Sequence[str]) -> None:
     kept = load(directory)
-    kept["sampling"] = _replaced(kept.get("sampling", ()), [found], ("text", "seq_len"))
+    kept[name] = _replaced(kept.get(name, ()), [found], by)
     write_text(directory / FILE, json.dumps(kept, indent=1) + "\n")
 
 

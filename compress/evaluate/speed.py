@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,10 @@ class Speed:
     decode_tokens_per_s: float
     copy_bytes_per_s: float
     layers: list[LayerSpeed] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the rates as JSON takes them, with `ratio` of each layer."""
+        return {**asdict(self), "layers": [{**asdict(layer), "ratio": layer.ratio} for layer in self.layers]}
 
 
 def measure(model: Path, device: str = "cpu", batch: int = 1, prompt_tokens: int = 128, new_tokens: int = 32) -> Speed:

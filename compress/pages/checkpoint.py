@@ -11,12 +11,14 @@ from html import escape
 from typing import Any
 
 from compress import process_memory
-from compress.pages import html, sampling, suite, svg
+from compress.pages import html, sampling, speed, suite, svg
 from compress.pages.outliers import SUSPECT, far_above
 from compress.progress import duration
 
 BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
+EXPERT = re.compile(r"\.\d+\.")  # its number
 WORST = 10  # layers
+MOST = 2000  # layers that a page lists, and keeps as data
 Report = Mapping[str, Any]
 
 
@@ -26,12 +28,13 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
     A report that is "incomplete", made from headers, gives a page of sizes.
     """
     scores = {name: rows for name, rows in (scores or {}).items() if rows}
-    data = {"report": report, "scores": scores}
     if "incomplete" in report:
+        data = {"report": {**report, "layers": report.get("layers", ())[:MOST]}, "scores": scores}
         missing = html.paragraph(report["incomplete"], "faint")
         return html.page(
             "A compressed checkpoint", _headline(report, scores) + missing, [_loss(scores), _sizes(report)], data
         )
+    data = {"report": {**report, "layers": _listed(report["layers"])}, "scores": scores}
     title = f"{report['model']}, compressed with {report['recipe']}"
     sections = [
         _loss(scores),
@@ -42,6 +45,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
         _kept(report),
         _calibration(report),
         _cost(report),
+        speed.section(scores.get("speed", ())),
         sampling.section(scores.get("sampling", ())),
         _generations(scores.get("generations", ())),
         html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
@@ -51,7 +55,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
 
 
 def _headline(report: Report, scores: Mapping[str, Any]) -> str:
-    """Return the most asked figures: whole bits, loss, size."""
+    """Return the most asked figures: whole bits, size, speed, loss."""
     whole, total = report.get("whole") or {}, report["nbytes"]["total"]
     found = [(f"{whole.get('bpw', report['bpw']):.2f}", "bits per weight, whole model")]
     if whole and abs(whole["bpw"] - report["bpw"]) >= 0.005:
@@ -61,6 +65,7 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
         found.append((f"{source / max(1, total):.1f}×", "smaller"))
     else:
         found.append((process_memory.show(total), "stored"))
+    found += speed.headline(scores.get("speed", ()))
     measured = scores.get("texts") or suite.texts(scores.get("suites", ()))
     for row in measured[:1]:
         error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
@@ -90,15 +95,15 @@ def _loss(scores: Mapping[str, Any]) -> str:
     )
 
 
-def _grid(layers: Sequence[Report]) -> tuple[list[str], list[str], dict[tuple[int, int], Report]]:
-    """Return the blocks, the linears of a block, and the layer in each cell."""
-    cells: dict[tuple[str, str], Report] = {}
+def _grid(layers: Sequence[Report]) -> tuple[list[str], list[str], dict[tuple[int, int], list[Report]]]:
+    """Return the blocks, the linears of a block, and the layers in each cell: several are those of experts."""
+    cells: dict[tuple[str, str], list[Report]] = {}
     for layer in layers:
         if (found := BLOCK.match(layer["name"])) is not None:
-            cells[found["block"], found["path"]] = layer
+            cells.setdefault((found["block"], EXPERT.sub(".*.", found["path"])), []).append(layer)
     rows = sorted({block for block, _ in cells}, key=int)
     columns = list(dict.fromkeys(path for _, path in cells))
-    places = {(rows.index(block), columns.index(path)): layer for (block, path), layer in cells.items()}
+    places = {(rows.index(block), columns.index(path)): found for (block, path), found in cells.items()}
     return rows, columns, places
 
 
@@ -109,15 +114,15 @@ def _layers(layers: Sequence[Report]) -> str:
         return ""
     short = [column.rpartition(".")[2] for column in columns]
     labels = [f"block {row}" for row in rows]
-    errors = {place: layer["output_error"] for place, layer in places.items() if layer["output_error"] is not None}
+    errors = _means(places, "output_error")
     kind = "output" if errors else "weight"
-    errors = errors or {place: layer["weight_error"] for place, layer in places.items()}
-    bits = {place: layer["bpw"] for place, layer in places.items()}
+    errors, bits = errors or _means(places, "weight_error"), _means(places, "bpw")
+    means = " Cells of experts show the mean over them." if any(len(found) > 1 for found in places.values()) else ""
     parts = [
         html.figure(
             svg.heat_map(f"Relative squared error of each linear's {kind}", labels, short, errors),
             f"Relative squared error of each linear's {kind} on the calibration text, when it was quantized. "
-            "Point at a cell for its value; the table at the end has all.",
+            f"Point at a cell for its value; the table at the end has all.{means}",
         )
     ]
     if max(bits.values()) - min(bits.values()) > 0.05:
@@ -131,12 +136,20 @@ def _layers(layers: Sequence[Report]) -> str:
     return html.section("Errors and bits by layer", *parts)
 
 
+def _means(places: Mapping[tuple[int, int], Sequence[Report]], key: str) -> dict[tuple[int, int], float]:
+    """Return the mean of a figure over the layers of each cell that have it."""
+    known = {place: [layer[key] for layer in found if layer[key] is not None] for place, found in places.items()}
+    return {place: sum(values) / len(values) for place, values in known.items() if values}
+
+
 def suspects(layers: Sequence[Report]) -> list[tuple[str, float]]:
     """Return layers whose error is far above that of the same linear in other blocks: (name, times the median)."""
     _, columns, places = _grid(layers)
     found: list[tuple[str, float]] = []
     for column in range(len(columns)):
-        alike = [layer for (_, at), layer in places.items() if at == column]
+        alike = [layer for (_, at), layers in places.items() if at == column for layer in layers]
+        measured = [layer for layer in alike if layer["output_error"] is not None]  # of experts without tokens: none
+        alike = measured or alike
         found += far_above({layer["name"]: _error(layer) for layer in alike}).items()
     return sorted(found, key=lambda pair: -pair[1])
 
@@ -231,6 +244,14 @@ def _generations(found: Sequence[Mapping[str, str]]) -> str:
     return html.section("What both write", *parts)
 
 
+def _listed(layers: Sequence[Report]) -> Sequence[Report]:
+    """Return all layers, or those with the largest errors where there are more than MOST, in their order."""
+    if len(layers) <= MOST:
+        return layers
+    worst = sorted(range(len(layers)), key=lambda at: -_error(layers[at]))[:MOST]
+    return [layers[at] for at in sorted(worst)]
+
+
 def _everything(layers: Sequence[Report]) -> str:
     """Return the table of all layers."""
     names = ("layer", "shape", "method", "format", "bits", "weight error", "output error", "seconds")
@@ -245,6 +266,8 @@ def _everything(layers: Sequence[Report]) -> str:
             x["output_error"],
             x["seconds"],
         ]
-        for x in layers
+        for x in _listed(layers)
     ]
-    return html.section("All layers", html.folded(f"{len(rows)} layers", html.table("All layers", names, rows)))
+    said = f"{len(rows):,} of {len(layers):,} layers, those with the largest errors; report.json has all"
+    said = said if len(rows) < len(layers) else f"{len(rows)} layers"
+    return html.section("All layers", html.folded(said, html.table("All layers", names, rows)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from compress.errors import CheckpointError
 from compress.evaluate import record
 from compress.evaluate.scores import Comparison
+from compress.evaluate.speed import LayerSpeed, Speed
+from compress.pages import speed
 
 SAID = {"prompt": "Once\nupon", "base": " a time,\n\tthere", "model": "\x00\u2028"}
 
@@ -55,3 +58,20 @@ def test_a_damaged_file_is_one_line(wrong: Any, said: str, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=said) as caught:
         record.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_rates_are_replaced_by_those_of_the_same_device(tmp_path: Path) -> None:
+    layer = LayerSpeed((8, 16), "int", 4.5, 2, True, 1, 1e-4, 1e9, 0.1, 2e-4)
+    rates = Speed("cpu", 1, 1, 32, 8, 100.0, 10.0, 1e9, [layer])
+    record.add_speed(tmp_path, rates.plain())
+    record.add_speed(tmp_path, dataclasses.replace(rates, device="cuda").plain())
+    record.add_speed(tmp_path, dataclasses.replace(rates, decode_tokens_per_s=20.0).plain())
+    found = record.load(tmp_path)["speed"]
+    assert [(row["device"], row["decode_tokens_per_s"]) for row in found] == [("cuda", 10.0), ("cpu", 20.0)]
+    shown = speed.section(found)
+    assert "cpu, 1 thread, batch 1" in shown and ">8×16<" in shown and 'data-value="2.0"' in shown
+    assert speed.headline(found) == [("20", "tokens decoded a second, cpu, 1 thread, batch 1")]
+    assert speed.section(()) == "" and speed.headline(()) == []
+    (tmp_path / record.FILE).write_text(json.dumps({"speed": [{"device": "cpu"}]}))
+    with pytest.raises(CheckpointError, match="has no threads"):
+        record.load(tmp_path)

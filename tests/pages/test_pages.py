@@ -196,6 +196,24 @@ def test_planted_defect_is_named(report: dict[str, Any]) -> None:
     assert "model.layers.3.q_proj (" in checkpoint.page(damaged, "")
 
 
+def test_experts_share_a_column_and_a_page_has_its_limit(report: dict[str, Any]) -> None:
+    """Of 6 blocks with 500 experts: cells are means, a bad one is named, the page stays small."""
+    experts = [
+        layer(f"model.layers.{block}.mlp.experts.{e}.up_proj", 0.02 if e % 2 else 0.04)
+        for block in range(6)
+        for e in range(500)
+    ]
+    experts[700]["output_error"], experts[701]["output_error"] = 0.9, None
+    mixed = {**report, "layers": report["layers"] + experts}
+    page = checkpoint.page(mixed, "")
+    drawn = elements(re.findall(r"<svg.*?</svg>", page)[0], "rect")
+    assert len([rect for rect in drawn if rect.get("class") == "heat"]) == 6 * 3
+    assert "block 0, up_proj: 0.03" in page and "mean over them" in page
+    assert [name for name, _ in checkpoint.suspects(mixed["layers"])] == ["model.layers.1.mlp.experts.200.up_proj"]
+    assert f"{checkpoint.MOST:,} of 3,012 layers" in page and len(page) < 1.5e6
+    assert "mean over them" not in checkpoint.page(report, "")
+
+
 def places(value: Any, front: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the way to each value in JSON, of lists to the first."""
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))[:1]
