@@ -27,7 +27,7 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))# processes of the tests
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))# processes of the tests
 
 .PHONY: demo real test slow fuzz kills sweep vllm sglang peft exports install
 

@@ -6,6 +6,7 @@ What is not known is left out: a checkpoint that was never scored has no loss, a
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -18,6 +19,7 @@ from compress.progress import duration
 BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
 EXPERT = re.compile(r"\.\d+\.")  # its number
 WORST = 10  # layers
+REASONS = 5  # that are spelled out above a long table
 MOST = 2000  # layers that a page lists, and keeps as data
 Report = Mapping[str, Any]
 
@@ -192,14 +194,25 @@ def _sizes(report: Report) -> str:
 
 def _kept(report: Report) -> str:
     """Return what was not packed or fell back to another method, and remarks."""
-    kept = list(report["kept"].items())
+    kept = [[name, said] for name, said in report["kept"].items()]
     fell, notes = ([[name, "; ".join(said)] for name, said in report[key].items()] for key in ("fallbacks", "notes"))
     return html.section(
         "What was kept, and remarks",
-        html.table("Not quantized", ("layer", "reason"), kept) if kept else "",
-        html.table("Fell back to another method", ("layer", "reason"), fell) if fell else "",
+        _reasons("Not quantized", kept),
+        _reasons("Fell back to another method", fell),
         html.folded(f"{len(notes)} remarks", html.table("Remarks", ("where", "what"), notes)) if notes else "",
     )
+
+
+def _reasons(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of (layer, reason); of many rows folded, under how often each reason was given."""
+    table = html.table(title, ("layer", "reason"), rows) if rows else ""
+    if len(rows) <= WORST:
+        return table
+    counts = Counter(reason for _, reason in rows).most_common()
+    said = "; ".join(f"{reason} ({count:,})" for reason, count in counts[:REASONS])
+    more = f"; {len(counts) - REASONS:,} more reasons" if len(counts) > REASONS else ""
+    return html.paragraph(f"{title}: {said}{more}.") + html.folded(f"All {len(rows):,}", table)
 
 
 def _calibration(report: Report) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -15,16 +16,17 @@ from typing import Any
 STYLE = """
 :root { color-scheme: light dark;
   --paper: #ffffff; --ink: #1a1d21; --faint: #565d66; --line: #d7dbe0; --panel: #f5f6f8; --accent: #0b5cad;
-  --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-heat: #ffffff;
+  --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-low: #000000; --on-mid: #000000; --on-high: #ffffff;
   --series-0: #0b5cad; --series-1: #b3341c; --series-2: #1d7044; --series-3: #7a3e9d; --series-4: #8a5a00;
   --series-5: #0f6f78; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #14171a; --ink: #e8eaed; --faint: #a7aeb7; --line: #3a4047; --panel: #1d2125; --accent: #7db7f5;
-  --good: #6fce97; --bad: #ff9a8f; --heat: #ff9470; --on-heat: #14171a;
+  --good: #6fce97; --bad: #ff9a8f; --heat: #ff9470; --on-low: #ffffff; --on-mid: #000000; --on-high: #000000;
   --series-0: #7db7f5; --series-1: #ff9470; --series-2: #6fce97; --series-3: #d0a3ee; --series-4: #e3b75a;
   --series-5: #6fcad3; } }
 @media print { :root { --paper: #ffffff; --ink: #000000; --faint: #444444; --line: #bbbbbb; --panel: #ffffff;
-  --accent: #0b5cad; --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-heat: #ffffff; --series-0: #0b5cad;
+  --accent: #0b5cad; --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-low: #000000; --on-mid: #000000; --on-high: #ffffff;
+  --series-0: #0b5cad;
   --series-1: #b3341c; --series-2: #1d7044; --series-3: #7a3e9d; --series-4: #8a5a00; --series-5: #0f6f78; }
   section { break-inside: avoid; } svg { min-width: 0; } details { display: block; } .frame { overflow: visible; } }
 * { box-sizing: border-box; }
@@ -54,7 +56,9 @@ svg .label { fill: var(--ink); } svg .grid { stroke: var(--line); } svg .axis { 
 svg polyline { fill: none; stroke-width: 2; } svg .bar { fill: var(--series-0); } svg .cell { fill: var(--panel); }
 svg .mark { stroke: var(--bad); stroke-dasharray: 4 3; } svg .heat { fill: var(--heat); }
 svg .front { stroke: var(--faint); stroke-width: 1.4; } svg .leader { stroke: var(--faint); stroke-width: .7; }
-svg .best { font-weight: 600; } svg .value { font-size: 10px; } svg .on-dark { fill: var(--on-heat); }
+svg .best { font-weight: 600; } svg .value { font-size: 10px; } svg .low { fill: var(--on-low); }
+svg .mid { fill: var(--on-mid); } svg .high { fill: var(--on-high); }
+@media screen and (max-width: 44rem) { table { width: max-content; } td.words { max-width: 17rem; } }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 blockquote { margin: .4rem 0; padding: .5rem .8rem; background: var(--panel); border-left: 3px solid var(--line);
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92rem; }
@@ -75,6 +79,7 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 """
 
 Cell = str | float | int | None
+FIGURE = re.compile(r"[+-]?\d[\d,]*(\.\d+)?%?$")  # text that stands in a table like a number
 
 
 def page(title: str, lead: str, sections: Sequence[str], data: Any = None) -> str:
@@ -131,7 +136,7 @@ def folded(summary: str, content: str) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
     """Return a table whose columns sort on click; numbers are shown with `digits` digits that count."""
-    is_words = [any(isinstance(row[i], str) for row in rows) for i in range(len(columns))]
+    is_words = [any(isinstance(row[i], str) and not FIGURE.match(row[i]) for row in rows) for i in range(len(columns))]
     head = "".join(
         f'<th scope="col"{_class("words" if words else "")}><button type="button">{escape(name)}</button></th>'
         for name, words in zip(columns, is_words, strict=True)
@@ -149,6 +154,8 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], 
 def _cell(value: Cell, words: bool, digits: int) -> str:
     if value is None:
         return "<td></td>"
+    if isinstance(value, str) and FIGURE.match(value):
+        return f'<td data-value="{value.rstrip("%").replace(",", "")}">{value}</td>'
     if isinstance(value, str):
         return f"<td{_class('words' if words else '')}>{escape(value)}</td>"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"

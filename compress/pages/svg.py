@@ -16,6 +16,7 @@ MARGIN = (14.0, 16.0, 46.0, 80.0)  # above, right, below, left
 SERIES = 6  # colors of series: --series-0 ...
 MOST_LABELS = 12  # of an axis
 TICK = 4.0
+LOW, HIGH = 0.6, 0.835  # shares of the heat below and above which figures on it have a color of their own
 
 
 class Point(NamedTuple):
@@ -213,9 +214,9 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], cells: dic
             f'style="opacity:{share:.3f}"><title>{escape(tip)}</title></rect>'
         )
         if tall >= 15 and wide >= 46:
-            kind = "on-dark" if share > 0.65 else ""
+            kind = "low" if share < LOW else "mid" if share < HIGH else "high"
             at = (left + wide * (column + 0.5), top + tall * (row + 0.5) + TICK)
-            body.append(text(*at, number(value), "middle", f"value {kind}".strip()))
+            body.append(text(*at, number(value), "middle", f"value {kind}"))
     height = top + tall * len(rows) + 8
     return drawing(height, title, f"{len(rows)} rows by {len(columns)} columns", body)
 

@@ -110,7 +110,8 @@ def taken(out: Path) -> tuple[int, int]:
     return stored, held.total + held.static
 
 
-@pytest.mark.parametrize("method", ["kivi, group_size: 8", pytest.param("pca, unit: 4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["kivi, group_size: 8", "pca, unit: 4"])
 def test_weights_and_cache_stay_within_the_target(method: str, model: Path, tmp_path: Path) -> None:
     asked = words(model, tmp_path, RECIPE.replace("METHOD", method))
     kinds: list[Any] = []

@@ -109,6 +109,11 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def mixed(below: str, above: str, opacity: float) -> str:
+    pairs = ((int(below[i : i + 2], 16), int(above[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a * (1 - opacity) + b * opacity):02x}" for a, b in pairs)
+
+
 def contrast(one: str, other: str) -> float:
     bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)
@@ -122,7 +127,10 @@ def test_contrast(part: int) -> None:
     on_paper = ["ink", "faint", "accent", "good", "bad", "heat", *(f"series-{i}" for i in range(svg.SERIES))]
     assert all(contrast(theme[name], theme["paper"]) >= 4.5 for name in on_paper)
     assert all(contrast(theme[name], theme["panel"]) >= 4.5 for name in ("ink", "faint"))
-    assert contrast(theme["on-heat"], theme["heat"]) >= 4.5
+    kinds = (("low", 0.06, svg.LOW), ("mid", svg.LOW, svg.HIGH), ("high", svg.HIGH, 1.0))
+    for kind, least, most in kinds:  # of figures in heat maps, over all shares of the heat
+        shares = [least + (most - least) * step / 20 for step in range(21)]
+        assert all(contrast(theme[f"on-{kind}"], mixed(theme["panel"], theme["heat"], x)) >= 4.5 for x in shares)
 
 
 def test_tables_escape_and_sort_by_numbers() -> None:
@@ -130,6 +138,12 @@ def test_tables_escape_and_sort_by_numbers() -> None:
     found = parsed(page)
     assert found.seen.count("td") == 4 and found.seen.count("script") == 1
     assert 'data-value="1234567">1,234,567<' in page and 'data-value="0.5">0.5<' in page
+
+
+def test_shares_stand_and_sort_like_numbers() -> None:
+    table = html.table("C", ("name", "share", "both"), [["9", "-12.5%", "3%"], ["a", "1,200%", "3% of 4"]])
+    assert '<td data-value="-12.5">-12.5%</td>' in table and '<td data-value="1200">1,200%</td>' in table
+    assert table.count('<th scope="col" class="words">') == 2 and '<td class="words">3% of 4</td>' in table
 
 
 def test_data_in_a_page_is_read_back() -> None:
@@ -212,6 +226,15 @@ def test_experts_share_a_column_and_a_page_has_its_limit(report: dict[str, Any])
     assert [name for name, _ in checkpoint.suspects(mixed["layers"])] == ["model.layers.1.mlp.experts.200.up_proj"]
     assert f"{checkpoint.MOST:,} of 3,012 layers" in page and len(page) < 1.5e6
     assert "mean over them" not in checkpoint.page(report, "")
+
+
+def test_many_of_one_reason_are_said_once(report: dict[str, Any]) -> None:
+    """Forty layers that fell back for one reason, and six others."""
+    fell = {f"l{i}": ["few tokens"] for i in range(40)} | {f"m{i}": [f"odd {i}"] for i in range(6)}
+    page = checkpoint.page({**report, "fallbacks": fell}, "")
+    assert "Fell back to another method: few tokens (40); odd 0 (1); odd 1 (1); odd 2 (1); odd 3 (1); 2 more" in page
+    assert "<summary>All 46</summary>" in page and "Not quantized: " not in page
+    parsed(page)
 
 
 def places(value: Any, front: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

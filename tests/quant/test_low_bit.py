@@ -207,7 +207,7 @@ def test_odd_sizes(settings: tuple[str, ...], tmp_path: Path) -> None:
 # ---------------------------------------------------------------- interrupted
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [NEW[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NEW[1:])])
 def test_a_resumed_run_writes_the_same_bytes(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Killed in block 1."""
     source, out, setup = pico_dir("llama", shards=True), tmp_path / "out", small(name)

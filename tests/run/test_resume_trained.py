@@ -79,12 +79,14 @@ def test_killed_at_the_manifest(
 @pytest.mark.parametrize(
     ("module", "name", "call", "is_trained"),
     [
-        ("compress.tune.low_rank", "_backward", 5, False),
+        pytest.param("compress.tune.low_rank", "_backward", 5, False, marks=pytest.mark.slow),
         ("compress.run.trained_tensors", "write_shard", 1, False),
-        ("compress.run.trained_tensors", "put_in", 1, True),
-        ("compress.run.trained_tensors", "write_shard", 3, True),  # one shard is trained, the other is not
+        pytest.param("compress.run.trained_tensors", "put_in", 1, True, marks=pytest.mark.slow),
+        pytest.param(
+            "compress.run.trained_tensors", "write_shard", 3, True, marks=pytest.mark.slow
+        ),  # one shard is trained, the other is not
         ("compress.run.kv_cache", "calibrate", 1, True),
-        ("compress.runtime.kv_config", "write_shard", 1, True),
+        pytest.param("compress.runtime.kv_config", "write_shard", 1, True, marks=pytest.mark.slow),
         ("compress.run.verify", "self_check", 2, True),
     ],
 )

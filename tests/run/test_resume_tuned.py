@@ -81,10 +81,10 @@ def test_killed_at_the_manifest(
     ("module", "name", "call", "is_trained"),
     [
         ("compress.calib.reference_logprobs", "_make", 1, False),
-        ("compress.tune.streamed", "_through", 30, False),  # within a step
-        (MODULE, "_keep", 2, False),
+        pytest.param("compress.tune.streamed", "_through", 30, False, marks=pytest.mark.slow),  # within a step
+        pytest.param(MODULE, "_keep", 2, False, marks=pytest.mark.slow),
         (MODULE, "put_in", 2, True),
-        (MODULE, "write_shard", 6, True),  # one shard is tuned, the others are not
+        pytest.param(MODULE, "write_shard", 6, True, marks=pytest.mark.slow),  # one shard is tuned, the others are not
     ],
 )
 def test_killed(

@@ -39,17 +39,17 @@ def test_figures_are_those_of_eval(settings: Settings, tmp_path: Path, monkeypat
     monkeypatch.setattr(answers, "score", counted)
     study = StudyFolder(tmp_path / "study")
     study.open({"model": "m"})
-    cells = {each.name: study.ask(each, settings, {"model": "m"}) for each in grid.cells(Axes(("int4-round", "kv4")))}
+    cells = {each.name: study.ask(each, settings, {"model": "m"}) for each in grid.cells(Axes(("int8", "kv4")))}
     for each in cells.values():
         cell.run(each)
     assert sorted(asked) == [*["checkpoint"] * 2, *[Path(settings.model).name] * 2]  # the original once for each task
     results = {name: each.result for name, each in cells.items()}
     assert [result and result["status"] for result in results.values()] == ["done"] * 3
-    packed, original, cached = (results[name] for name in ("int4-round", grid.ORIGINAL, "kv4"))
+    packed, original, cached = (results[name] for name in ("int8", grid.ORIGINAL, "kv4"))
     assert packed and original and cached
     assert cached["suites"] == {} and cached["cost"]["tasks_seconds"] is None
     direct = suite.run(
-        cells["int4-round"].checkpoint,
+        cells["int8"].checkpoint,
         Path(settings.model),
         suite.Asked("quick", settings.texts, seq_len=64),
         Execution(),
