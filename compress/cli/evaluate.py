@@ -27,7 +27,7 @@ from compress.cli.options import (
     note,
     text_given,
 )
-from compress.cli.suites import REPORT, Asked, Choices, Suite, Tasks, Texts, one_text
+from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
 from compress.cli.suites import run as run_suite
 from compress.errors import CompressError, first_line
 
@@ -183,7 +183,7 @@ def bench(
 
         directory = resolve(model)
         found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens)
-        if (directory / REPORT).is_file():
+        if record.is_kept(directory):
             try:
                 record.add_speed(directory, found.plain())
                 page.refresh(directory)

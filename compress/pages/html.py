@@ -25,8 +25,8 @@ STYLE = """
   --series-0: #7db7f5; --series-1: #ff9470; --series-2: #6fce97; --series-3: #d0a3ee; --series-4: #e3b75a;
   --series-5: #6fcad3; } }
 @media print { :root { --paper: #ffffff; --ink: #000000; --faint: #444444; --line: #bbbbbb; --panel: #ffffff;
-  --accent: #0b5cad; --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-low: #000000; --on-mid: #000000; --on-high: #ffffff;
-  --series-0: #0b5cad;
+  --accent: #0b5cad; --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-low: #000000; --on-mid: #000000;
+  --on-high: #ffffff; --series-0: #0b5cad;
   --series-1: #b3341c; --series-2: #1d7044; --series-3: #7a3e9d; --series-4: #8a5a00; --series-5: #0f6f78; }
   section { break-inside: avoid; } svg { min-width: 0; } details { display: block; } .frame { overflow: visible; } }
 * { box-sizing: border-box; }
