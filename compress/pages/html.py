@@ -136,7 +136,8 @@ def folded(summary: str, content: str) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
     """Return a table whose columns sort on click; numbers are shown with `digits` digits that count."""
-    is_words = [any(isinstance(row[i], str) and not FIGURE.match(row[i]) for row in rows) for i in range(len(columns))]
+    by_column = [[row[i] for row in rows] for i in range(len(columns))]
+    is_words = [any(isinstance(cell, str) and not FIGURE.match(cell) for cell in cells) for cells in by_column]
     head = "".join(
         f'<th scope="col"{_class("words" if words else "")}><button type="button">{escape(name)}</button></th>'
         for name, words in zip(columns, is_words, strict=True)
