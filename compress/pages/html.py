@@ -26,8 +26,8 @@ STYLE = """
   --series-5: #6fcad3; } }
 @media print { :root { --paper: #ffffff; --ink: #000000; --faint: #444444; --line: #bbbbbb; --panel: #ffffff;
   --accent: #0b5cad; --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-low: #000000; --on-mid: #000000;
-  --on-high: #ffffff; --series-0: #0b5cad;
-  --series-1: #b3341c; --series-2: #1d7044; --series-3: #7a3e9d; --series-4: #8a5a00; --series-5: #0f6f78; }
+  --on-high: #ffffff; --series-0: #0b5cad; --series-1: #b3341c; --series-2: #1d7044; --series-3: #7a3e9d;
+  --series-4: #8a5a00; --series-5: #0f6f78; }
   section { break-inside: avoid; } svg { min-width: 0; } details { display: block; } .frame { overflow: visible; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
@@ -58,6 +58,7 @@ svg .mark { stroke: var(--bad); stroke-dasharray: 4 3; } svg .heat { fill: var(-
 svg .front { stroke: var(--faint); stroke-width: 1.4; } svg .leader { stroke: var(--faint); stroke-width: .7; }
 svg .best { font-weight: 600; } svg .value { font-size: 10px; } svg .low { fill: var(--on-low); }
 svg .mid { fill: var(--on-mid); } svg .high { fill: var(--on-high); }
+@media print { table { font-size: .7rem; } th, td { padding-right: .4rem; } td.words { min-width: 0; } }
 @media screen and (max-width: 44rem) { table { width: max-content; } td.words { max-width: 17rem; } }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 blockquote { margin: .4rem 0; padding: .5rem .8rem; background: var(--panel); border-left: 3px solid var(--line);
@@ -79,7 +80,7 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 """
 
 Cell = str | float | int | None
-FIGURE = re.compile(r"[+-]?\d[\d,]*(\.\d+)?%?$")  # text that stands in a table like a number
+FIGURE = re.compile(r"[+-]?\d[\d,]*(\.\d+)?%?\*?$")  # text that stands in a table like a number
 
 
 def page(title: str, lead: str, sections: Sequence[str], data: Any = None) -> str:
@@ -159,7 +160,8 @@ def _cell(value: Cell, words: bool, digits: int) -> str:
         return f'<td data-value="{value.rstrip("%").replace(",", "")}">{value}</td>'
     if isinstance(value, str):
         return f"<td{_class('words' if words else '')}>{escape(value)}</td>"
-    shown = f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+    is_whole = isinstance(value, int) or (math.isfinite(value) and 10 ** (digits - 1) <= abs(value) < 1e15)
+    shown = f"{value:,.0f}" if is_whole else f"{value:.{digits}g}"
     return f'<td data-value="{value}">{shown}</td>'
 
 

@@ -189,7 +189,7 @@ def _cost(cells: Sequence[Cell]) -> str:
 def _failed(study: Study) -> str:
     """Return what could not be measured, and what is still to come."""
     rows = [[cell["label"], cell["reason"]] for cell in study["failed"]]
-    waiting = ", ".join(study["pending"])
+    waiting = "; ".join(study["pending"])  # each may hold commas
     return html.section(
         "Not measured",
         html.table("Failed; --retry measures them once more", ("recipe", "why"), rows) if rows else "",

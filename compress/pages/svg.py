@@ -7,6 +7,7 @@ the width of its column. Each has a title and a description, which screen reader
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -83,7 +84,12 @@ def number(value: float) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
         return text
-    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def _tick(value: float) -> str:
+    """Write a number of an axis, which is round: 1e-4, not 1.00e-4, which would reach the name of the axis."""
+    return re.sub(r"\.?0+e", "e", number(value))
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", kind: str = "") -> str:
@@ -109,12 +115,12 @@ def frame(x: Scale, y: Scale, height: float) -> list[str]:
     for value in y.ticks():
         at = y.place(value)
         parts.append(f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(text(left - 6, at + TICK, number(value), "end"))
+        parts.append(text(left - 6, at + TICK, _tick(value), "end"))
     floor = height - below
     for value in x.ticks():
         at = x.place(value)
         parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{floor}" y2="{floor + TICK}"/>')
-        parts.append(text(at, floor + 18, number(value), "middle"))
+        parts.append(text(at, floor + 18, _tick(value), "middle"))
     parts.append(f'<line class="axis" x1="{left}" x2="{WIDTH - right}" y1="{floor}" y2="{floor}"/>')
     parts.append(text((left + WIDTH - right) / 2, height - 8, x.axis.name, "middle", "name"))
     middle = (top + floor) / 2

@@ -89,6 +89,13 @@ def test_numbers_for_people() -> None:
     assert {value: svg.number(value) for value in shown} == shown
 
 
+def test_small_ticks_are_short() -> None:
+    series = {"one": [svg.Point(float(i), 10.0**-i, f"p{i}") for i in range(1, 8)]}
+    drawing = svg.points("Losses", series, (svg.Axis("bytes"), svg.Axis("KL", True)))
+    assert {"1e-6", "1e-4"} <= {x.text for x in elements(drawing, "text")}
+    assert svg._tick(2.5e-6) == "2.5e-6" and svg._tick(1e10) == "1e10" and svg._tick(0.1) == "0.1"
+
+
 def test_heat_map_has_a_tip_for_each_cell() -> None:
     cells = {(0, 0): 0.001, (0, 1): 1.0, (1, 1): math.inf}
     drawing = svg.heat_map("Errors", ["block 0", "block 1"], ["q", "k"], cells)
