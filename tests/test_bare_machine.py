@@ -38,7 +38,7 @@ print(compress.evaluate.evaluate(out, calib, seq_len=32, max_tokens=64).tokens i
 """
 TEXTS = [  # recipe, overrides; calibration text, "" for what the model writes itself
     (("int4", "group_size=32"), str(TEXT)),
-    (("vq2bit", "state_bits=6"), ""),  # whose search is compiled elsewhere
+    pytest.param(("vq2bit", "state_bits=6"), "", marks=pytest.mark.slow),  # whose search is compiled elsewhere
 ]
 
 

@@ -30,7 +30,18 @@ FEW = {  # model -> step
     "inkling2_text": "int8",  # computes its router in float32
     "vlm:llava": "int4",
 }
-REST = {"rwkv", "opt", "deepseek_v3", "qwen3_next", "camembert", "bloom", "mamba"}  # slow tests
+REST = {
+    "rwkv",
+    "opt",
+    "deepseek_v3",
+    "qwen3_next",
+    "camembert",
+    "bloom",
+    "mamba",
+    "hy_v4",
+    "inkling2_text",
+    "falcon",
+}  # slow tests
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in REST else name for name in FEW])
