@@ -128,7 +128,7 @@ def folded(summary: str, content: str) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
     """Return a table whose columns sort on click; numbers are shown with `digits` digits that count."""
-    is_words = [any(isinstance(row[i], str) and not FIGURE.match(row[i]) for row in rows) for i in range(len(columns))]
+    is_words = [any(_is_words(row[i]) for row in rows) for i in range(len(columns))]
     head = "".join(
         f'<th scope="col"{_class("words" if words else "")}><button type="button">{escape(name)}</button></th>'
         for name, words in zip(columns, is_words, strict=True)
@@ -141,6 +141,10 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], 
         f'<div class="frame" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}"><table>'
         f"<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
     )
+
+
+def _is_words(value: Cell) -> bool:
+    return isinstance(value, str) and FIGURE.match(value) is None
 
 
 def _cell(value: Cell, words: bool, digits: int) -> str:
