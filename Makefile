@@ -27,6 +27,8 @@ KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
 
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))# processes of the tests
+
 .PHONY: demo real test slow fuzz kills sweep vllm sglang peft exports install
 
 install: $(VENV)/.installed
@@ -59,7 +61,7 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 slow: install
 	$(BIN)/python -m pytest -m slow

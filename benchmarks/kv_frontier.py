@@ -1,7 +1,7 @@
 """Measure every kind of cache on the same prompts: loss and retrieval against bytes a token.
 
     python benchmarks/kv_frontier.py MODEL --calib TEXT --text TEXT --context 2048 --windows 8 [--only NAME ...]
-    python benchmarks/kv_frontier.py show --json FILE --context 2048
+    python benchmarks/kv_frontier.py show --context 2048 [--of NAME]
 
 A prompt of the text has a sentence to find again at each of five depths and a passage of 32 tokens at one depth. The
 model reads it once, exactly. Every cache is filled with the keys and values that this gave, and then the same tokens
@@ -10,8 +10,8 @@ after a cue of 8) and the five questions. All of them read the past as it is sto
 together are --context tokens. Numbers are float32; bytes are of one sequence after all of it, in 16 bits. `show` tells
 calibrated tensors apart (static): many sequences share them.
 
-Rows go to benchmarks/results/kv_frontier_MODEL_CONTEXT.json, a row for a window and a cache. Those that are there are
-not measured again. What calibration gave is kept in --static DIR, if that is named.
+Rows go to benchmarks/results/kv_frontier.json, a row for a window and a cache. Those that are there are not measured
+again. What calibration gave is kept in --static DIR, if that is named.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
-from measure import ROOT, device_name
+from measure import ROOT
 from torch import Tensor
 
 sys.path.insert(0, str(ROOT))
@@ -34,6 +36,19 @@ sys.path.insert(0, str(ROOT))
 SCORED, CHUNK = 64, 32  # tokens of text behind the prompt, and how many at a time
 PASSAGE, CUE = 32, 8
 SPREAD = (0.1, 0.45, 0.8)  # where the passage stands, one after the other
+COLUMNS = (
+    "",
+    "cache",
+    "bytes a token",
+    "static",
+    "KL",
+    "s.e.",
+    "tokens",
+    "same top-1",
+    "passage",
+    "needles",
+    "their nll",
+)
 CALIBRATION = (8, 1024)  # samples and their length, at most what the model takes
 EXACT_ENDS: dict[str, Any] = {"sink": 4, "residual_length": 128}
 EXACT = {"method": "identity", **EXACT_ENDS}
@@ -179,35 +194,33 @@ def run(args: argparse.Namespace) -> None:
     count, length = CALIBRATION
     length = min(length, lm.max_positions(model.config) or length)
     samples, _ = token_windows(args.calib, tokenizer, length, model.config.vocab_size, document_tokens=count * length)
-    found = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    done = {(row["window"], row["cache"]) for row in found}
+    shared = {"model": directory.name, "context": args.context}
     names = args.only or [*RECIPES, *ENTRIES]
     caches: dict[str, Any] = {}
     text = Path(args.text).read_text(encoding="utf-8")
     for window, (context, following, passage) in enumerate(planted(model, tokenizer, text, args)):
-        missing = [name for name in names if (window, name) not in done]
+        asked = {name: {**shared, "window": window, "cache": name} for name in names}
+        there = result_file.read(args.json)
+        missing = {name: key for name, key in asked.items() if not any(key.items() <= row.items() for row in there)}
         if not missing:
             continue
         prompt = Prompt(model, context.prompt)
         base = read_through(model, prompt.exact, context, following, passage)
-        for name in missing:
+
+        def work(name: str, prompt: Any = prompt, rest: Any = (context, following, passage), base: Any = base) -> Any:
             try:
                 if name not in caches:
                     made = candidate(model, name, samples[:count], args.static)
                     static = 0 if made.settings.evict else prompt.static(made.cache(model.config))
                     caches[name] = made, static
                 made, static = caches[name]
-                rest = context, following, passage
-                row = measured(model, prompt, made.cache(model.config), rest, base, static)
+                return measured(model, prompt, made.cache(model.config), rest, base, static)
             except (RuntimeError, ValueError) as error:
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-                continue
-            found.append({"window": window, "cache": name, **row})
-            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-            facts = {"device": device_name("cpu"), "model": directory.name, "torch": torch.__version__}
-            head = json.dumps({**facts, "context": args.context})[:-1]
-            lines = ",\n".join(json.dumps(each) for each in found)
-            args.json.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+                raise SystemExit(str(error)) from None
+
+        for name, key in missing.items():
+            row = result_file.add(args.json, key, False, name, partial(work, name))
+            print(json.dumps(row), file=sys.stderr, flush=True)
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,26 +251,28 @@ def undominated(found: list[dict[str, Any]], nbytes: str) -> set[str]:
 
 
 def show(args: argparse.Namespace) -> None:
-    """Print the means over windows, the smallest caches first, as markdown.
+    """Print the means over windows, the smallest caches first.
 
     Caches that no other beats in bytes and KL are marked: 1 for one sequence, n for many that share what is static.
     """
-    rows = json.loads(args.json.read_text())["rows"]
-    names = dict.fromkeys(row["cache"] for row in rows)
-    found = [means([row for row in rows if row["cache"] == name]) for name in names]
-    for row in found:
-        row["one"] = row["nbytes"] + row["static"]
-    one, many = undominated(found, "one"), undominated(found, "nbytes")
-    print("| | cache | bytes a token | static | KL | s.e. | tokens | same top-1 | passage | needles | their nll |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for row in sorted(found, key=lambda row: row["nbytes"]):
-        mark = ", ".join(sign for sign, of in (("1", one), ("n", many)) if row["cache"] in of)
-        static = f"{row['static'] / args.context:,.0f}" if row["static"] else ""
-        print(
-            f"| {mark} | {row['cache']} | {row['nbytes'] / args.context:,.0f} | {static} | {row['kl']:.5f} "
-            f"| {row['kl_se']:.5f} | {row['tokens']} | {row['same_top1']:.1%} | {row['passage_nll']:+.3f} "
-            f"| {row['right']} of {row['asked']} | {row['needles_nll']:+.3f} |"
-        )
+    rows = [row for row in result_file.read(args.json) if row["context"] == args.context]
+    models = dict.fromkeys(row["model"] for row in rows)
+    for model in [args.of] if args.of else models:
+        of_model = [row for row in rows if row["model"] == model]
+        names = dict.fromkeys(row["cache"] for row in of_model)
+        found = [means([row for row in of_model if row["cache"] == name]) for name in names]
+        for row in found:
+            row["one"] = row["nbytes"] + row["static"]
+        one, many = undominated(found, "one"), undominated(found, "nbytes")
+        cells = []
+        for row in sorted(found, key=lambda row: row["nbytes"]):
+            mark = ", ".join(sign for sign, of in (("1", one), ("n", many)) if row["cache"] in of)
+            static = f"{row['static'] / args.context:,.0f}" if row["static"] else ""
+            needles = f"{row['right']} of {row['asked']}", f"{row['needles_nll']:+.3f}"
+            loss = f"{row['kl']:.5f}", f"{row['kl_se']:.5f}", f"{row['tokens']}", f"{row['same_top1']:.1%}"
+            per_token = f"{row['nbytes'] / args.context:,.0f}", static
+            cells.append((mark, row["cache"], *per_token, *loss, f"{row['passage_nll']:+.3f}", *needles))
+        result_file.present(f"{model}, {args.context:,} tokens", COLUMNS, cells, ("", "cache"))
 
 
 def main() -> None:
@@ -270,10 +285,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="recipes and entries; default: all")
     parser.add_argument("--static", type=Path, help="directory for what calibration gave")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--of", metavar="NAME", help="the model to show; default: all")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/kv_frontier.json")
     args = parser.parse_args()
-    if args.json is None:
-        args.json = ROOT / f"benchmarks/results/kv_frontier_{Path(args.model).resolve().name}_{args.context}.json"
     if args.model == "show":
         show(args)
     else:

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_prompt import nbytes_in_16_bits
 from torch import Tensor
 
-from compress.kv import attention, hooks
+from compress.evaluate.cache_candidates import load_model
+from compress.evaluate.scores import Execution
 from compress.kv.cache import KVCache, make_cache
-from compress.model.load import load_model, load_tokenizer
+from compress.model.load import load_tokenizer
 
 SCORED = 64
 EXACT: dict[str, Any] = {"method": "identity", "sink": 4, "residual_length": 128}
@@ -48,12 +50,12 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "lazyllm 0.5": lazy(0.5),
     "lazyllm 0.5, after 0": lazy(0.5, after=[0]),
     "lazyllm 0.5, after each": lazy(0.5, after=EVERY),
-    "lazyllm 0.5, kivi 4 bits": lazy(0.5, KIVI),
     "lazyllm 0.5, revive": lazy(0.5, revive=True),
     "lazyllm 0.9, last token": lazy(0.9, window=1),
     "lazyllm 0.75, last token": lazy(0.75, window=1),
     "lazyllm 0.5, last token": lazy(0.5, window=1),
     "lazyllm 0.5, last token, after 0": lazy(0.5, window=1, after=[0]),
+    "lazyllm 0.5, last token, kivi 4 bits": lazy(0.5, KIVI, window=1),
     "lazyllm 0.5, last token, revive": lazy(0.5, window=1, revive=True),
     "snapkv 0.75": evicts("snapkv", 0.75, heads="shared"),
     "snapkv 0.5": evicts("snapkv", 0.5, heads="shared"),
@@ -78,13 +80,6 @@ def following(model: Any, cache: KVCache, tokens: Tensor, one_by_one: bool) -> T
     return torch.cat(found).float().log_softmax(-1)
 
 
-def nbytes(cache: KVCache, settings: dict[str, Any]) -> float:
-    """Return the bytes of a cache as in bfloat16; codes of other codecs stay as they are."""
-    parts = cache.nbytes()
-    coded = parts.codes + parts.scales + parts.extras
-    return (parts.sink + parts.tail) / 2 + (coded / 2 if settings["method"] == "identity" else coded) + parts.state
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -96,9 +91,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model: Any = load_model(Path(args.model).resolve(), "float32")
-    hooks.attach(model)
-    attention.register()
+    model: Any = load_model(Path(args.model).resolve(), Execution("float32", "cpu"))
     length = args.context + SCORED
     text = Path(args.text).read_text(encoding="utf-8")[: 16 * args.windows * length]
     tokens = torch.tensor(load_tokenizer(Path(args.model).resolve())(text)["input_ids"])
@@ -112,7 +105,7 @@ def main() -> None:
             settings = ENTRIES[name]
             dense = prefilled(model, EXACT, prompt)[1]
             cache, took = prefilled(model, settings, prompt)
-            size = nbytes(cache, settings) / args.context
+            size = nbytes_in_16_bits(cache) / args.context
             started = time.process_time()
             other = following(model, cache, after, settings.get("evict", {}).get("revive", False))
             decoding = time.process_time() - started

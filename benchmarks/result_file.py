@@ -43,10 +43,11 @@ def add(file: Path, identity: Row, again: bool, name: str, work: Callable[[], Ro
 
 
 def _write(file: Path, rows: list[Row]) -> None:
-    """Write beside the file, then put it in place: an interrupted run loses no row."""
+    """Write a line for each row beside the file, then put it in place: an interrupted run loses no row."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    temporary.write_text(f'{{"rows": [\n{lines}\n]}}\n')
     temporary.replace(file)
 
 

@@ -167,6 +167,11 @@ def typed(value: Any, hint: Any) -> Any:
     return value
 
 
+def plain(config: Any) -> dict[str, Any]:
+    """Return settings, an instance of a dataclass, as plain data: lists in the place of tuples."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
 def _number(value: Any) -> Any:
     try:
         number = float(value) if type(value) in (int, float, Unquoted) else math.nan

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.fsync = lambda descriptor: None  # tests end processes, not machines; the disk takes 7 ms each time
 
 
 def pytest_collection_finish() -> None:

@@ -69,6 +69,7 @@ def test_limits_fit_into_nine_minutes() -> None:
     assert [section.name for section in gpu.SECTIONS["cpu"]] == [section.name for section in gpu.SECTIONS["cuda"]]
 
 
+@pytest.mark.slow
 def test_every_test_of_a_gpu_is_found_without_pytest(tmp_path: Path) -> None:
     """In a process of its own, where a stand-in takes the place of pytest: all are skipped for want of a GPU."""
     source = """
@@ -91,6 +92,7 @@ print(json.dumps(found))
     assert len(found) > 40 and ("ran" in found.values() or set(found.values()) == {"no GPU"})
 
 
+@pytest.mark.slow
 def test_a_section_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--sections", "tests", "speed", "--json", file]

@@ -161,9 +161,8 @@ def _listed(settings: CacheSettings, given: Mapping[str, Any]) -> CacheOption:
 
 def shared_out(coding: Coding) -> dict[str, str]:
     """Return the settings to change so that what a layer stores does not depend on the other layers."""
-    alone = getattr(plugins.load("kv", coding.method), "alone", None)
-    found: dict[str, str] = {} if alone is None else alone(coding.config)
-    return found
+    alone: Mapping[str, tuple[str, str]] = getattr(plugins.load("kv", coding.method), "ALONE", {})
+    return {key: own for key, (shared, own) in alone.items() if getattr(coding.config, key) == shared}
 
 
 def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple[Unit, ...]:

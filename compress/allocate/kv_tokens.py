@@ -23,7 +23,6 @@ from compress.allocate.kv_sizes import CacheSizes
 from compress.errors import RecipeError
 from compress.evaluate import cache_evictions
 from compress.evaluate.cache_scores import Candidate, Say
-from compress.kv.cache import make_cache
 from compress.kv.evict import kept_tokens
 from compress.kv.evict.settings import Eviction
 from compress.kv.settings import CacheSettings
@@ -39,13 +38,9 @@ class Asked:
 
     def kept(self, model: Any, keep: float | None, sizes: CacheSizes) -> dict[int, int]:
         """Return how many tokens of the prompt stay in each layer that is coded, with this share of an option."""
-        layers, evicts = {layer for layer, _ in sizes.units}, eviction(self.settings, keep)
-        if evicts is None:
-            return dict.fromkeys(layers, kept_tokens.prompt_of(self.context))
-        made = make_cache(model.config, replace(self.settings, evict=evicts)).layers
-        evicting = [index for index, layer in enumerate(made) if not getattr(layer, "is_exempt", True)]
-        sink = self.settings.keys.policy.sink
-        return {layer: kept_tokens.kept(evicts, sink, layer, evicting, self.context) for layer in layers}
+        changed = replace(self.settings, evict=eviction(self.settings, keep))
+        counts = kept_tokens.by_layer(model.config, changed, self.context)
+        return {layer: counts[layer] for layer, _ in sizes.units}
 
     def evictions(self) -> dict[float | None, Eviction]:
         """Return the different ways in which options evict, by their shares."""
@@ -59,6 +54,11 @@ def check(settings: CacheSettings) -> None:
         return
     budget = settings.evict.budget
     where = "kv_cache.evict: a target with a context"
+    if settings.evict.prunes:
+        raise RecipeError(
+            f"{where} measures what each layer forgets by itself, and {settings.evict.method} drops tokens for all "
+            "layers behind one; choose another method, such as snapkv"
+        )
     if budget.tokens is not None:
         raise RecipeError(f"{where} counts shares of its tokens; set keep in place of tokens")
     if budget.decode:

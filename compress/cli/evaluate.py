@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli import harness
+from compress.cli.evaluation_options import Base
 from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
@@ -26,7 +27,7 @@ from compress.cli.options import (
     note,
     text_given,
 )
-from compress.cli.suites import REPORT, Asked, Choices, Suite, Tasks, Texts, one_text
+from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
 from compress.cli.suites import run as run_suite
 from compress.errors import CompressError, first_line
 
@@ -43,7 +44,7 @@ MaxTokens = Annotated[
 def evaluate(
     model: Model,
     texts: Texts = None,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
+    base: Base = None,
     suite: Suite = None,
     task: Tasks = None,
     choices: Choices = None,
@@ -182,7 +183,7 @@ def bench(
 
         directory = resolve(model)
         found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens)
-        if (directory / REPORT).is_file():
+        if record.is_kept(directory):
             try:
                 record.add_speed(directory, found.plain())
                 page.refresh(directory)

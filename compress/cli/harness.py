@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from compress.evaluate.task_scores import TaskScore
 
 HEADS = ("task", "items", "right", "95%", "original", "lost", "gained", "p", "changed")
-REPORT = "report.json"  # what a checkpoint of ours has
 
 HarnessTasks = Annotated[
     str | None,
@@ -39,6 +38,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     from compress.cli import tables
     from compress.evaluate import harness, page, record
     from compress.evaluate.scores import Execution
+    from compress.evaluate.suite import Result
     from compress.run.source import resolve
 
     dtype, device, as_json = execution
@@ -46,15 +46,13 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     start = time.perf_counter()
     with tables.progress_bar() as progress:
         found = harness.evaluate(directories, names, Execution(dtype, device), limit, progress)
-    plain = [dataclasses.asdict(each) for each in found]
-    if base is not None and (directories[0] / REPORT).is_file():
-        kept = {"suite": harness.WAY, "base": directories[1].name, "texts": [], "floor": {}, "tasks": plain}
-        record.add(
-            directories[0], suites=[{**kept, "findings": [], "seconds": time.perf_counter() - start, "extra": {}}]
-        )
+    if base is not None and record.is_kept(directories[0]):
+        seconds = time.perf_counter() - start
+        kept = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), (), seconds)
+        record.add(directories[0], suites=[kept.plain()])
         page.refresh(directories[0])
     if as_json:
-        print(json.dumps({"tasks": plain}))
+        print(json.dumps({"tasks": [dataclasses.asdict(each) for each in found]}))
         return
     tables.out.print(tables.columns(HEADS, [_row(each) for each in found]))
 

@@ -89,10 +89,10 @@ def with_cache(only: bool = False) -> list[str]:
 
 def _has_cache(directory: Path) -> bool:
     """Tell whether a checkpoint stores settings of a cache."""
+    from compress.runtime import kv_config
     from compress.storage.checkpoint import read_config
 
-    packed = read_config(directory).get("quantization_config")
-    return isinstance(packed, dict) and packed.get("kv_cache") is not None
+    return kv_config.stored_section(read_config(directory)) is not None
 
 
 @app.command("kv-bench", epilog="Example: compress kv-bench ./my-model --kv kv4 --kv kv2 --text held_out.txt")

@@ -42,7 +42,8 @@ def recommend(
 ) -> None:
     """Name three recipes that fit: with the least loss, with the best trade, and the smallest sensible one.
 
-    Sizes are exact, for this model. Losses are from a study of another model, unless --study is of this one.
+    Sizes of weights are exact, for this model; those of calibrated caches are estimates. Losses are from a study
+    of another model, unless --study is of this one.
     """
     with errors():
         check_device(device)
@@ -77,7 +78,7 @@ def recommend(
                 }
                 for name, choice in chosen.items()
             },
-            "smallest": choosing.plain(min(found, key=lambda x: x.total)) if found else None,
+            "smallest": choosing.plain(min(found, key=lambda x: x.total)),
             "left_out": left_out,
         }
         if as_json:
@@ -122,11 +123,8 @@ def _show(result: dict[str, Any], asked: Asked, known: Known, others: list[Known
     if not result["recommended"]:
         smallest = result["smallest"]
         print(f"nothing fits {size(asked.limit)}")
-        if smallest is not None:
-            cache = f" with the cache of {smallest['cache']}" if smallest["cache"] else ""
-            print(
-                f"  the smallest is {smallest['recipe']}{cache}: {size(smallest['total'])}; it loses {_loss(smallest)}"
-            )
+        cache = f" with the cache of {smallest['cache']}" if smallest["cache"] else ""
+        print(f"  the smallest is {smallest['recipe']}{cache}: {size(smallest['total'])}; it loses {_loss(smallest)}")
     for name, reason in result["left_out"].items():
         print(f"{name} cannot be used here: {reason}")
     print(_origin(known, others))

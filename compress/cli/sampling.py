@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.cli.evaluation_options import Base
 from compress.cli.options import (
     AsJson,
     Device,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @app.command(epilog="Example: compress sampling models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def sampling(
     model: Model,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
+    base: Base = None,
     text: TextFile = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable. Default: six from 0.3 to 1.2.")] = None,
     top_k: Annotated[list[int] | None, typer.Option(help="0: off. Repeatable. Default: 0 and 50.")] = None,
@@ -66,7 +67,6 @@ def sampling(
         from compress.evaluate import sampling as measuring
         from compress.evaluate.scores import Execution
         from compress.run.source import resolve
-        from compress.storage.checkpoint import MANIFEST
 
         directory, original = Path(resolve(model)), Path(resolve(base))
         own = sampling_advice.own_temperature(original)
@@ -77,7 +77,7 @@ def sampling(
         asked = measuring.Request(text, settings, seq_len, max_tokens, prompts, prompt_tokens, new_tokens, seed)
         with tables.progress_bar() as progress:
             found = measuring.measure(directory, original, asked, Execution(dtype, device_named(device)), progress)
-        if (directory / MANIFEST).is_file():
+        if record.is_kept(directory):
             record.add_sampling(directory, found.plain())
             page.refresh(directory)
         print(json.dumps(found.plain())) if as_json else _show(found)
@@ -101,12 +101,11 @@ def _show(found: Found) -> None:
     from compress.cli import tables
     from compress.pages import sampling as words
 
-    names = ("method", "T", "acceptance", "KL kept", "Jaccard", "same CDF", "same Gumbel", "entropy", "original")
+    names = ("filters", "T", "acceptance", "KL kept", "Jaccard", "same CDF", "same Gumbel", "entropy", "original")
     table = tables.titled(names, f"What {found.tokens:,} tokens of {found.text} would sample")
     keys = ("acceptance", "kl_kept", "jaccard", "same_cdf", "same_gumbel", "entropy", "base_entropy")
     for row in found.settings:
         table.add_row(row["filters"], f"{row['temperature']:g}", *(f"{row[key]:.4f}" for key in keys))
-    table.columns[0].header = "filters"
     tables.out.print(table)
     if found.sampled:
         tables.out.print(_sampled_table(found))
@@ -118,7 +117,7 @@ def _show(found: Found) -> None:
 def _sampled_table(found: Found) -> object:
     from compress.cli import tables
 
-    names = ("method", "T", "rep-4", "distinct-2", "self-BLEU", "tokens", "reverse KL", "same CDF", "same Gumbel")
+    names = ("filters", "T", "rep-4", "distinct-2", "self-BLEU", "tokens", "reverse KL", "same CDF", "same Gumbel")
     table = tables.titled(names, "What was sampled: original -> compressed; tokens until both differ")
     for row in found.sampled:
         pair = (row.base, row.model)
@@ -127,5 +126,4 @@ def _sampled_table(found: Found) -> object:
         ]
         both = [f"{a:.3f} -> {b:.3f}" for a, b in zip(*figures, strict=True)]
         table.add_row(row.filters, f"{row.temperature:g}", *both, f"{row.same_cdf:.1f}", f"{row.same_gumbel:.1f}")
-    table.columns[0].header = "filters"
     return table

@@ -65,6 +65,13 @@ MaxMemory = Annotated[
 Retry = Annotated[bool, typer.Option("--retry", help="Measure what has failed before once more.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the checkpoints.")]
 Timed = Annotated[bool, typer.Option("--speed", help="Also time each checkpoint.")]
+Suite = Annotated[
+    str | None, typer.Option(metavar="NAME", help="quick or full: ask each cell the tasks of this suite, too.")
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option("--task", metavar="NAME", help="Ask a task; NAME=FILE for one that reads a file. Repeatable."),
+]
 
 
 @app.command(epilog=EPILOG)
@@ -86,6 +93,8 @@ def study(
     retry: Retry = False,
     keep: Keep = False,
     speed: Timed = False,
+    suite: Suite = None,
+    task: Tasks = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     seed: Seed = 0,
@@ -113,7 +122,7 @@ def study(
             _numbers(samples, "--samples"),
             _numbers(seq_len, "--seq-len"),
         )
-        rest = device_named(device), seed, limits[1], keep, speed
+        rest = device_named(device), seed, limits[1], keep, speed, suite, tuple(_placed(each) for each in task or ())
         shared = Settings(_absolute(model), _sources(text), window, max_tokens, dtype, *rest)
         found = _run(axes, shared, out, (jobs, limits[0], retry))
         if as_json:
@@ -133,7 +142,7 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     from compress.model.fingerprint import fingerprint
     from compress.run.source import resolve
     from compress.study import folder as folders
-    from compress.study import grid, runner, summary
+    from compress.study import grid, runner, summary, tasks
 
     cells = grid.cells(axes)
     names = {Path(source).name for source in shared.texts}
@@ -142,6 +151,7 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     directory = resolve(shared.model)
     for source in shared.texts:  # what cannot be scored is known before anything is quantized
         text_windows([directory], source, shared.window, shared.max_tokens)
+    tasks.check(shared)
     study_folder = folders.StudyFolder(out)
     identity = folders.identity(shared, fingerprint(open_checkpoint(directory)))
     study_folder.open(identity)
@@ -199,6 +209,12 @@ def _print_end(found: dict[str, Any], out: Path) -> None:
 def _absolute(source: str) -> str:
     """Return the absolute path of a file or directory; anything else as it is."""
     return os.path.abspath(source) if os.path.exists(source) else source
+
+
+def _placed(task: str) -> str:
+    """Return NAME=FILE with the absolute path of the file; NAME as it is."""
+    name, sign, file = task.partition("=")
+    return f"{name}{sign}{_absolute(file)}"
 
 
 def _sources(given: list[str]) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from compress.errors import CalibrationError
 if TYPE_CHECKING:
     from compress.evaluate.scores import Execution
 
+GROUPS = ("items", "right", "original", "NLL", "original's")
 TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
-REPORT = "report.json"  # what a checkpoint of ours has
 
 Texts = Annotated[
     list[str] | None,
@@ -80,8 +80,8 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     how: Execution = Execution(dtype=execution[0], device=execution[1])
     with tables.progress_bar() as progress:
         found = suites.run(directory, resolve(base), what, how, progress).plain()
-    if (directory / REPORT).is_file():
-        record.add(directory, suites=[json.loads(json.dumps(found))])
+    if record.is_kept(directory):
+        record.add(directory, suites=[found])
         page.refresh(directory)
     if as_json:
         print(json.dumps(found))
@@ -113,10 +113,22 @@ def _show(found: dict[str, Any]) -> None:
         print()
         tables.out.print(tables.columns(TASKS, [_row(row) for row in found["tasks"]]))
         print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
+    for each in found["remarks"]:
+        print(each)
+    for row in found["tasks"]:
+        if row["groups"]:
+            print(f"\n{row['task']} by {row['by']}")
+            tables.out.print(tables.columns((row["by"], *GROUPS), [_group(each) for each in row["groups"]]))
     for each in found["findings"]:
         note(f"looks broken: {each}")
     if not found["findings"] and found["texts"]:
         print("no layer and no tokenizer looks broken")
+
+
+def _group(row: dict[str, Any]) -> tuple[str, ...]:
+    shares = (f"{row['accuracy']:.1%}", f"{row['base_accuracy']:.1%}")
+    losses = ("" if each is None else f"{each:.3f}" for each in (row["nll"], row["base_nll"]))
+    return (str(row["value"]), str(row["items"]), *shares, *losses)
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
 
 WORDS = frozenset(
-    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe"]
+    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe", "filters"]
 )  # other columns: numbers
 
 out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)

@@ -11,7 +11,7 @@ lm-evaluation-harness; spaces at the end of a context go to the answer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,6 @@ from compress.evaluate.feed import LAST
 from compress.evaluate.items import Item, Material, Outcome, Task, Text
 from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
 from compress.model import load as lm
-
-Say = Callable[[int], None]  # is told how many items more are done
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ class _Read:
     kl: float | None  # KL(law || model), nats a token
 
 
-def score(
-    model: Any, task: Task, material: Material, batch_tokens: int = BATCH_TOKENS, say: Say = lambda n: None
-) -> list[Outcome]:
+def score(model: Any, task: Task, material: Material, batch_tokens: int = BATCH_TOKENS) -> list[Outcome]:
     """Return the outcome of each item, in their order.
 
     The tokenizer is that of `material`. Raises CalibrationError for an item without tokens or longer than the model
@@ -57,9 +53,9 @@ def score(
     """
     if task.way == "written":
         stop = lm.end_tokens(model)  # now: `write` sets the generation settings aside
-        return [_written(model, task, item, material, stop, say) for item in task.items]
+        return [_written(model, task, item, material, stop) for item in task.items]
     rows = [row for i, item in enumerate(task.items) for row in _rows(i, item, task, material)]
-    read = _read(model, rows, task, batch_tokens, say)
+    read = _read(model, rows, task, batch_tokens)
     found = []
     for i, item in enumerate(task.items):
         own = {row.answer: (row, read[k]) for k, row in enumerate(rows) if row.item == i}
@@ -98,7 +94,7 @@ def _tokens(context: Text, answer: Text, material: Material) -> tuple[tuple[int,
 
 
 @torch.no_grad()
-def _read(model: Any, rows: Sequence[Row], task: Task, batch_tokens: int, say: Say) -> list[_Read]:
+def _read(model: Any, rows: Sequence[Row], task: Task, batch_tokens: int) -> list[_Read]:
     """Return what the model gives each row."""
     alike: dict[tuple[int, ...], list[int]] = {}  # inputs -> rows
     for k, row in enumerate(rows):
@@ -117,7 +113,6 @@ def _read(model: Any, rows: Sequence[Row], task: Task, batch_tokens: int, say: S
                         f"the model gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow"
                     )
                 found[k] = _at(own.log_softmax(-1), target, task.items[rows[k].item].law)
-        say(len({rows[k].item for inputs in batch for k in alike[inputs]}))
     return [found[k] for k in range(len(rows))]
 
 
@@ -189,7 +184,7 @@ def _greedy(item: Item, own: tuple[Row, _Read], material: Material) -> Outcome:
     )
 
 
-def _written(model: Any, task: Task, item: Item, material: Material, stop: Sequence[int], say: Say) -> Outcome:
+def _written(model: Any, task: Task, item: Item, material: Material, stop: Sequence[int]) -> Outcome:
     """Return the outcome of an item that is answered by free greedy decoding."""
     if task.correct is None:
         raise TypeError(f"task {task.name} lets models write, and has no `correct`")
@@ -204,6 +199,5 @@ def _written(model: Any, task: Task, item: Item, material: Material, stop: Seque
     whole = lm.write(model, torch.tensor([start]), item.new_tokens, draw, stop)[0].tolist()
     # decoded together with the context: some tokenizers drop the space before a first word
     said = material.decode(whole).removeprefix(material.decode(start)) if text else material.decode(whole[len(start) :])
-    say(1)
     figures = task.figures(item, said) if task.figures is not None else {}
     return Outcome(item.name, task.correct(item, said), said, figures=figures)

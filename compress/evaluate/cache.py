@@ -37,14 +37,15 @@ from compress.evaluate.cache_scores import (
     compare,
     exact_tokens,
     policies,
-    prompt_tokens,
     recall,
+    some_evict,
 )
 from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
 from compress.evaluate.generation import Written, continued
 from compress.evaluate.intervals import interval
 from compress.evaluate.scores import Comparison, Execution
 from compress.kv import generation
+from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.progress import Progress, silent
@@ -176,7 +177,7 @@ def evaluate(
     found = candidates(models[0], directories[0], recipes, asked.calib, progress)
     say = counter(progress, "scoring", len(windows))
     positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
-    after = positions[0][:, :, prompt_tokens(found, seq_len) :]
+    after = positions[0][:, :, prompt_of(seq_len, some_evict(found)) :]
     summary = scores.summary(after, source_name(asked.text), seq_len)
     assert isinstance(summary, Comparison)
     return summary, readings(models[0], found[0])
@@ -251,7 +252,7 @@ def _context(
     recalled = recall(model, planted, found, batch, lambda done: None) or Recall(0.0, [0.0] * len(found), 0, 0)
     base = [candidate for candidate in found if not candidate.extra]
     start = min(length // 2, max(exact_tokens(c.codings(model.config)) for c in base))
-    start = max(start, prompt_tokens(found, length))
+    start = max(start, prompt_of(length, some_evict(found)))
     rows = []
     for i, candidate in enumerate(found):
         nll, exact_nll, kl, top1 = positions[i][:, :, start:]

@@ -100,15 +100,14 @@ def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def prompt_tokens(candidates: Sequence[Candidate], tokens: int) -> int:
-    """Return how many tokens of a window are the prompt of caches that evict; 0 where none does."""
-    evicts = any(candidate.settings.evict is not None for candidate in candidates)
-    return prompt_of(tokens) if evicts else 0
+def some_evict(candidates: Sequence[Candidate]) -> bool:
+    """Return whether one of the caches evicts tokens."""
+    return any(candidate.settings.evict is not None for candidate in candidates)
 
 
 def chunks_of(config: Any, candidates: Sequence[Candidate], tokens: int) -> list[tuple[int, int]]:
     """Return the chunks of `spans` for a model of this configuration, the prompt in one where tokens are evicted."""
-    found, prompt = spans([c.codings(config) for c in candidates], tokens), prompt_tokens(candidates, tokens)
+    found, prompt = spans([c.codings(config) for c in candidates], tokens), prompt_of(tokens, some_evict(candidates))
     if not prompt:
         return found
     return [(0, prompt), *((max(start, prompt), stop) for start, stop in found if stop > prompt)]

@@ -28,7 +28,6 @@ from compress.progress import Progress
 WAY = "lm-eval"
 FIGURES = ("acc", "exact_match", "em", "pass@1")  # which is taken where there are several
 BY_LENGTH = "acc_norm"
-FAILURES = (ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, AssertionError)
 
 
 def evaluate(
@@ -118,7 +117,7 @@ def _samples(
             log_samples=True,
             bootstrap_iters=0,
         )
-    except FAILURES as error:
+    except load.FAILURES as error:
         raise CalibrationError(f"lm-eval cannot run {', '.join(names)}: {first_line(error)}") from error
     return dict((found or {}).get("samples", {}))
 

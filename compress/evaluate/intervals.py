@@ -2,10 +2,14 @@
 
     means (KL over windows, NLL over items)   bootstrap-t (DiCiccio and Efron, "Bootstrap confidence intervals", 1996):
                                               KL is skewed, and an interval that is even on both sides misses it more
-                                              often; with fewer than LEAST values Student's t
+                                              often; with fewer than LEAST values, or where nearly all
+                                              are equal, so that resamples have no spread, Student's t
     shares (accuracy)                         Wilson's score interval, which has a width at 0 and 1, too
     paired differences of shares              Bonett and Price, "Adjusted Wald confidence interval for a difference of
                                               binomial proportions based on paired data" (2012)
+    paired ratios of shares                   Bonett and Price, "Confidence intervals for a ratio of binomial
+                                              proportions based on paired data" (2006): two Wilson intervals, narrowed;
+                                              the bootstrap-t of the linearized ratio covers 51 to 96% there
     lost against gained items                 McNemar's exact test
 
 Simulations in the tests hold that these intervals cover the truth in 92 to 98% of cases. A share near 0 or 1 of few
@@ -43,13 +47,20 @@ def interval(values: Sequence[float] | Tensor) -> tuple[float, float] | None:
         return None
     mean, error = float(given.mean()), float(given.std()) / math.sqrt(count)
     if not LEAST <= count <= MOST:
-        width = student(count - 1) * error
-        return mean - width, mean + width
+        return _even(mean, error, count)
     generator = torch.Generator().manual_seed(0)
     drawn = given[torch.randint(count, (RESAMPLED, count), generator=generator)]
+    if bool((drawn == drawn[:, :1]).all(1).any()):  # nearly all values are equal
+        return _even(mean, error, count)
     away = (drawn.mean(1) - mean) / (drawn.std(1) / math.sqrt(count)).clamp_min(1e-12 * error + 1e-300)
     low, high = torch.quantile(away, torch.tensor([0.025, 0.975], dtype=away.dtype)).tolist()
     return mean - high * error, mean - low * error
+
+
+def _even(mean: float, error: float, count: int) -> tuple[float, float]:
+    """Return the interval that is even on both sides, by Student's t."""
+    width = student(count - 1) * error
+    return mean - width, mean + width
 
 
 def student(degrees: int) -> float:
@@ -76,11 +87,11 @@ def _within(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a share of which `right` of `count` were seen."""
-    share, extra = right / count, Z * Z / count
+def wilson(right: int, count: int, z: float = Z) -> tuple[float, float]:
+    """Return the interval of a share of which `right` of `count` were seen; z: point of the normal distribution."""
+    share, extra = right / count, z * z / count
     middle = (share + extra / 2) / (1 + extra)
-    width = Z * math.sqrt(share * (1 - share) / count + extra / (4 * count)) / (1 + extra)
+    width = z * math.sqrt(share * (1 - share) / count + extra / (4 * count)) / (1 + extra)
     return (0.0 if right == 0 else max(0.0, middle - width)), (1.0 if right == count else min(1.0, middle + width))
 
 
@@ -90,6 +101,20 @@ def paired_shares(lost: int, gained: int, count: int) -> tuple[float, float]:
     difference = p_gained - p_lost
     width = Z * math.sqrt((p_lost + p_gained - difference * difference) / (count + 2))
     return max(-1.0, difference - width), min(1.0, difference + width)
+
+
+def paired_ratio(right: int, base: int, both: int) -> tuple[float, float] | None:
+    """Return the 95% interval of the ratio of two shares, right / base, of the same items; None for base 0.
+
+    right, base: items that the one and the other has right; both: items that both have right.
+    """
+    if not base:
+        return None
+    count = right + base - both
+    apart = math.sqrt((count - both + 2) / ((right + 1) * (base + 1)))
+    alone = [math.sqrt((1 - (each + 1) / (count + 2)) / (each + 1)) for each in (right, base)]
+    (low, high), (base_low, base_high) = (wilson(each, count, Z * apart / sum(alone)) for each in (right, base))
+    return low / base_high, high / base_low
 
 
 def mcnemar(lost: int, gained: int) -> float:

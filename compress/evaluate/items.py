@@ -35,7 +35,7 @@ class Item:
     right: int = 0  # of the answers
     new_tokens: int = 32  # most that are written; for `written`
     law: Law | None = None  # of the right answer's tokens, where it is known; for `greedy`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what `correct` needs to know, and what tables group by
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what `correct` needs to know, and what tables go by
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Task:
     items: Sequence[Item]
     correct: Correct | None = None  # for `written`
     figures: Callable[[Item, str], Mapping[str, float]] | None = None  # for `written`, where a task has more to say
+    by: str = ""  # fact of its items whose values have figures of their own; "": none
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Judge answers, and read data sets, as LLM-KICK does.
+"""Judge answers, and cut texts to the room that a model has, as LLM-KICK does.
 
 Jaiswal et al., "Compressing LLMs: The Truth is Rarely Pure and Never Simple" (2024, arXiv 2310.01382): compressed
 models fail at knowledge-intensive tasks at bits and sparsities where perplexity hardly moves. Its protocols are here:
@@ -20,19 +20,44 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+from compress.evaluate.items import Item, Material
+from compress.evaluate.task_scores import TaskScore
+
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+")
 FORM = "docs/llm_kick.md says what a line looks like"  # of a file of questions
 
 
-def check(file: str, task: str, **positive: int) -> None:
-    """Raise ValueError for settings without a file, or with a number that is not positive."""
-    if not file:
-        raise ValueError(f"file: name one with questions, {task}=FILE")
-    for name, value in positive.items():
-        if value < 1:
-            raise ValueError(f"{name} {value} is not positive")
+def cut_to_room(text: str, tail: str, new_tokens: int, material: Material) -> str:
+    """Return as much of a text, from its start, as the model has room for in front of `tail` and the new tokens.
+
+    It gets shorter by a quarter at a time.
+    """
+    room = material.positions - len(material.begin) - new_tokens
+    while text and len(material.encode(text + tail)) > room:
+        text = text[: len(text) * 3 // 4]
+    return text
+
+
+def is_answered(item: Item, text: str) -> bool:
+    """Tell whether the first written line contains an accepted answer, or the other way round."""
+    return contains_either_way(first_written_line(text), item.facts["answers"])
+
+
+def answer_f1(item: Item, text: str) -> dict[str, float]:
+    """Return the token F1 of the first written line, the largest over the accepted answers."""
+    return {"token_f1": token_f1(first_written_line(text), item.facts["answers"])}
+
+
+def books(tasks: Sequence[TaskScore]) -> str:
+    """Say in a sentence how many of the original's right answers are left without and with evidence; "" for less."""
+    found = {each.task: each.paired for each in tasks}
+    pair = [found.get(f"kick_{book}_book") for book in ("closed", "open")]
+    said = [f"{x.ratio:.2f} ({x.ratio_low:.2f} to {x.ratio_high:.2f})" for x in pair if x and x.ratio is not None]
+    if len(said) < len(pair):
+        return ""
+    return "Right answers, to the original's: {} with the book closed, {} with it open; 95% intervals".format(*said)
 
 
 def squeezed(said: str) -> str:

@@ -11,6 +11,17 @@ from compress.evaluate.items import Item
 from compress.storage import json_text
 
 
+def check(file: str, task: str, count: int, **positive: int) -> None:
+    """Raise ValueError for a task's settings without a file, a negative count, or a number that is not positive."""
+    if not file:
+        raise ValueError(f"file: name one with questions, {task}=FILE")
+    if count < 0:
+        raise ValueError(f"count {count} is negative")
+    for name, value in positive.items():
+        if value < 1:
+            raise ValueError(f"{name} {value} is not positive")
+
+
 def read_lines(file: str, count: int, make: Callable[[Mapping[str, Any], str], Item], form: str) -> list[Item]:
     """Return an item for each of the first `count` lines of a JSON-lines file, 0: all.
 

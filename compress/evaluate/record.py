@@ -24,6 +24,7 @@ from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, LINES, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import SCORES as FILE
 
+REPORT = "report.json"  # what a checkpoint of ours has, and a page is made of
 SCORED: Any = {
     **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
     **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),
@@ -33,9 +34,16 @@ PAIRED: Any = {
     **dict.fromkeys(("base_accuracy", "difference", "difference_low", "difference_high", "p_value"), NUMBER),
     **{"flips": NUMBER, "all_flips": NUMBER, "lost": INTEGER, "gained": INTEGER},
     **dict.fromkeys(("base_nll", "nll_difference", "nll_low", "nll_high", "base_kl"), SOME),
+    **dict.fromkeys(("ratio", "ratio_low", "ratio_high"), SOME),
 }
 TASK: Any = {
-    **{"task": TEXT, "way": TEXT, "items": INTEGER, "paired": PAIRED},
+    **{"task": TEXT, "way": TEXT, "items": INTEGER, "paired": PAIRED, "by": TEXT},
+    "groups": [
+        {
+            **{"value": (*NUMBER, str), "items": INTEGER, "accuracy": NUMBER, "base_accuracy": NUMBER},
+            **{"nll": SOME, "base_nll": SOME},
+        }
+    ],
     **dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high"), NUMBER),
     **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
 }
@@ -45,7 +53,7 @@ LAYOUT: dict[str, Any] = {
     "suites": [
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
-            **{"seconds": NUMBER, "extra": OBJECT},
+            **{"remarks": [TEXT], "seconds": NUMBER},
         }
     ],
 }
@@ -80,6 +88,11 @@ SPEED = [  # of compress/evaluate/speed.py
     }
 ]
 MEASURED: dict[str, Any] = {"sampling": SAMPLING, "speed": SPEED}  # in a file only where it was measured
+
+
+def is_kept(directory: Path) -> bool:
+    """Tell whether what is measured of a checkpoint is kept: compress has written it."""
+    return (directory / REPORT).is_file()
 
 
 def load(directory: Path) -> dict[str, Any]:

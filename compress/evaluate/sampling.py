@@ -28,16 +28,15 @@ from compress.errors import CalibrationError
 from compress.evaluate import sampling_distances as distances
 from compress.evaluate import sampling_temperature as best
 from compress.evaluate.sampling_filters import Setting, grid, ordered
-from compress.evaluate.sampling_runs import Sampled, sampled
+from compress.evaluate.sampling_runs import COPIES, Named, Sampled, sampled
 from compress.evaluate.sampling_temperature import Recommendation
 from compress.evaluate.scores import Execution, next_logits, text_windows
 from compress.model import load
 from compress.numerics import kl
-from compress.progress import Progress
+from compress.progress import Progress, silent
 
 TEMPERATURES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 TOP_K, TOP_P, MIN_P = (0, 50), (1.0, 0.9), (0.0, 0.05)
-COPIES = 16  # float64 tensors [positions, vocabulary] that a setting needs at a time, about
 ERRORS = ("acceptance", "kl_kept", "jaccard", "same_cdf", "same_gumbel", "entropy_gap")  # have a standard error
 
 
@@ -92,30 +91,26 @@ def measure(
 
     Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
     """
-    execution = execution or Execution()
+    execution, say = execution or Execution(), progress or silent
     windows = text_windows([directory, base], request.text, request.seq_len, request.max_tokens)
     prompts = _prompts(windows, request)
-    names = [directory.name, base.name]
-    models = [load.load_model(each, execution.dtype, execution.device) for each in (directory, base)]
-    stop = load.end_tokens(models[1])
+    models = [Named(each.name, load.load_model(each, execution.dtype, execution.device)) for each in (directory, base)]
+    stop = load.end_tokens(models[1].model)
     temperatures = sorted({setting.temperature for setting in request.settings})
     betas = best.nodes(temperatures)
     parts: list[list[Tensor]] = [[], []]
     for index, window in enumerate(windows):
         tokens = window[None].to(execution.device)
-        logits = [next_logits(model, name, tokens) for model, name in zip(models, names, strict=True)]
+        logits = [next_logits(model, name, tokens) for name, model in models]
         for kept, sums in zip(parts, window_sums(logits, request.settings, temperatures, betas), strict=True):
             kept.append(sums)
-        if progress is not None:
-            progress("comparing distributions", index + 1, len(windows))
+        say("comparing distributions", index + 1, len(windows))
     positions = request.seq_len - 1
     means, curves = (torch.stack(part, -1) / positions for part in parts)
-    runs = []
-    some = sampled_settings(request.settings) if len(prompts) else []
-    for index, setting in enumerate(some):
-        if progress is not None:
-            progress("sampling", index, len(some))
-        runs.append(sampled(models, names, prompts, request.new_tokens, stop, setting, request.seed))
+    runs: list[Sampled] = []
+    if len(prompts):
+        some = sampled_settings(request.settings)
+        runs = sampled(models, prompts, request.new_tokens, stop, some, request.seed, say)
     return Found(
         text=source_name(request.text),
         base=base.name,

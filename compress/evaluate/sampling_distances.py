@@ -39,12 +39,13 @@ def compared(base: Ordered, model: Ordered, setting: Setting, ratios: Tensor) ->
     p, q = kept(base, setting), kept(model, setting)
     log_p, log_q, below = joined(p, q)
     order = ratios if p.is_whole or q.is_whole else (log_q - log_p).nan_to_num(0, 0, 0).argsort(-1)
-    has_p, is_both = log_p.isfinite(), log_p.isfinite() & log_q.isfinite()
+    has_p = log_p > -torch.inf
+    is_both = has_p & (log_q > -torch.inf)
     probs_p, probs_q = log_p.exp(), log_q.exp()
     shared_p, shared_q = probs_p.where(is_both, 0.0), probs_q.where(is_both, 0.0)
     at_p = model.logits if p.is_whole or q.is_whole else model.logits.gather(1, p.ids)
     on_kept = (at_p / setting.temperature).masked_fill(~has_p, -torch.inf).log_softmax(-1)
-    counts = [each.log_probs.isfinite().sum(-1) for each in (p, q)]
+    counts = [(each.log_probs > -torch.inf).sum(-1) for each in (p, q)]
     both = is_both.sum(-1)
     outside = probs_p.where(~is_both, 0.0).sum(-1)
     above_p, above_q = probs_p.cumsum(-1), below + probs_q
@@ -91,7 +92,7 @@ def expected(probs: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def entropy(log_probs: Tensor) -> Tensor:
     """Return the entropy in nats at each position."""
-    return -torch.where(log_probs.isfinite(), log_probs.exp() * log_probs, 0.0).sum(-1)
+    return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
 def _same_gumbel(p: Tensor, q: Tensor, outside: Tensor) -> Tensor:

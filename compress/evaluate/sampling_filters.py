@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 SPARSE = 8  # a kept set that is wider than the vocabulary divided by this is held as the whole vocabulary
+NONE = "none"  # the name of no filters
 
 
 class Setting(NamedTuple):
@@ -35,11 +36,11 @@ class Setting(NamedTuple):
 
     @property
     def filters(self) -> str:
-        """Name the filters, "none" without any."""
+        """Name the filters, NONE without any."""
         parts = [f"top-k {self.top_k}"] if self.top_k else []
         parts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
         parts += [f"min-p {self.min_p:g}"] if self.min_p else []
-        return ", ".join(parts) or "none"
+        return ", ".join(parts) or NONE
 
 
 class Ordered(NamedTuple):
@@ -123,6 +124,14 @@ def kept(distribution: Ordered, setting: Setting) -> Kept:
         return dense(found, vocab_size)
     own, order = found.ids.sort(-1)
     return Kept(own, found.log_probs.gather(1, order), False)
+
+
+def of_logits(logits: Tensor, setting: Setting) -> Kept:
+    """Return the same for logits [positions, vocabulary] in any floating type, sorted only where a filter asks."""
+    if setting.filters == NONE:
+        logits = logits.double()
+        return Kept(_every(logits), (logits / setting.temperature).log_softmax(-1), True)
+    return kept(ordered(logits), setting)
 
 
 def dense(found: Kept, vocab_size: int) -> Kept:

@@ -28,10 +28,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.evaluate import intervals
+
 RANGE = 2.0  # T' is searched from the lowest T / RANGE to the highest T * RANGE
 STEP = 1.2  # largest ratio of neighbouring nodes
 RESAMPLED = 2000  # times
-LEVEL = 0.95
 LEAST_WINDOWS = 5  # fewer give no interval
 HALVINGS = 60
 
@@ -109,9 +110,8 @@ def recommend(means: Tensor, temperatures: Sequence[float], betas: Tensor, seed:
 
 
 def _interval(samples: Tensor, windows: int) -> tuple[float, float]:
-    from scipy import stats
-
-    share = float(stats.norm.cdf(math.sqrt(windows / (windows - 1)) * stats.t.ppf((1 - LEVEL) / 2, windows - 1)))
+    width = math.sqrt(windows / (windows - 1)) * intervals.student(windows - 1)
+    share = math.erfc(width / math.sqrt(2)) / 2  # of the normal distribution, further out than that
     low, high = torch.quantile(samples, torch.tensor([share, 1 - share], dtype=samples.dtype)).tolist()
     return low, high
 

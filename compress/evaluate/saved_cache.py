@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from compress.evaluate.feed import fed
 from compress.evaluate.generation import prompt_ids
 from compress.kv import generation
-from compress.kv.saved import load_cache, raw_nbytes, save_cache, token_ids
+from compress.kv.cache import layer_types, make_cache
+from compress.kv.saved import check_layers, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.saved.file import SavedFile
 from compress.model import load as lm
+from compress.runtime import kv_config
+from compress.storage.checkpoint import read_config
 
 CHUNK = 1024  # tokens of a prompt at a time: bounds activations
 
@@ -44,19 +47,29 @@ def _described(file: SavedFile, seconds: float | None = None) -> Saved:
 def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "cpu") -> Saved:
     """Let a model read a prompt and save its cache: the checkpoint's own if it has one, else keys and values.
 
-    quality: a key of `compress.kv.saved.NOISE`. Raises CalibrationError for a prompt without tokens.
+    quality: a key of `compress.kv.saved.NOISE`. Raises CalibrationError for a prompt without tokens, CompressError for
+    one that is too long, UnsupportedModelError for a cache that cannot be saved, all before the model is loaded.
     """
     ids = torch.tensor([prompt_ids(directory, prompt)])
+    config = lm.load_config(directory)
+    generation.check_length(config, ids.shape[1])
+    check_layers(_empty(directory, config))
     model = lm.load_model(directory, "auto", device)
     start = time.perf_counter()
-    own = hasattr(model, "kv_cache")
-    cache: Any = generation.fresh(model) if own else DynamicCache(config=model.config)
-    generation.check_length(model.config, ids.shape[1])
+    cache: Any = generation.fresh(model) if hasattr(model, "kv_cache") else DynamicCache(config=model.config)
     with torch.no_grad():
         for chunk in ids.to(model.device).split(CHUNK, 1):
             fed(model, chunk, cache)
     file = save_cache(cache, out, model, ids, quality, {"model_name": directory.name})
     return _described(file, time.perf_counter() - start)
+
+
+def _empty(directory: Path, config: Any) -> Cache:
+    """Return a cache of the kind that a checkpoint makes, of a model that is not loaded."""
+    section = kv_config.stored_section(read_config(directory))
+    if section is None:
+        return DynamicCache(config=config)
+    return make_cache(config, kv_config.read(section, len(layer_types(config))))
 
 
 def write_on(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib.documents import documents, source_name
-from compress.errors import CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, diagnosis, findings, task_scores, tokenizers
+from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
+from compress.evaluate import answers, diagnosis, findings, kick, task_scores, tokenizers
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
 from compress.evaluate.task_scores import TaskScore
@@ -69,8 +70,8 @@ class Result:
     floor: Mapping[str, Any]  # "kl_mean" of the original to itself, "path": how, "tokens"; empty without texts
     tasks: tuple[TaskScore, ...]
     findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
+    remarks: tuple[str, ...]  # what several tasks say together, a sentence each
     seconds: float
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what other parts add, by their names
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -114,8 +115,8 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
         config = module.Config(**given)
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
-    judges = (getattr(module, each, None) for each in ("correct", "figures"))
-    return Task(name, module.WAY, module.items(config, material), *judges)
+    judges = {each: getattr(module, each, None) for each in ("correct", "figures")}
+    return Task(name, module.WAY, module.items(config, material), **judges, by=getattr(module, "BY", ""))
 
 
 def check(asked: Asked) -> None:
@@ -142,34 +143,53 @@ def open_models(directory: Path, base: Path, execution: Execution) -> Models:
     return Models(both, loaded[0], loaded[1], (words[0], words[1]))
 
 
-def material(models: Models, windows: Tensor) -> Material:
-    """Return what tasks make items of."""
-    tokenizer = models.tokenizers[0]
-    config = models.base.config.get_text_config()
-    limits = [lm.max_positions(model.config.get_text_config()) or READING for model in (models.base, models.model)]
+def size_of(asked: Asked) -> Size:
+    """Return how much of each text is scored; of the first one, how much tasks are made of."""
+    size = SIZES[asked.suite or "full"]
+    return Size(asked.seq_len or size.seq_len, asked.max_tokens or size.max_tokens)
+
+
+def material(tokenizer: Any, configs: Sequence[Any], windows: Tensor) -> Material:
+    """Return what tasks make items of; tokenizer: the original's; configs: of the text models, the original's first."""
+    limits = [lm.max_positions(config) or READING for config in configs]
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     special = set(tokenizer.all_special_ids)
     begun: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    begin = [token for token in begun[: begun.index(begun[-1])] if token in special] if begun else []
+    begin = tuple(takewhile(special.__contains__, begun))
     return Material(
         tokenizers.encode_with(tokenizer),
         decode,
-        tuple(begin),
-        min(config.vocab_size, len(tokenizer)),
+        begin,
+        min(configs[0].vocab_size, len(tokenizer)),
         min(limits),
         windows,
     )
 
 
+def tasks_with_items(asked: Asked, stuff: Material) -> Iterator[Task]:
+    """Give the tasks that are asked for, with the settings of the suite.
+
+    Those of the suite that have no items for these models are left out. Raises CalibrationError for one that is named.
+    """
+    named = {each.partition("=")[0] for each in asked.tasks}
+    of_suite = [] if asked.suite is None else tasks_of(asked.suite)
+    for each in (*(name for name in of_suite if name not in named), *asked.tasks):
+        name, _, file = each.partition("=")
+        made = task(name, stuff, asked.suite, **({"file": file} if file else {}))
+        if not made.items and each in asked.tasks:
+            more = "give more text with --text, or a model that reads more"
+            raise CalibrationError(f"task {name} has no items here: {more}")
+        if made.items:
+            yield made
+
+
 def run(directory: Path, base: Path, asked: Asked, execution: Execution, progress: Progress | None = None) -> Result:
     """Measure a model beside its original. Raises CheckpointError, CalibrationError, RecipeError or NumericalError."""
     check(asked)
-    say, start = progress or silent, time.perf_counter()
-    size = SIZES[asked.suite or "full"]
-    size = Size(asked.seq_len or size.seq_len, asked.max_tokens or size.max_tokens)
+    say, start, size = progress or silent, time.perf_counter(), size_of(asked)
     windows = [text_windows([base], text, size.seq_len, size.max_tokens) for text in asked.texts]
     models = open_models(directory, base, execution)
     scored = asked.suite is not None
@@ -177,24 +197,21 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         [_compare(models, text, each, say) for text, each in zip(asked.texts, windows, strict=True)] if scored else []
     )
     floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
-    stuff = material(models, windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long))
-    tasks = [_task(models, each, asked.suite, stuff, say) for each in _all_tasks(asked)]
+    configs = [model.config.get_text_config() for model in (models.base, models.model)]
+    lent = windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long)
+    stuff = material(models.tokenizers[0], configs, lent)
+    tasks = [_task(models, each, stuff, say) for each in tasks_with_items(asked, stuff)]
     found = _findings(models, asked.texts, windows, say) if windows else []
     return Result(
         asked.suite or "tasks",
         base.name,
         tuple(texts),
         floor,
-        tuple(each for each in tasks if each is not None),
+        tuple(tasks),
         tuple(found),
+        tuple(each for each in (kick.books(tasks),) if each),
         time.perf_counter() - start,
     )
-
-
-def _all_tasks(asked: Asked) -> list[str]:
-    named = {each.partition("=")[0] for each in asked.tasks}
-    of_suite = [] if asked.suite is None else tasks_of(asked.suite)
-    return [*(name for name in of_suite if name not in named), *asked.tasks]
 
 
 def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> Comparison:
@@ -229,17 +246,13 @@ def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress)
     }
 
 
-def _task(models: Models, asked: str, suite: str | None, stuff: Material, say: Progress) -> TaskScore | None:
-    """Return the figures of a task; None where it has no items for these models."""
-    name, _, file = asked.partition("=")
-    made = task(name, stuff, suite, **({"file": file} if file else {}))
-    if not made.items:
-        return None
+def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskScore:
+    """Return the figures of a task."""
     outcomes = []
     for which, model in (("original", models.base), ("model", models.model)):
-        say(f"{name}, {which}", 0, 0)
+        say(f"{made.name}, {which}", 0, 0)
         outcomes.append(answers.score(model, made, stuff))
-    return task_scores.summary(name, made.way, outcomes[1], outcomes[0])
+    return task_scores.of_task(made, outcomes[1], outcomes[0])
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

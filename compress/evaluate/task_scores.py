@@ -7,10 +7,11 @@ makes them of our tasks, and another tool's per-item results do as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from compress.evaluate import intervals
-from compress.evaluate.items import Outcome
+from compress.evaluate.items import Outcome, Task
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Paired:
     difference: float  # of accuracies, model - base
     difference_low: float  # 95% interval
     difference_high: float
+    ratio: float | None  # of accuracies, model / base; None where the base has none right
+    ratio_low: float | None  # 95% interval
+    ratio_high: float | None
     lost: int  # items that the original has right and the model wrong
     gained: int  # the other way round
     p_value: float  # exact McNemar test of lost against gained: how likely chance alone is at least as far apart
@@ -32,6 +36,18 @@ class Paired:
     nll_high: float | None
     base_kl: float | None
     figures: Mapping[str, Mapping[str, float | None]]  # name -> base, difference, low and high of its 95% interval
+
+
+@dataclass(frozen=True)
+class Group:
+    """Figures of the items of a task that share a fact, such as the depth of what is asked."""
+
+    value: Any  # of the fact
+    items: int
+    accuracy: float
+    base_accuracy: float
+    nll: float | None  # nats a token of the right answers
+    base_nll: float | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ class TaskScore:
     kl_se: float | None
     paired: Paired | None  # None without a base
     figures: Mapping[str, float] = field(default_factory=dict)  # means of what else a task says: token F1, ROUGE-L
+    by: str = ""  # the fact that `groups` go by; "" without them
+    groups: tuple[Group, ...] = ()  # values ascending
 
 
 def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
@@ -83,6 +101,25 @@ def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Out
     )
 
 
+def of_task(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
+    """Return the figures of a task as `summary` does, and with a base those for each value of the fact `task.by`."""
+    found = summary(task.name, task.way, outcomes, base)
+    return found if base is None else replace(found, by=task.by, groups=groups(task, outcomes, base))
+
+
+def groups(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> tuple[Group, ...]:
+    """Return the figures of a model and of the original for each value of the fact `task.by`; none without one."""
+    if not task.by:
+        return ()
+    values = {item.name: item.facts[task.by] for item in task.items}
+    found = []
+    for value in sorted(set(values.values())):
+        own, theirs = ([each for each in of if values[each.name] == value] for of in (outcomes, base))
+        right, base_right = (sum(each.right for each in of) / len(own) for of in (own, theirs))
+        found.append(Group(value, len(own), right, base_right, _mean(_nll(own)), _mean(_nll(theirs))))
+    return tuple(found)
+
+
 def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Paired:
     by_name = {outcome.name: outcome for outcome in base}
     if by_name.keys() != {outcome.name for outcome in outcomes} or len(by_name) < len(base):
@@ -90,15 +127,20 @@ def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
     pairs = [(by_name[outcome.name], outcome) for outcome in outcomes]
     lost = sum(before.right and not after.right for before, after in pairs)
     gained = sum(after.right and not before.right for before, after in pairs)
+    right = sum(before.right for before, _ in pairs)
     low, high = intervals.paired_shares(lost, gained, len(pairs))
+    ratio_low, ratio_high = intervals.paired_ratio(right - lost + gained, right, right - lost) or (None, None)
     more = [b.nll - a.nll for a, b in pairs if a.nll is not None and b.nll is not None]
     bounds = intervals.interval(more) if more else None
     base_nll, base_kl = _nll(base), _kl(base)
     return Paired(
-        base_accuracy=sum(before.right for before, _ in pairs) / len(pairs),
+        base_accuracy=right / len(pairs),
         difference=(gained - lost) / len(pairs),
         difference_low=low,
         difference_high=high,
+        ratio=(right - lost + gained) / right if right else None,
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
         lost=lost,
         gained=gained,
         p_value=intervals.mcnemar(lost, gained),

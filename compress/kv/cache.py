@@ -347,7 +347,7 @@ def evicting(decoder: Any, settings: CacheSettings, kinds: Collection[str]) -> C
     assert settings.evict is not None, "the caller has checked"
     if getattr(decoder, "num_kv_shared_layers", 0):
         raise RecipeError("kv_cache.evict: layers of this model share keys and values; remove evict")
-    if getattr(plugins.load("evict", settings.evict.method), "PRUNES", False):
+    if settings.evict.prunes:
         return pruned.layers(kinds, settings.evict)
     skipped = {index % decoder.num_hidden_layers for index in settings.skip_layers}
     eviction, count = settings.evict, len(settings.evict.budget.keep_by_layer)

@@ -63,9 +63,9 @@ def attach(
     if not hasattr(model, _METHOD):
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
     settings = cache_settings(settings)
-    made = make_cache(model.config, settings, static)  # for its errors, too
-    blocks.check(model, made)
-    codings = made.codings
+    codings = make_cache(model.config, settings, static).codings  # for its errors, too
+    if settings.evict is not None and settings.evict.prunes and blocks.blocks(model) is None:
+        raise RecipeError(blocks.UNSLICED)
     detach(model)
     use = Use(settings, dict(static or {}), named_path(path or ("fused" if can_read_codes(model) else "decode")))
     use.tried = path is not None

@@ -106,8 +106,7 @@ class Coding:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data, with every default."""
-        config = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.config).items()}
-        return {"method": self.method, **config, **dataclasses.asdict(self.policy)}
+        return {"method": self.method, **plugins.plain(self.config), **dataclasses.asdict(self.policy)}
 
 
 Codings = tuple[dict[str, Coding], ...]  # for each layer of a model: "keys" and "values"
@@ -122,8 +121,7 @@ class Reading:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data, with every default."""
-        config = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.config).items()}
-        return {"method": self.method, **config}
+        return {"method": self.method, **plugins.plain(self.config)}
 
 
 @dataclass(frozen=True)

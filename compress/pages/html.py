@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -80,7 +80,7 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 """
 
 Cell = str | float | int | None
-FIGURE = re.compile(r"[+-]?\d[\d,]*(\.\d+)?%?$")  # text that stands in a table like a number
+FIGURE = re.compile(r"[+-]?\d[\d,]*(\.\d+)?%?\*?$")  # text that stands in a table like a number
 
 
 def page(title: str, lead: str, sections: Sequence[str], data: Any = None) -> str:
@@ -96,7 +96,16 @@ def page(title: str, lead: str, sections: Sequence[str], data: Any = None) -> st
 
 def embedded(data: Any) -> str:
     """Return JSON that may stand inside a script element."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=True).replace("<", "\\u003c")
+    return json.dumps(finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def finite(data: Any) -> Any:
+    """Return JSON values with null for the numbers that JSON does not have: infinity and NaN."""
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def section(title: str, *parts: str) -> str:
@@ -128,7 +137,8 @@ def folded(summary: str, content: str) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
     """Return a table whose columns sort on click; numbers are shown with `digits` digits that count."""
-    is_words = [any(_is_words(row[i]) for row in rows) for i in range(len(columns))]
+    by_column = [[row[i] for row in rows] for i in range(len(columns))]
+    is_words = [any(isinstance(cell, str) and not FIGURE.match(cell) for cell in cells) for cells in by_column]
     head = "".join(
         f'<th scope="col"{_class("words" if words else "")}><button type="button">{escape(name)}</button></th>'
         for name, words in zip(columns, is_words, strict=True)
@@ -141,10 +151,6 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], 
         f'<div class="frame" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}"><table>'
         f"<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
     )
-
-
-def _is_words(value: Cell) -> bool:
-    return isinstance(value, str) and FIGURE.match(value) is None
 
 
 def _cell(value: Cell, words: bool, digits: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compress import process_memory
-from compress.pages import calibrations, html, svg
+from compress.pages import calibrations, html, svg, tasks
 from compress.pages.scatter import Mark, scatter
 from compress.progress import duration
 
@@ -25,7 +25,7 @@ def page(study: Study) -> str:
         _table(study, weights, texts),
         _caches(study, caches, texts),
         calibrations.section(study["cells"], texts),
-        _suites(study),
+        tasks.section([cell for cell in (study["original"], *study["cells"]) if cell is not None]),
         _cost(study["cells"]),
         _failed(study),
         _settings(study),
@@ -146,26 +146,12 @@ def _caches(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str:
 CACHE = ("bytes_per_token", "exact_bytes_per_token", "context")
 
 
-def _suites(study: Study) -> str:
-    """Return the tasks that cells were asked, if there are any."""
-    first = [study["original"]] if study["original"] else []
-    found = [(cell, cell["suites"]) for cell in (*first, *study["cells"]) if cell.get("suites")]
-    rows = [
-        [cell["label"], name, row["task"], row["score"], row.get("se"), row.get("base"), row.get("n")]
-        for cell, suites in found
-        for name, tasks in suites.items()
-        for row in tasks
-    ]
-    names = ("recipe", "suite", "task", "score", "s.e.", "original", "questions")
-    return html.section("Tasks", html.table("Scores by task", names, rows)) if rows else ""
-
-
 def _cost(cells: Sequence[Cell]) -> str:
     """Return time and memory, predicted and measured."""
     if not cells:
         return ""
     names = [
-        *("recipe", "seconds to make", "of them quantizing", "peak, MiB", "predicted", "seconds to score"),
+        *("recipe", "seconds to make", "of them quantizing", "peak, MiB", "predicted", "seconds to score", "of tasks"),
         *("prefill, tokens/s", "decode, tokens/s", "on", "samples", "of tokens"),
     ]
     rows: list[list[html.Cell]] = []
@@ -179,6 +165,7 @@ def _cost(cells: Sequence[Cell]) -> str:
                 cost["quantize_seconds"],
                 *peaks,
                 cost["scoring_seconds"],
+                cost.get("tasks_seconds"),
                 *(speed.get(key) for key in ("prefill_tokens_per_s", "decode_tokens_per_s")),
                 "its own text" if text.get("self_generated") else text.get("source", "no text"),
                 text.get("num_samples"),
@@ -186,7 +173,9 @@ def _cost(cells: Sequence[Cell]) -> str:
             ]
         )
     seconds = {str(row[0]): float(row[1] or 0.0) for row in sorted(rows, key=lambda row: -float(row[1] or 0.0))}
-    whole = sum(seconds.values()) + sum(float(cell["cost"]["scoring_seconds"]) for cell in cells)
+    whole = sum(seconds.values()) + sum(
+        float(cell["cost"].get(key) or 0.0) for cell in cells for key in ("scoring_seconds", "tasks_seconds")
+    )
     resumed = [cell["label"] for cell in cells if cell["cost"]["resumed_blocks"]]
     remark = f"Interrupted, so that the time is of the last part only: {', '.join(resumed)}." if resumed else ""
     return html.section(

@@ -9,6 +9,8 @@ from typing import Any
 from compress.pages import html, svg
 
 Suites = Sequence[Mapping[str, Any]]
+RIGHT = "Right answers beside the original"
+LIKELIHOOD = "Likelihood of the right answers, nats a token"
 
 
 def texts(suites: Suites) -> list[Mapping[str, Any]]:
@@ -41,6 +43,8 @@ def _suite(suite: Mapping[str, Any]) -> str:
         html.paragraph(noise, "faint") if noise else "",
         _texts(suite["texts"]),
         _tasks(suite["tasks"]),
+        *(html.paragraph(f"{each}.") for each in suite["remarks"]),
+        *(_groups(row) for row in suite["tasks"] if row["groups"]),
     )
 
 
@@ -54,28 +58,49 @@ def _texts(rows: Suites) -> str:
 def _tasks(rows: Suites) -> str:
     if not rows:
         return ""
-    names = (
-        *("task", "items", "right", "original", "difference, 95%", "lost", "gained", "McNemar p", "answers changed"),
-        *("NLL", "original", "difference, 95%"),
-    )
-    return html.paragraph(
+    names = "task", "items", "right", "original", "difference, 95%", "lost", "gained", "McNemar p", "answers changed"
+    shown = [[row["task"], row["items"], *_shares(row)] for row in rows]
+    known = [row for row in rows if row["nll"] is not None]
+    losses = [[row["task"], row["nll"], row["paired"]["base_nll"], nll_difference(row["paired"])] for row in known]
+    said = (
         "Right: share of items. Lost and gained: items that only the original, or only the compressed model has right. "
-        "NLL: nats a token of the right answer. An interval that holds 0 shows no difference."
-    ) + html.table("Tasks beside the original", names, [_task(row) for row in rows])
+        "An interval that holds 0 shows no difference."
+    )
+    return (
+        html.paragraph(said)
+        + html.table(RIGHT, names, shown)
+        + (html.table(LIKELIHOOD, ("task", "NLL", "original", "difference, 95%"), losses) if losses else "")
+    )
 
 
-def _task(row: Mapping[str, Any]) -> list[html.Cell]:
+def _shares(row: Mapping[str, Any]) -> list[html.Cell]:
     paired = row["paired"]
-    nll = _bounds(paired["nll_difference"], paired["nll_low"], paired["nll_high"])
-    difference = f"{paired['difference']:+.1%} ({paired['difference_low']:+.1%} to {paired['difference_high']:+.1%})"
     return [
-        *(row["task"], row["items"], f"{row['accuracy']:.1%}", f"{paired['base_accuracy']:.1%}", difference),
+        *(f"{row['accuracy']:.1%}", f"{paired['base_accuracy']:.1%}", difference(paired)),
         *(paired["lost"], paired["gained"], paired["p_value"], f"{paired['all_flips']:.1%}"),
-        *(row["nll"], paired["base_nll"], nll),
     ]
 
 
-def _bounds(value: float | None, low: float | None, high: float | None) -> str | None:
+def _groups(row: Mapping[str, Any]) -> str:
+    names = (row["by"], "items", "right", "original", "NLL", "original")
+    shown = [
+        [
+            *(each["value"], each["items"], f"{each['accuracy']:.1%}", f"{each['base_accuracy']:.1%}"),
+            *(each["nll"], each["base_nll"]),
+        ]
+        for each in row["groups"]
+    ]
+    return html.table(f"{row['task']} by {row['by']}", names, shown)
+
+
+def difference(paired: Mapping[str, Any]) -> str:
+    """Return the difference of the shares of right items with its interval."""
+    return f"{paired['difference']:+.1%} ({paired['difference_low']:+.1%} to {paired['difference_high']:+.1%})"
+
+
+def nll_difference(paired: Mapping[str, Any]) -> str | None:
+    """Return the difference of the likelihood of right answers with its interval; None where it is not known."""
+    value, low, high = (paired[key] for key in ("nll_difference", "nll_low", "nll_high"))
     if value is None:
         return None
     return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} ({low:+.3f} to {high:+.3f})"

@@ -13,7 +13,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH = 720.0  # of a drawing, in its own units
-MARGIN = (14.0, 16.0, 46.0, 64.0)  # above, right, below, left
+MARGIN = (14.0, 16.0, 46.0, 80.0)  # above, right, below, left
 SERIES = 6  # colors of series: --series-0 ...
 MOST_LABELS = 12  # of an axis
 TICK = 4.0

@@ -143,9 +143,8 @@ class Allocation:
     # weights
     cache_bits: tuple[float, ...] = ()  # [bits] offered to the keys and values of each layer; empty: those that the
     # method takes
-    cache_estimator: CacheEstimator = (
-        "kl_one_at_a_time"  # of what errors of the cache cost (compress/allocate/kv_budget.py)
-    )
+    cache_estimator: CacheEstimator = "kl_one_at_a_time"  # of what errors of the cache cost
+    # (compress/allocate/kv_budget.py)
     cache_options: tuple[Mapping[str, Any], ...] = ()  # settings of kv_cache offered to the keys and values of each
     # layer in place of cache_bits: {bits: 2}, {method: lloyd, bits: 3}, {bits: 4, evict: {keep: 0.5}}
     tables: tuple[Scheme | None, ...] = ()  # what the token embeddings and the output head may get, like the sections

@@ -72,12 +72,8 @@ def at_context(
 
 def _stored(config: Any, settings: CacheSettings, context: int) -> list[int]:
     """Return how many tokens each layer of a model stores at a context."""
-    layers = make_cache(config, settings, {}, "fused").layers
-    if settings.evict is None:
-        return [context] * len(layers)
-    evicting = [index for index, layer in enumerate(layers) if not getattr(layer, "is_exempt", True)]
-    later, sink = context - kept_tokens.prompt_of(context), settings.keys.policy.sink
-    return [later + kept_tokens.kept(settings.evict, sink, index, evicting, context) for index in range(len(layers))]
+    later = context - kept_tokens.prompt_of(context)
+    return [later + kept for kept in kept_tokens.by_layer(config, settings, context)]
 
 
 def _layer(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.dtype, context: int) -> Bytes:

@@ -75,7 +75,8 @@ def check(config: Any, settings: CacheSettings) -> Codings:
 
 def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> None:
     """Raise RecipeError where the model does not allow what the settings ask of all layers."""
-    if blocks.drops(caches.make_cache(config, settings)) and not cached.is_sliceable:
+    caches.make_cache(config, settings)  # for its errors
+    if settings.evict is not None and settings.evict.prunes and not cached.is_sliceable:
         raise RecipeError(blocks.UNSLICED)
     if settings.read is not None and not cached.is_fused:
         raise RecipeError(

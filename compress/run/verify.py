@@ -172,8 +172,7 @@ def check_finite(stored: Checkpoint, progress: Progress) -> None:
 
 def check_cache(stored: Checkpoint) -> None:
     """Raise CheckpointError for calibrated tensors of a cache that are not those that config.json speaks of."""
-    packed = stored.config.get("quantization_config")
-    section = packed.get("kv_cache") if isinstance(packed, dict) else None
+    section = kv_config.stored_section(stored.config)
     if section is not None:
         config = open_config(stored.directory)
         settings = kv_config.read(section, len(layer_types(config)))

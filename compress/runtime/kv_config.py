@@ -56,6 +56,12 @@ def plain_section(settings: CacheSettings, layer_count: int) -> dict[str, Any]:
     }
 
 
+def stored_section(config: Mapping[str, Any]) -> Any:
+    """Return the section of a config.json, None without one."""
+    packed = config.get("quantization_config")
+    return packed.get("kv_cache") if isinstance(packed, Mapping) else None
+
+
 def write(directory: Path, settings: CacheSettings, layer_count: int, static: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write calibrated tensors to their file and return the section for config.json."""
     section = plain_section(settings, layer_count)

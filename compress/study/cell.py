@@ -26,8 +26,8 @@ from compress.model import fingerprint, load
 from compress.run.job import Job
 from compress.run.source import resolve
 from compress.storage.checkpoint import read_json
-from compress.study import grid, self_written
-from compress.study.folder import DONE, FAILED, RECIPE, CellFolder, StudyFolder
+from compress.study import grid, self_written, tasks
+from compress.study.folder import DONE, FAILED, RECIPE, CellFolder
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
@@ -76,7 +76,7 @@ def measured(own: CellFolder) -> dict[str, Any]:
     """Return the figures of a cell. Raises CompressError."""
     settings, asked = own.settings, own.asked
     if not asked["has_recipe"]:
-        return _original(settings)
+        return _original(own, settings)
     resolved = dataclasses.replace(recipe.load(str(own.path / RECIPE)), name=asked["name"])
     found = _quantized(own, settings, resolved)
     own_cache = resolved.kv_cache
@@ -93,7 +93,6 @@ def measured(own: CellFolder) -> dict[str, Any]:
         "fallbacks": len(found["fallbacks"]),
         "notes": [note for notes in found["notes"].values() for note in notes][:NOTES],
         "self_check": found["self_check"],
-        "suites": {},
         "cost": {
             "seconds": found["seconds"]["total"],
             "quantize_seconds": found["seconds"]["quantize"],
@@ -104,6 +103,8 @@ def measured(own: CellFolder) -> dict[str, Any]:
             "scoring_peak": process_memory.measured_peak(),
         },
     }
+    figures["suites"], seconds = tasks.measured(own.study, settings, own.checkpoint) if resolved.packs else ({}, None)
+    figures["cost"]["tasks_seconds"] = seconds
     return {**figures, "speed": _speed(own.checkpoint, settings)}
 
 
@@ -122,7 +123,7 @@ def _quantized(own: CellFolder, settings: Settings, resolved: Recipe) -> dict[st
         seed=settings.seed,
         pack=resolved.packs,
     )
-    self_written.put(StudyFolder(own.path.parent.parent), job)
+    self_written.put(own.study, job)
     return api.quantize(job)
 
 
@@ -150,7 +151,7 @@ def _scores(directory: Path, settings: Settings, text: str, has_cache: bool) -> 
     return {**dataclasses.asdict(through), "cache_read": read.text}
 
 
-def _original(settings: Settings) -> dict[str, Any]:
+def _original(own: CellFolder, settings: Settings) -> dict[str, Any]:
     """Return the figures of the model as it is."""
     directory = resolve(settings.model)
     checkpoint = open_checkpoint(directory)
@@ -163,7 +164,11 @@ def _original(settings: Settings) -> dict[str, Any]:
         )
         for text in settings.texts
     ]
-    seconds = round(time.monotonic() - begun, 2)
+    cost = {
+        "scoring_seconds": round(time.monotonic() - begun, 2),
+        "scoring_peak": process_memory.measured_peak(),
+    }
+    suites, cost["tasks_seconds"] = tasks.measured(own.study, settings, None)
     return {
         "is_cache_only": False,
         "purpose": "Original",
@@ -171,8 +176,8 @@ def _original(settings: Settings) -> dict[str, Any]:
         "parameters": sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values()),
         "positions": load.max_positions(load.load_config(directory)),
         "texts": texts,
-        "suites": {},
-        "cost": {"scoring_seconds": seconds, "scoring_peak": process_memory.measured_peak()},
+        "suites": suites,
+        "cost": cost,
         "speed": _speed(directory, settings),
     }
 

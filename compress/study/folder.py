@@ -7,6 +7,7 @@
     DIR/cells/KEY/cell.json   the result, or why there is none; written last
     DIR/cells/KEY/log         what the cell's process has printed
     DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
+    DIR/answers/TASK.json     what the original has answered, where tasks are asked; DIR/answers/lock
     DIR/study.json, study.csv, study.html
 
 Locks are those of the kernel (flock): they end with their process, so that nothing stale is left by one that was
@@ -20,20 +21,26 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from compress import recipe
 from compress.errors import CheckpointError, OutputError
+from compress.evaluate.items import Outcome
 from compress.storage.checkpoint import read_json, write_text
+from compress.storage.json_text import LINES, NUMBER, SOME
 from compress.storage.workdir import WorkDirectory, writing
 from compress.study import grid
 from compress.study.grid import Cell, Settings
 
 ASKED, RECIPE, RESULT, LOG, CHECKPOINT = "asked.json", "recipe.yaml", "cell.json", "log", "checkpoint"
 DONE, FAILED = "done", "failed"
+OUTCOME: Any = {
+    **{"name": LINES, "chosen": LINES, "right": (bool,), "right_by_bytes": (bool, type(None))},
+    **{"nll": SOME, "tokens_right": SOME, "kl": SOME, "figures": {str: NUMBER}},
+}
 
 
 class StudyFolder(WorkDirectory):
@@ -46,6 +53,7 @@ class StudyFolder(WorkDirectory):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "cells")
+        self.answered = folder / "answers"
 
     def open(self, identity: dict[str, Any]) -> None:
         """Make the directory, or check that the study in it is this one. Raises OutputError."""
@@ -75,6 +83,28 @@ class StudyFolder(WorkDirectory):
         """Return the folders of all cells that were ever asked for, by name."""
         return [CellFolder(path.parent) for path in sorted(self.records.glob(f"*/{ASKED}"))]
 
+    @contextmanager
+    def locked_answers(self) -> Iterator[None]:
+        """Hold the lock of the original's answers, once it is free."""
+        with writing(self.answered):
+            self.answered.mkdir(exist_ok=True)
+        with (self.answered / "lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def answers(self, task: str) -> list[Outcome] | None:
+        """Return what the original has answered in a task; None before it was asked. OutputError if damaged."""
+        path = self.answered / f"{task}.json"
+        if not path.is_file():
+            return None
+        return [Outcome(**outcome) for outcome in self._read(path, {"outcomes": [OUTCOME]})["outcomes"]]
+
+    def keep_answers(self, task: str, outcomes: Sequence[Outcome]) -> None:
+        """Write what the original has answered in a task, whole or not at all."""
+        kept = {"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
+        with writing(self.answered):
+            write_text(self.answered / f"{task}.json", json.dumps(kept) + "\n")
+
     def ask(self, cell: Cell, settings: Settings, identity: dict[str, Any]) -> CellFolder:
         """Return the folder of a cell, with what is asked of it written down."""
         folder = self.cell(cell.key(identity))
@@ -94,6 +124,11 @@ class CellFolder:
         self.path, self.key = path, path.name
 
     @property
+    def study(self) -> StudyFolder:
+        """The study that the cell is of."""
+        return StudyFolder(self.path.parent.parent)
+
+    @property
     def asked(self) -> dict[str, Any]:
         """What the cell is: name, label, overrides, calib, cost, has_recipe, and `settings`."""
         return self._read(ASKED)
@@ -102,7 +137,7 @@ class CellFolder:
     def settings(self) -> Settings:
         """What the cell shares with the others."""
         values = self.asked["settings"]
-        return Settings(**{**values, "texts": tuple(values["texts"])})
+        return Settings(**{**values, **{name: tuple(values.get(name, ())) for name in ("texts", "tasks")}})
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -152,8 +187,17 @@ class CellFolder:
 
 
 def identity(settings: Settings, model: str) -> dict[str, Any]:
-    """Return what all cells of a study share and what decides their figures; model: its fingerprint."""
+    """Return what all cells of a study share and what decides their figures; model: its fingerprint.
+
+    A suite and tasks stand in it only where they are asked for: cells without them keep their names.
+    """
+    parts = [each.partition("=") for each in settings.tasks]
+    asked = {
+        "suite": settings.suite,
+        "tasks": sorted(f"{name}{sign}{grid.hashed(file)}" for name, sign, file in parts),
+    }
     return {
+        **{key: value for key, value in asked.items() if value},
         "version": grid.VERSION,
         "model": model,
         "texts": [grid.hashed(text) for text in settings.texts],

@@ -46,6 +46,8 @@ class Settings:
     max_memory: int | None = None  # [bytes] limit of each cell's process; decides no figure
     keep: bool = False  # whether checkpoints stay after scoring; decides no figure
     speed: bool = False  # whether each checkpoint is timed, too; decides no other figure
+    suite: str | None = None  # whose tasks are asked: "quick" or "full"
+    tasks: tuple[str, ...] = ()  # more tasks: NAME, or NAME=FILE for one that reads a file
 
 
 @dataclass(frozen=True)

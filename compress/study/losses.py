@@ -88,7 +88,9 @@ def read(path: Path) -> Known:
     caches: dict[str, Loss] = {}
     for cell in found["cells"]:
         is_plain = all(each.startswith(CALIBRATION) for each in cell["overrides"])
-        row = next((each for each in cell["texts"] if each.get("text") == text and "kl_mean" in each), None)
+        row = next(
+            (each for each in cell["texts"] if each.get("text") == text and each.get("kl_mean") is not None), None
+        )
         if cell["name"] in names and is_plain and row is not None:
             kept = caches if cell.get("is_cache_only") else losses
             loss = _loss(cell, row)

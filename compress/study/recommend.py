@@ -1,7 +1,9 @@
 """Choose recipes for a model that has to fit a size: the best quality, the best trade, and the smallest sensible one.
 
-Sizes are exact: each recipe is planned on the model that is asked about. Losses are those of a study, mostly of another
-model; they say which recipe is better than which, and roughly by what factor, not what this model will lose.
+Sizes of weights are exact: each recipe is planned on the model that is asked about. That of a cache which needs
+calibration is an estimate, the share of an exact cache that it had in the study. Losses are those of a study,
+mostly of another model; they say which recipe is better than which, and roughly by what factor, not what this model
+will lose.
 
 With a context the cache of so many tokens counts, too: exact, or by each recipe for the cache alone on the frontier of
 the study, whose loss is added to that of the weights.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ from typing import Any
 import yaml
 
 from compress import recipe
-from compress.errors import CompressError
+from compress.errors import CompressError, RecipeError
 from compress.importers import open_checkpoint
+from compress.kv.settings import cache_settings
 from compress.model import fingerprint
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, silent
@@ -128,11 +132,20 @@ def command(asked: Asked, choice: Choice) -> list[str]:
     words = ["compress", "quantize", asked.job.model, "--recipe", choice.recipe]
     words += ["--calib", asked.job.calib] if asked.job.calib is not None else []
     if choice.cache is not None:
-        settings = recipe.load(choice.cache).kv_cache
-        assert settings is not None, "it is a recipe of the cache"
-        said = yaml.safe_dump(settings.plain(), default_flow_style=True, sort_keys=False, width=10**6).strip()
+        said = yaml.safe_dump(shortest(choice.cache), default_flow_style=True, sort_keys=False, width=10**6).strip()
         words += ["--set", f"kv_cache={said}"]
     return words
+
+
+def shortest(name: str) -> dict[str, Any]:
+    """Return the kv_cache of a built-in recipe without the keys that say only what is the default."""
+    found: dict[str, Any] = yaml.safe_load(recipe.text(name))["kv_cache"]
+    meant = cache_settings(found)
+    for key in list(found):
+        less = {other: value for other, value in found.items() if other != key}
+        with suppress(RecipeError):  # of a key that must be given
+            found = less if cache_settings(less) == meant else found
+    return found
 
 
 def with_cache(choice: Choice) -> Recipe:

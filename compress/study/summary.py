@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.calib.documents import source_name
+from compress.pages import html, tasks
 from compress.pages import study as page
 from compress.storage.checkpoint import write_text
 from compress.storage.workdir import writing
@@ -24,6 +25,7 @@ from compress.study.folder import DONE, StudyFolder
 JSON, CSV, PAGE = "study.json", "study.csv", "study.html"
 SCORES = ("text", "tokens", "kl_mean", "kl_se", "kl_p99", "same_top1", "perplexity", "base_perplexity")
 COST = ("seconds", "quantize_seconds", "predicted_peak", "measured_peak", "scoring_seconds", "scoring_peak")
+TASK = ("score", "se", "n", "p_value")  # columns of each task that was asked, its name before
 COLUMNS = (
     *("label", "name", "overrides", "status", "purpose", "bpw", "whole_bpw", "nbytes", "cache_bytes_per_token"),
     *SCORES,
@@ -38,10 +40,11 @@ def write(folder: StudyFolder) -> dict[str, Any]:
     """Write the files of a study and return what study.json holds."""
     with writing(folder.folder), folder.locked():
         found = gather(folder)
-        write_text(folder.folder / JSON, json.dumps(found, indent=1) + "\n")
+        plain: dict[str, Any] = html.finite(found)
+        write_text(folder.folder / JSON, json.dumps(plain, indent=1, allow_nan=False) + "\n")
         write_text(folder.folder / CSV, table(found))
         write_text(folder.folder / PAGE, page.page(found))
-    return found
+    return plain
 
 
 def gather(folder: StudyFolder) -> dict[str, Any]:
@@ -125,12 +128,18 @@ def loss(cell: Result, text: str) -> float | None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Return CSV with a row for each cell and text; bytes, seconds, nats a token."""
+    """Return CSV with a row for each cell and text; bytes, seconds, nats a token.
+
+    Tasks have columns of their own, TASK_score and so on, where any were asked; they stand in each row of a cell.
+    """
     stream = io.StringIO()
-    rows = csv.DictWriter(stream, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    rows.writeheader()
     first = [found["original"]] if found["original"] else []
-    for cell in (*first, *found["cells"], *found["failed"]):
+    cells = (*first, *found["cells"], *found["failed"])
+    asked = dict.fromkeys(row["task"] for cell in cells for row in tasks.rows(cell))
+    columns = (*COLUMNS, *(f"{task}_{key}" for task in asked for key in TASK))
+    rows = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
+    rows.writeheader()
+    for cell in cells:
         calibration = cell.get("calibration") or {}
         plain = {
             **cell,
@@ -140,10 +149,17 @@ def table(found: Mapping[str, Any]) -> str:
             "seq_len": calibration.get("seq_len"),
             **(cell.get("cost") or {}),
             **(cell.get("speed") or {}),
+            **_tasks(cell),
         }
         for row in cell.get("texts") or [{}]:
             rows.writerow({**plain, **{key: row.get(key) for key in SCORES}})
     return stream.getvalue()
+
+
+def _tasks(cell: Result) -> dict[str, Any]:
+    """Return what the columns of tasks hold; the original has no p_value."""
+    found = [(row["task"], {**row, **(row["paired"] or {})}) for row in tasks.rows(cell)]
+    return {f"{task}_{key}": row.get(key) for task, row in found for key in TASK}
 
 
 def _cache_size(cell: Result) -> float:

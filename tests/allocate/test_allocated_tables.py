@@ -155,6 +155,7 @@ def test_budgets_are_kept(bpw: float, measured: tuple[str, Path, Measurements]) 
     assert found.numel == sum(unit.numel for unit in found.units) and found.bpw(result.choice) <= bpw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["3.4bpw", "5.5bpw", "60KiB"])
 def test_the_checkpoint_has_the_bytes_of_the_choice(
     target: str, measured: tuple[str, Path, Measurements], tmp_path: Path
@@ -179,6 +180,7 @@ def test_the_checkpoint_has_the_bytes_of_the_choice(
     assert (written.embeddings is None) == (name == "llama_tied" or NAMES[name][0] not in rows), sections
 
 
+@pytest.mark.slow
 def test_a_killed_measurement_goes_on(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +300,7 @@ def test_in_a_rotated_basis_both_tables_are_units(pico_dir: Callable[..., Path],
     assert kept == [0, 0] and all(0 < kl < 1e-2 for kl in nearly), "at 8 bits nearly the original"
 
 
+@pytest.mark.slow
 def test_a_cache_shares_the_target_with_tables(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     text = RECIPE + "kv_cache: {method: kivi, bits: 2, sink: 2, residual_length: 16, flush: 8}\n"
     overrides = ("allocate.target=90KiB", "allocate.context=64", "allocate.cache_bits=[2, 4]", "calibration.seq_len=96")
@@ -307,6 +310,7 @@ def test_a_cache_shares_the_target_with_tables(pico_dir: Callable[..., Path], tm
     assert api.quantize(job)["nbytes"]["total"] == facts["nbytes"] - facts["cache"]["nbytes"]
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_a_target_counts(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     model, out, file = pico_dir("llama"), tmp_path / "out", tmp_path / "mine.yaml"
     file.write_text(RECIPE)

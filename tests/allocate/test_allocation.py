@@ -215,6 +215,7 @@ def test_rules_decide_before_the_allocation(model: Path, tmp_path: Path) -> None
     assert result["bpw"] == pytest.approx(decided.allocation["bpw"])  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_killed_measurement_goes_on_to_the_same_bytes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

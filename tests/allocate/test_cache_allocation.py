@@ -110,6 +110,7 @@ def taken(out: Path) -> tuple[int, int]:
     return stored, held.total + held.static
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["kivi, group_size: 8", "pca, unit: 4"])
 def test_weights_and_cache_stay_within_the_target(method: str, model: Path, tmp_path: Path) -> None:
     asked = words(model, tmp_path, RECIPE.replace("METHOD", method))
@@ -130,6 +131,7 @@ def test_weights_and_cache_stay_within_the_target(method: str, model: Path, tmp_
     assert len({bpw for bpw, _ in kinds}) > 1 and len({held for _, held in kinds}) > 1  # both give way
 
 
+@pytest.mark.slow
 def test_a_recipe_of_the_cache_alone(model: Path, tmp_path: Path) -> None:
     text = RECIPE.replace("METHOD", "kivi, group_size: 8").replace("quantize:", "#")
     text = text.replace("{samples: 2, options: [{bits: 2}, {bits: 4}, {bits: 8}], ", "{context: 250, ")

@@ -235,6 +235,7 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
 
 
+@pytest.mark.slow
 def test_any_number_of_processes(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     directory = pico_dir("llama")
     asked = assignments(everything(directory), 6)

@@ -206,6 +206,7 @@ def test_deterministic_however_it_is_measured(tmp_path: Path, config: Config) ->
     assert evolve.allocate(other.problem(3.3), config, other).trace != results[0].trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, replace(PUBLISHED, generations=6, offspring=16, tokens=(64, 64, 128))])
 @pytest.mark.parametrize("calls", [0, 1, 2, 9, 12])
 def test_a_killed_search_ends_like_any_other(tmp_path: Path, config: Config, calls: int) -> None:

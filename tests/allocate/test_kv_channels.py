@@ -45,6 +45,7 @@ LISTED: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", LISTED)
 def test_a_budget_gives_layers_different_channels(method: str) -> None:
     settings, listed = cache_settings(RECIPE), [*LISTED[method], {"bits": 8}]

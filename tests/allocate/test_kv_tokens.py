@@ -161,6 +161,7 @@ SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_bytes_are_those_of_a_cache_that_is_filled(name: str) -> None:
     """Whether the context is as long as what was measured, shorter or longer."""
@@ -268,6 +269,7 @@ def test_options_that_cannot_be(settings: dict[str, Any], listed: list[dict[str,
         ({"decode": True}, "set decode: false"),
         ({"heads": "ada"}, "set equal or shared"),
         ({"layers": "pyramid"}, "set layers: equal in place of pyramid"),
+        ({"method": "lazyllm"}, "lazyllm drops tokens for all layers behind one; choose another method"),
     ],
 )
 def test_evictions_whose_bytes_are_not_known(evict: dict[str, Any], message: str) -> None:
@@ -298,6 +300,7 @@ def asked(model: Path, folder: Path, name: str) -> list[str]:
     return [str(model), "--recipe", str(path), "--calib", str(TEXT), "--measurements", str(folder / name), "--json"]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     """A checkpoint whose layers keep different shares, in the bytes that were said; the same after an interruption."""
     model = save_pico("llama", tmp_path / "m")

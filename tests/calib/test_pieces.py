@@ -95,7 +95,7 @@ def test_a_long_document_gives_the_same_tokens(
     assert torch.equal(token_windows(source, tokenizer, 1, 4096)[0], whole)
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize("write", [write_jsonl, pytest.param(write_parquet, marks=pytest.mark.slow)])
 def test_a_long_document_takes_bounded_memory(write: Callable[[Path, list[str]], Path], tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the system does not measure the peak of a part of a run")

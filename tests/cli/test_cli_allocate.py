@@ -126,6 +126,7 @@ def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path) -> No
     assert result.code == 1 and one_line(result).endswith("give another --report")
 
 
+@pytest.mark.slow
 def test_a_plan_measures_nothing(words: list[str], tmp_path: Path) -> None:
     """It says what measuring would take, and how; the command that it prints makes the next plan complete."""
     folder = tmp_path / "none"
@@ -157,6 +158,7 @@ def test_a_plan_without_data(words: list[str], tmp_path: Path) -> None:
     assert planned["plan"] == after["plan"] and planned["bpw"] == after["bpw"] <= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from compress.errors import CompressError, UnsupportedModelError
+from compress.evaluate import saved_cache
+from compress.kv.settings import cache_settings
+from compress.runtime import kv_config
 from pico import save_pico
 from runs import cli, one_line
 
@@ -33,6 +39,30 @@ def test_a_saved_prompt_is_continued_as_the_prompt_itself(model: Path, tmp_path:
         from_file = cli("kv", "load", str(model), str(out), "--prompt", more, "--max-new-tokens", "8")
         assert (from_file.code, own.code) == (0, 0), (from_file, own)
         assert from_file.out == own.out
+
+
+def test_what_cannot_be_saved_is_refused_before_the_model_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((made / "config.json").read_text())
+    settings = cache_settings({"method": "kivi", "evict": {"method": "knorm", "keep": 0.5}})
+    section = kv_config.plain_section(settings, config["num_hidden_layers"])
+    packed = {**config, "quantization_config": {"quant_method": "compress", "kv_cache": section}}
+    (made / "config.json").write_text(json.dumps(packed))
+
+    def loaded(*args: Any) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(saved_cache.lm, "load_model", loaded)
+    out = tmp_path / "x.kv"
+    with pytest.raises(UnsupportedModelError, match="layer 0 of the cache evicts tokens"):
+        saved_cache.save(made, PROMPT, out, "standard")
+    with pytest.raises(CompressError, match="positions; ask for fewer"):
+        saved_cache.save(model, PROMPT * 100, out, "standard")
+    with pytest.raises(AssertionError, match="is loaded"):  # all is well
+        saved_cache.save(model, PROMPT, out, "standard")
+    assert not out.exists()
 
 
 def test_wrong_input_is_one_line(model: Path, tmp_path: Path) -> None:

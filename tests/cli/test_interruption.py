@@ -102,6 +102,7 @@ def ended(pid: int, seconds: float = 20) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_child_processes_end_with_the_run(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """In the middle of their work, and right after their start when the run itself is killed; measuring then goes on.

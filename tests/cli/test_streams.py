@@ -23,6 +23,7 @@ def shell(line: str, **variables: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_nobody_reads_the_output() -> None:
     for more in ({}, {"PYTHONUNBUFFERED": "1"}):
         reader, writer = os.pipe()
@@ -33,6 +34,7 @@ def test_nobody_reads_the_output() -> None:
         assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_under_the_output() -> None:
     for more in ({}, {"PYTHONUNBUFFERED": "1"}):

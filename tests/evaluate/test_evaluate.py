@@ -205,6 +205,7 @@ def test_documents_are_scored_as_they_are_calibrated_on(base: Path, text: Path, 
     )
 
 
+@pytest.mark.slow
 def test_the_trained_model_predicts_books() -> None:
     """16 windows; 128 of them give 47.408."""
     found = evaluate(BOOKS, HELDOUT, max_tokens=16 * 512)

@@ -31,6 +31,15 @@ def test_means_over_windows(count: int, spread: float) -> None:
     assert covered([within(intervals.interval(row), math.exp(spread**2 / 2)) for row in drawn])
 
 
+@pytest.mark.parametrize("others", [0, 1, 3, 6])
+def test_means_of_nearly_equal_values(others: int) -> None:
+    """Differences of a figure that few items change: resamples without any of them have no spread."""
+    values = [0.0] * (100 - others) + [-0.5] * others
+    mean, error = intervals.mean_error(values)
+    width = 1.9842 * (error or 0)  # Student's t with 99 degrees
+    assert intervals.interval(values) == pytest.approx((mean - width, mean + width), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("count", "low", "high"), [(10, 0.2, 0.8), (10, 0, 0.2), (20, 0.9, 1), (32, 0, 0.1), (200, 0, 1)]
 )
@@ -57,6 +66,21 @@ def test_paired_differences_of_shares(count: int, most_lost: float, most_gained:
         )
         hits.append(within(bounds, gained - lost))
     assert covered(hits)
+
+
+@pytest.mark.parametrize("count", [50, 200])
+@pytest.mark.parametrize(("base", "kept", "gained"), [(0.5, 0.9, 0.05), (0.3, 0.6, 0.02), (0.8, 0.97, 0.3)])
+def test_paired_ratios_of_shares(count: int, base: float, kept: float, gained: float) -> None:
+    """base: share that the original has right; kept, gained: shares of these, and of the others, right in the model."""
+    draw, hits = random.Random(count), []
+    truth = (base * kept + (1 - base) * gained) / base
+    for _ in range(RUNS):
+        before = [draw.random() < base for _ in range(count)]
+        after = [draw.random() < (kept if right else gained) for right in before]
+        both = sum(a and b for a, b in zip(before, after, strict=True))
+        hits.append(within(intervals.paired_ratio(sum(after), sum(before), both), truth))
+    assert covered(hits)
+    assert intervals.paired_ratio(3, 0, 0) is None
 
 
 def test_standard_errors() -> None:

@@ -85,7 +85,7 @@ def test_retrieval_cuts_the_evidence(tmp_path: Path) -> None:
     assert task.items[0].context == QUESTION["evidence"][:3072] + "\n\nQuestion: Who wrote Emma?\nAnswer:"
     assert closed.items[0].context == "Question: Who wrote Emma?\nAnswer:"
     small = made("kick_open_book", file, positions=300).items[0]
-    assert len(small.context) + 32 <= 300 and small.context.endswith("Emma?\nAnswer:") and small.facts["evidence"] > 150
+    assert 200 < len(small.context) <= 300 - 32 and small.context.endswith("Emma?\nAnswer:")
     for each in (task, closed):
         assert each.correct(each.items[0], " Austen\nBronte") and not each.correct(each.items[0], "Bronte\nAusten")
         assert each.figures(each.items[0], "Jane Bronte\nAusten") == {"token_f1": pytest.approx(0.5)}
@@ -142,10 +142,27 @@ def test_bad_lines(name: str, row: Any, said: str, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=f"name one with questions, {name}=FILE"):
         made(name, "")
+    with pytest.raises(RecipeError, match="count -1 is negative"):
+        made(name, "questions.jsonl", count=-1)
     with pytest.raises(CalibrationError, match="cannot read the questions"):
         made(name, str(tmp_path / "nowhere"))
     with pytest.raises(CalibrationError, match="has no questions"):
         made(name, lines(tmp_path / "empty.jsonl", ""))
+
+
+def test_both_books_in_one_line() -> None:
+    """12 questions: the model loses half of what the original knows, and nothing with the evidence in front."""
+
+    def scored(name: str, base: int, model: int) -> task_scores.TaskScore:
+        outcomes = [[Outcome(str(i), i < right, "") for i in range(12)] for right in (model, base)]
+        return task_scores.summary(name, "written", *outcomes)
+
+    closed, opened = scored("kick_closed_book", 8, 4), scored("kick_open_book", 10, 10)
+    said = kick.books([opened, closed])
+    assert closed.paired is not None and "with the book closed, 1.00 (" in said and "with it open" in said
+    low, high = closed.paired.ratio_low or 9, closed.paired.ratio_high or 0
+    assert f"0.50 ({low:.2f} to {high:.2f}) with the book closed" in said and low < 0.5 < high
+    assert kick.books([closed]) == kick.books([scored("kick_closed_book", 0, 1), opened]) == ""
 
 
 def test_figures_are_paired() -> None:

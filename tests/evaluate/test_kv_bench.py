@@ -243,6 +243,7 @@ def test_recipes_that_do_not_fit_are_left_out_unless_they_are_named(
         bench.bench(directory, asked, execution)
 
 
+@pytest.mark.slow
 def test_without_names_all_recipes_that_fit_are_compared(pico_dir: Callable[..., Path]) -> None:
     words = ["--text", str(TEXT), "--calib", str(TEXT), "--context", "256", "--max-tokens", "600", "--device", "cpu"]
     quick = ["--no-speed", "--no-equal-bytes", "--json"]

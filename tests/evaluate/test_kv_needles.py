@@ -150,6 +150,7 @@ def test_only_the_last_logits_are_asked_for(model: PreTrainedModel, monkeypatch:
     torch.testing.assert_close(caches[0].layers[1].keys, caches[1].layers[1].keys)
 
 
+@pytest.mark.slow
 def test_the_command_shows_them(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text("description: d\nkv_cache: {method: kivi, bits: 2, residual_length: 0, flush: 4, sink: 0}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 
 from compress.cli.app import app
 from compress.evaluate import record, sampling, sampling_advice, sampling_runs, sampling_text
-from compress.evaluate.sampling_filters import Setting
+from compress.evaluate.sampling_filters import Setting, dense, kept, ordered
+from compress.evaluate.sampling_runs import Named
 from compress.evaluate.sampling_temperature import Recommendation
 from compress.pages import sampling as page
 from pico import pico_tokenizer
@@ -59,7 +61,7 @@ def test_draws_follow_the_filtered_law(half: int) -> None:
     """Both couplings draw from the same law; the rows have the same logits."""
     rows, setting = 3000, Setting(0.8, top_k=3)
     logits = torch.tensor([0.3, 1.0, -0.5, 0.9, 0.1]).expand(2 * rows, 5)
-    drawn = sampling_runs.CoupledDraw("m", setting, 2 * rows, 7)(torch.zeros(2 * rows, 1), logits).argmax(-1)
+    drawn = sampling_runs.CoupledDraw("m", [setting], 2 * rows, 7)(torch.zeros(2 * rows, 1), logits).argmax(-1)
     counts = torch.bincount(drawn[half * rows : (half + 1) * rows], minlength=5).double() / rows
     law = torch.tensor([0.3, 1.0, -torch.inf, 0.9, -torch.inf]).div(0.8).softmax(-1).double()
     assert float((counts - law).abs().max()) < 4.5 * math.sqrt(0.25 / rows) and counts[2] == counts[4] == 0
@@ -68,10 +70,10 @@ def test_draws_follow_the_filtered_law(half: int) -> None:
 def test_draws_do_not_depend_on_the_number_of_rows_or_on_filters() -> None:
     """A row has its own numbers; a filter that keeps everything changes none of them."""
     logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
-    draws = [sampling_runs.CoupledDraw("m", Setting(1.0, top_k=k), 4, 3) for k in (0, 11)]
+    draws = [sampling_runs.CoupledDraw("m", [Setting(1.0, top_k=k)], 4, 3) for k in (0, 11)]
     for _ in range(5):
         assert torch.equal(*(draw(torch.zeros(4, 1), logits) for draw in draws))
-    again = sampling_runs.CoupledDraw("m", Setting(1.0), 4, 4)
+    again = sampling_runs.CoupledDraw("m", [Setting(1.0)], 4, 4)
     assert again.generators[0].initial_seed() != draws[0].generators[0].initial_seed()
 
 
@@ -90,18 +92,83 @@ def models(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return directory, base
 
 
-def test_reverse_kl_is_the_mean_of_its_samples(models: tuple[Path, Path]) -> None:
-    loaded = [AutoModelForCausalLM.from_pretrained(each).eval() for each in models]
+@pytest.fixture(scope="module")
+def loaded(models: tuple[Path, Path]) -> list[Named]:
+    return [Named(each.name, AutoModelForCausalLM.from_pretrained(each).eval()) for each in models]
+
+
+def test_reverse_kl_is_the_mean_of_its_samples(loaded: list[Named]) -> None:
     prompts = torch.arange(6).view(3, 2)
-    setting = Setting(0.9, top_p=0.8)
-    found = sampling_runs.sampled(loaded, ["m", "b"], prompts, 30, (256,), setting, 0)
+    (found,) = sampling_runs.sampled(loaded, prompts, 30, (256,), [Setting(0.9, top_p=0.8)], 0)
     own = found.model
     assert own.reverse_kl_se is not None
     assert abs(own.base_nll - own.entropy - own.reverse_kl) < 0.15 * own.base_nll  # the estimate from 180 tokens
     assert own.reverse_kl > 0 and found.base.reverse_kl > 0  # of the base: what the filter cuts off
-    same = sampling_runs.sampled([loaded[1], loaded[1]], ["b", "b"], prompts, 12, (), Setting(1.0), 0)
+    (same,) = sampling_runs.sampled([loaded[1], loaded[1]], prompts, 12, (), [Setting(1.0)], 0)
     assert same.same_cdf == same.same_gumbel == same.model.length == 12
     assert same.model.reverse_kl == pytest.approx(0, abs=1e-9) and same.model == same.base
+
+
+SOME = [Setting(0.7), Setting(1.1, top_k=5), Setting(1.0, top_p=0.9), Setting(1.3, min_p=0.05)]
+
+
+def one_by_one(models: list[Named], prompts: torch.Tensor, stop: int, setting: Setting) -> list[list[list[int]]]:
+    """What each model writes, a row and a token at a time, without a cache; rows of uniform numbers first."""
+    texts = []
+    for _, model in models:
+        rows = []
+        for row, prompt in enumerate(prompts.repeat(2, 1)):
+            numbers, ids = sampling_runs._generator(3, row), prompt.tolist()
+            while len(ids) < len(prompt) + 14 and ids[-1] != stop:
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1:]
+                log_probs = dense(kept(ordered(logits), setting), logits.shape[1]).log_probs[0]
+                if row < len(prompts):
+                    uniform = float(torch.rand(1, dtype=torch.float64, generator=numbers))
+                    ids.append(int((log_probs.exp().cumsum(0) <= uniform).sum()))
+                else:
+                    noise = torch.rand(len(log_probs), dtype=torch.float64, generator=numbers)
+                    ids.append(int((log_probs - (-noise.log()).log()).argmax()))
+            rows.append(ids[len(prompt) :])
+        texts.append(rows)
+    return texts
+
+
+def sums(own: Any, base: Any, prompt: list[int], tokens: list[int], setting: Setting) -> list[float]:
+    """Entropy, negative log-likelihood by the base, and reverse KL of a continuation, position by position."""
+    found = [0.0, 0.0, 0.0]
+    for i, token in enumerate(tokens):
+        with torch.no_grad():
+            each = [model(input_ids=torch.tensor([prompt + tokens[:i]])).logits[0, -1:] for model in (own, base)]
+        q = dense(kept(ordered(each[0]), setting), each[0].shape[1]).log_probs[0].exp().tolist()
+        p = (each[1][0].double() / setting.temperature).softmax(-1).tolist()
+        found[0] -= sum(x * math.log(x) for x in q if x)
+        found[1] -= math.log(p[token])
+        found[2] += sum(x * math.log(x / y) for x, y in zip(q, p, strict=True) if x)
+    return found
+
+
+def test_rows_of_all_settings_are_written_as_one_by_one(loaded: list[Named], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings together, one after the other, and token by token write the same and read the same."""
+    prompts, stop = torch.arange(9).view(3, 3), 198
+    seen: list[Any] = []
+    compared = sampling_runs._compared
+    monkeypatch.setattr(sampling_runs, "_compared", lambda *given: (seen.append(given[2]), compared(*given))[1])
+    together = sampling_runs.sampled(loaded, prompts, 14, (stop,), SOME, 3)
+    expected = [one_by_one(loaded, prompts, stop, setting) for setting in SOME]
+    assert seen == expected and any(len(row) < 14 for each in expected for row in each[0])
+    for found, setting, (texts, _) in zip(together, SOME, expected, strict=True):
+        start = prompts.repeat(2, 1).tolist()
+        rows = [sums(*(m for _, m in loaded), *each, setting) for each in zip(start, texts, strict=True)]
+        means = [sum(column) / sum(map(len, texts)) for column in zip(*rows, strict=True)]
+        own = found.model
+        assert [own.entropy, own.base_nll, own.reverse_kl] == pytest.approx(means, rel=1e-4, abs=1e-6)
+    monkeypatch.setattr(sampling_runs, "WRITING_NBYTES", 1)
+    for found, alone in zip(together, sampling_runs.sampled(loaded, prompts, 14, (stop,), SOME, 3), strict=True):
+        assert (found.same_cdf, found.same_gumbel, found.filters) == (alone.same_cdf, alone.same_gumbel, alone.filters)
+        for a, b in ((found.model, alone.model), (found.base, alone.base)):
+            assert dataclasses.astuple(a)[:5] == dataclasses.astuple(b)[:5]
+            assert a.reverse_kl == pytest.approx(b.reverse_kl, rel=1e-5, abs=1e-9)
 
 
 def run(*words: object) -> Any:
@@ -113,6 +180,7 @@ def test_command_keeps_writes_and_shows(models: tuple[Path, Path], tmp_path: Pat
     shutil.copytree(models[0], directory)
     own = sampling_advice.FILE
     settings = json.loads((directory / own).read_text())
+    (directory / record.REPORT).write_text("{}")
     (directory / "compress_manifest.json").write_text(json.dumps({"files": {own: "0" * 64}, "sizes": {own: 1}}))
     words = ["sampling", directory, "--base", models[1], "--text", HELDOUT, "--seq-len", 32, "--max-tokens", 640]
     words += ["--temperature", 0.7, "--top-k", 0, "--top-p", 0.9, "--top-p", 1, "--min-p", 0, "--prompts", 2]

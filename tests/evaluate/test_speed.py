@@ -56,6 +56,7 @@ def test_copies_exceed_the_caches() -> None:
     assert weights[0].dtype == torch.bfloat16 and not torch.equal(weights[0], weights[1])
 
 
+@pytest.mark.slow
 def test_the_command(packed: Path) -> None:
     shown = CliRunner().invoke(app, ["bench", str(packed), "--prompt-tokens", "4", "--new-tokens", "2"])
     assert shown.exit_code == 0 and "decode" in shown.output and "of copy rate" in shown.output

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress import api
-from compress.errors import CheckpointError, RecipeError
+from compress.errors import CalibrationError, CheckpointError, RecipeError
 from compress.evaluate import Execution, evaluate, record, suite
 from compress.evaluate.suite import Asked
 from compress.pages import checkpoint
@@ -74,11 +74,16 @@ def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_pa
     again = run((models[0], packed), texts)
     assert {**again.plain(), "seconds": 0} == {**found.plain(), "seconds": 0}
     kept = record.add(packed, suites=[json.loads(json.dumps(found.plain()))])
-    kept = record.add(packed, suites=[json.loads(json.dumps(again.plain()))])
+    kept = record.add(packed, suites=[json.loads(json.dumps({**again.plain(), "remarks": ["both books"]}))])
     assert len(kept["suites"]) == 1 and record.load(packed) == kept
     page = checkpoint.page(report.load(packed), "", kept)
     assert "Suite quick, beside base" in page and "No layer and no tokenizer looks broken" in page
     assert all(task.task in page for task in found.tasks) and "Looks broken" not in page
+    depths = {task.task: task for task in found.tasks}["retrieval"]
+    assert depths.by == "depth" and [(each.value, each.items) for each in depths.groups] == [
+        *((0.0, 2), (0.25, 2), (0.5, 2), (0.75, 2), (1.0, 2))
+    ]
+    assert "retrieval by depth" in page and "<p>both books.</p>" in page
 
 
 def test_a_model_is_its_own_original(models: tuple[Path, Path], texts: tuple[str, str]) -> None:
@@ -98,6 +103,7 @@ def test_doubled_scales_are_named_on_the_page(
         "--seq-len", "64", "--max-tokens", "512",
     )  # fmt: skip
     assert result.code == 0, result
+    assert "retrieval by depth" in result.out and "arithmetic by sign" in result.out
     assert f"looks broken: {name} puts out 2.0 times what the original does" in result.err
     assert cli("report", str(broken)).code == 0
     page = (broken / "report.html").read_text(encoding="utf-8")
@@ -133,8 +139,9 @@ def test_swapped_tokenizers_are_named(models: tuple[Path, Path], texts: tuple[st
 
 def test_a_task_alone_and_questions(models: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
-    path.write_text('{"question": "Two and two are", "choices": ["three", "four"], "answer": 1}\n' * 1)
+    path.write_text('{"question": "Two and two are", "choices": ["three", "four"], "answer": 1}\n')
     found = run(models, (), None, tasks=("arithmetic", f"choices={path}"))
+    assert [(each.value, each.items) for each in found.tasks[0].groups] == [("*", 100), ("+", 100), ("-", 100)]
     assert [(task.task, task.items) for task in found.tasks] == [("arithmetic", 300), ("choices", 1)]
     assert found.texts == () and found.floor == {} and found.findings == ()
 
@@ -146,6 +153,8 @@ def test_what_cannot_be_run(models: tuple[Path, Path], texts: tuple[str, str], t
     ):
         with pytest.raises(RecipeError, match=said):
             suite.run(models[1], models[0], asked, Execution())
+    with pytest.raises(CalibrationError, match="task retrieval has no items here: give more text with --text"):
+        run(models, (), None, tasks=("retrieval",))
     other = save(build("llama", {"vocab_size": 300}), tmp_path / "other")
     with pytest.raises(CheckpointError, match="base knows 264 token ids, other 300"):
         run((models[0], other), texts)

@@ -163,8 +163,14 @@ def test_figures_of_a_task() -> None:
     paired = found.paired
     assert paired is not None and (paired.lost, paired.gained, paired.flips, paired.all_flips) == (2, 1, 3 / 8, 0.5)
     assert (found.accuracy, paired.base_accuracy, paired.difference) == (0.5, 0.625, -0.125)
+    assert paired.ratio == pytest.approx(4 / 5) and (paired.ratio_low or 9) < 0.8 < (paired.ratio_high or 0)
     assert paired.nll_difference == pytest.approx(0.35) and paired.p_value == 1.0
     assert (paired.nll_low or 9) < 0.35 < (paired.nll_high or 0)
+    task = Task("t", "greedy", [Item(str(i), "", facts={"depth": 1.0 - i % 2}) for i in range(8)], by="depth")
+    at_0, at_1 = task_scores.groups(task, model, base[::-1])
+    assert (at_0.value, at_0.items, at_0.accuracy, at_0.base_accuracy, at_0.base_nll) == (0.0, 4, 0.5, 0.75, 1.0)
+    assert (at_1.value, at_1.items, at_1.accuracy, at_1.base_accuracy) == (1.0, 4, 0.5, 0.5)
+    assert at_0.nll == pytest.approx((1.1 + 1.3 + 1.5 + 1.7) / 4)
     for wrong in (base[:7], [*base[:7], Outcome("9", True, "x")]):
         with pytest.raises(ValueError, match="not of the same items"):
             task_scores.summary("t", "greedy", model, wrong)

@@ -64,6 +64,7 @@ def test_the_sum_is_packed_again(model: str, setup: Setup, adapted: int, tmp_pat
     assert not (tmp_path / "out.decoded").exists()
 
 
+@pytest.mark.slow
 def test_as_two_commands_do_it(tmp_path: Path) -> None:
     """`merge` takes the checkpoint's own recipe, and gives what export and quantize give, in every bit."""
     base = packed(tmp_path, "llama", GPTQ)
@@ -147,6 +148,7 @@ def test_one_merge_at_a_time(tmp_path: Path) -> None:
     assert not model.exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_merge_goes_on(tmp_path: Path) -> None:
     base, out = packed(tmp_path, "llama", GPTQ), tmp_path / "out"
     adapter(tmp_path / "lora", base)

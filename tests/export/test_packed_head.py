@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 import without_us
@@ -32,6 +33,7 @@ HEADS = {  # settings, and the largest error
 }
 
 
+@pytest.mark.slow
 def test_transformers_reads_packed_heads(tmp_path: Path) -> None:
     known, written = [], []
     for case, (settings, _) in HEADS.items():

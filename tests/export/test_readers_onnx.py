@@ -159,6 +159,7 @@ def test_quantized_inputs(tmp_path: Path) -> None:
     assert levels(graph_of(checkpoint)) == [4] * 14  # not the output head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "dtype"),
     [

@@ -106,6 +106,7 @@ TORCHAO: list[tuple[str, str, tuple[str, ...], float]] = [
 ]
 
 
+@pytest.mark.slow
 def test_transformers_without_us(tmp_path: Path) -> None:
     assert_read_without_us(WITHOUT_US, tmp_path)
 

@@ -190,6 +190,7 @@ def assert_lean(cases: list[offline.Case]) -> None:
         assert built.registers * 32 * one.warps * kernel.PROGRAMS <= 1 << 16 or one.warps > 1, one
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     assert_lean([case(*kivi(4, 128), 4)])
 

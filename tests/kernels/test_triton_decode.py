@@ -141,6 +141,7 @@ def decoder_case(format: str, params: Any, dtype: str, arch: int) -> tuple[offli
     return offline.Case(module, "decode", signature, constants, arch, warps, aligned=ALIGNED), weights
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     cases = [decoder_case(*cost[:-1]) for cost in COSTS]
     for cost, (case, weights), built in zip(COSTS, cases, offline.compile_cases([c for c, _ in cases]), strict=True):

@@ -91,6 +91,7 @@ COSTS = [
 ]
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     cases = []
     for params, rows, dtype, arch, columns, _ in COSTS:

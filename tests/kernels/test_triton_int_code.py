@@ -86,6 +86,7 @@ MORE_COSTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the costs are those of triton 3.6")
 @pytest.mark.parametrize("costs", [COSTS, pytest.param(MORE_COSTS, marks=pytest.mark.slow)], ids=["some", "more"])
 def test_cost_of_a_weight(costs: list[tuple[Any, ...]]) -> None:
@@ -98,6 +99,7 @@ def test_cost_of_a_weight(costs: list[tuple[Any, ...]]) -> None:
         assert per_weight(made, built, params) < cost[-1], (cost, per_weight(made, built, params))
 
 
+@pytest.mark.slow
 def test_a_low_rank_part_costs_the_loop_little() -> None:
     params = typical(4, True)
     made = [case(params, 8, configs.TABLE[4, 8][0], 90, "bf16", rank) for rank in (0, 16, 128)]

@@ -139,6 +139,7 @@ COSTS = [
 ]
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     cases = []
     for kernel, constants, dtype, arch, _, _ in COSTS:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.kv.evict import select
+from compress.kv.evict import attention_mass, merge, select
 from compress.kv.evict.attention_mass import variance
 from compress.kv.evict.merge import merged
 from compress.kv.evict.moments import Moments, turned
@@ -106,7 +106,18 @@ def test_d2o_and_knorm() -> None:
     torch.testing.assert_close(scored("knorm", x), 1 / x.keys.square().sum(-1).sqrt())
     spread = ((mass - mass.mean(1, keepdim=True)) ** 2).mean(1)
     low, high = spread.min(), spread.max()
-    assert variance(x) == pytest.approx(float(((spread - low) / (high - low)).mean()), rel=1e-4)
+    assert variance(x.mass) == pytest.approx(float(((spread - low) / (high - low)).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 7, TOKENS])
+@pytest.mark.parametrize("piece", [1, 4 * HEADS * GROUPS * TOKENS, 1 << 50])
+def test_attention_is_summed_in_pieces(queries: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mass, "PIECE", piece)
+    x = seen(queries)
+    mass = torch.tensor(attention(x), dtype=torch.float64).sum(1).unflatten(0, (HEADS, GROUPS))
+    torch.testing.assert_close(x.mass.double(), mass, atol=1e-6, rtol=1e-5)
+    newest = torch.tensor(attention(x.newest(5)), dtype=torch.float64).sum(1).unflatten(0, (HEADS, GROUPS))
+    torch.testing.assert_close(x.newest(5).mass.double(), newest, atol=1e-6, rtol=1e-5)
 
 
 def test_moments_are_those_of_all_queries_however_they_come() -> None:
@@ -202,6 +213,22 @@ def test_merging() -> None:
     same = merged(keys, values, kept, 1)
     torch.testing.assert_close(same[0][0], keys[0])  # a sink takes nothing
     torch.testing.assert_close(merged(keys, values, torch.arange(5), 0)[0], keys)
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1 << 20])
+def test_merging_is_that_of_plain_loops(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "PIECE", piece)
+    keys, values = normal(60, WIDTH), normal(60, WIDTH, seed=1)
+    kept = torch.randperm(60, generator=torch.Generator().manual_seed(2))[:25].sort().values
+    unit = keys.double() / keys.double().norm(dim=1, keepdim=True)
+    gone = [token for token in range(60) if token not in kept.tolist()]
+    best = {token: max((float(unit[token] @ unit[to]), to) for to in kept[SINK:].tolist()) for token in gone}
+    mean = sum(cosine for cosine, _ in best.values()) / len(best)
+    for found, states in zip(merged(keys, values, kept, SINK), (keys.double(), values.double()), strict=True):
+        for place, to in enumerate(kept.tolist()):
+            own = [(cosine, token) for token, (cosine, chosen) in best.items() if chosen == to and cosine >= mean]
+            expected = (states[to] + sum(cosine * states[token] for cosine, token in own)) / (1 + len(own))
+            torch.testing.assert_close(found[place].double(), expected, atol=1e-6, rtol=1e-5)
 
 
 EVICT = {"method": "snapkv", "keep": 0.5}

@@ -56,13 +56,11 @@ def filled(model: PreTrainedModel, recipe: dict[str, Any], context: int = CONTEX
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_bytes_are_those_of_a_cache_of_that_context(model: PreTrainedModel, name: str) -> None:
     settings = cache_settings(CASES[name])
-    evicting = [index for index in range(LAYERS) if index not in settings.skip_layers]
     for context in (CONTEXT, 41):
         cache = filled(model, CASES[name], context)
         prompt = kept_tokens.prompt_of(context)
         assert prompt == {CONTEXT: CONTEXT - 64, 41: 21}[context]
-        assert settings.evict is not None
-        stored = [kept_tokens.kept(settings.evict, 2, i, evicting, context) + context - prompt for i in range(LAYERS)]
+        stored = [kept + context - prompt for kept in kept_tokens.by_layer(model.config, settings, context)]
         assert stored == [layer.stored for layer in cache.layers]
         assert min(stored) < context or name == "tokens"
         found = cache_bytes.at_context(model.config, settings, {}, torch.float32, context)

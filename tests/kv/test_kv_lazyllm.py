@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache as once
 from typing import Any
 
@@ -240,6 +241,7 @@ def test_coming_back_is_for_one_sequence() -> None:
     with pytest.raises(CompressError, match="takes one sequence"):
         cache.batch_repeat_interleave(2)
     cache.reset()
+    assert not cache.nbytes().total
     found = steps(prepared("decode"), prompt(1), 0, cache, [1, 1])
     torch.testing.assert_close(found[0].double(), slow(0, 0, True)[0][:3], atol=1e-4, rtol=0)
 
@@ -259,6 +261,12 @@ def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep:
     assert max(ratios) == pytest.approx(min(ratios))
 
 
+def test_settings_are_plain_data() -> None:
+    settings = cache_settings({**EXACT, "evict": {**LAZY, "after": [1, -2]}})
+    plain = json.loads(json.dumps(settings.plain()))
+    assert plain == settings.plain() and cache_settings(plain) == settings
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -269,6 +277,7 @@ def test_the_mean_over_layers_is_what_is_asked_for(after: tuple[int, ...], keep:
         ({"layers": "pyramid"}, "layers is not possible with lazyllm"),
         ({"decode": True}, "decode is not possible with lazyllm"),
         ({"keep": None, "tokens": 40}, "tokens is not possible with lazyllm"),
+        ({"keep": None, "keep_by_layer": [0.5] * LAYERS}, "keep_by_layer is not possible with lazyllm"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -161,6 +161,7 @@ def test_outputs_are_those_of_one_prefill(case: Case) -> None:
 
 
 @every_case
+@pytest.mark.slow
 def test_a_model_reads_tokens_one_by_one_as_in_chunks(case: Case) -> None:
     model = build("llama", {"num_hidden_layers": 1}).double()  # or some rounding goes the other way
     hooks.attach(model)

@@ -171,6 +171,7 @@ def test_any_format_can_be_corrected() -> None:
     assert packed.format == "trellis" and loss(weight, packed, stats) < 0.8 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("setup", [RTN.set("bits=3"), GPTQ.set("bits=2")], ids=["rtn", "gptq"])
 def test_a_run_from_the_recipe_to_a_loaded_model(setup: object, rotated: bool, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def build(model_type: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama", "opt"])
 @pytest.mark.parametrize("setup", [RTN, GPTQ, ROTATED], ids=["rtn", "gptq", "rotated"])
 def test_bfloat16_passes_its_own_check(name: str, setup: Setup, pico_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 import random
 from typing import Any
@@ -9,8 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compress.pages import calibrations, scatter, study, svg
-from compress.study import summary
+from compress.evaluate.items import Outcome, Task
+from compress.pages import calibrations, html, scatter, study, svg
+from compress.study import summary, tasks
 
 HOSTILE = '<script>alert("x")</script>'
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -90,7 +94,7 @@ def test_a_logarithmic_axis_leaves_out_what_it_cannot_show() -> None:
 def test_the_page_shows_every_cell_and_why_others_are_missing() -> None:
     cells = [
         cell("small", 10, 0.2),
-        cell("large", 20, 0.1, suites={"quick": [{"task": "copy", "score": 0.5, "se": 0.01, "base": 0.6, "n": 9}]}),
+        cell("large", 20, 0.1),
         cell(
             "kv", 30, 0.01, is_cache_only=True, cache={"context": 9, "bytes_per_token": 5, "exact_bytes_per_token": 9}
         ),
@@ -98,10 +102,50 @@ def test_the_page_shows_every_cell_and_why_others_are_missing() -> None:
     failed = [{"label": HOSTILE, "reason": "does not fit"}]
     page = study.page(made(cells, failed=failed, pending=["later"]))
     assert "<script>alert" not in page and "does not fit" in page and "Still to be measured: later." in page
-    for words in ("Loss by size", "Caches", "Tasks", "copy", "Time and memory", "How it was measured"):
+    for words in ("Loss by size", "Caches", "Time and memory", "How it was measured"):
         assert words in page
-    assert "<h2>Calibration</h2>" not in page
+    assert "<h2>Calibration</h2>" not in page and "<h2>Tasks</h2>" not in page
     assert "How it was measured" in study.page(made([]))
+
+
+def answered(right: dict[str, int], original: dict[str, int] | None = None) -> dict[str, Any]:
+    """Suites of a cell: of 10 items of each task so many right."""
+
+    def outcomes(count: int) -> list[Outcome]:
+        return [Outcome(str(i), i < count, str(i < count), nll=1.0 + i) for i in range(10)]
+
+    rows = [(name, outcomes(count), original and outcomes(original[name])) for name, count in right.items()]
+    return {"quick": [tasks.row(Task(name, "greedy", []), own, base or None) for name, own, base in rows]}
+
+
+def test_tasks_are_shown_by_size_and_beside_the_original() -> None:
+    all_right = {"copy": 9, "sum": 5}
+    cells = [
+        cell("small", 10, 0.2, suites=answered({"copy": 2, "sum": 3}, all_right)),
+        cell("worse", 15, 0.15, suites=answered({"copy": 1, "sum": 2}, all_right)),
+        cell("large", 20, 0.1, suites=answered({"copy": 9, "sum": 4}, all_right)),
+        cell("kv", 40, 0.01, is_cache_only=True),
+    ]
+    original = cell("original", 40, 0.0, suites=answered(all_right), purpose="Original")
+    original["texts"][0].pop("kl_mean")
+    found = made(cells, original=original)
+    page = study.page(found)
+    assert "Beaten by no other: small, large, original" in page and page.count("Right answers by size") >= 3
+    row = cells[0]["suites"]["quick"][0]
+    assert (row["score"], row["base"], row["n"], row["paired"]["lost"]) == (0.2, 0.9, 10, 7)
+    assert row["se"] == pytest.approx(math.sqrt(0.2 * 0.8 / 9)) and row["paired"]["p_value"] == 2 / 2**7
+    assert "-70.0% (" in page and "20.0%*" in page and "90.0%*" not in page
+    small, _, _, kv = csv.DictReader(io.StringIO(summary.table({**found, "original": None})))
+    assert (small["copy_score"], small["copy_n"], small["copy_p_value"]) == ("0.2", "10", "0.015625")
+    assert kv["copy_score"] == "" and "copy_score" not in summary.table(made([cell("int8", 1, 0.1)]))
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    said = html.embedded({"a": [math.inf, -math.inf, 1.5], "b": (math.nan, HOSTILE), "c": {"d": None, "e": True}})
+    assert "<" not in said
+    assert json.loads(said, parse_constant=pytest.fail) == {
+        **{"a": [None, None, 1.5], "b": [None, HOSTILE], "c": {"d": None, "e": True}}
+    }
 
 
 @pytest.mark.parametrize("count", [1, 3])

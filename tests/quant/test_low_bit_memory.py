@@ -68,6 +68,7 @@ for name, settings, shape in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_workspace_is_what_is_taken() -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the system does not measure the peak of a part of a run")

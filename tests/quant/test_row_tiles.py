@@ -50,6 +50,7 @@ def in_tiles(method: Any, config: Any, shares: Sequence[Sequence[int]]) -> Packe
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "config"), CASES)
 def test_it_does_not_matter_who_makes_a_tile(method: Any, config: Any) -> None:
     weight, stats = layer()

@@ -37,6 +37,7 @@ def test_paths_are_those_of_torch(code: str, bits: int, state_bits: int, rows: i
     assert found.dtype == torch.int64 and torch.equal(found, plain.encode(values))
 
 
+@pytest.mark.slow
 def test_many_sequences_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kernel = searches("mul1", 2, 6, 16)
     monkeypatch.setattr(viterbi_triton, "DECISIONS", 2 * 16 * plain.nodes)
@@ -48,6 +49,7 @@ def test_a_cpu_keeps_to_its_own_code() -> None:
     assert not viterbi_triton.is_available(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_machine_code_keeps_costs_in_registers() -> None:
     """About 11 instructions a state, of which the table is read two bytes at a time; nothing is spilled."""
     cases, states = [], []

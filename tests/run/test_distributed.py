@@ -147,7 +147,7 @@ def killed(work: Callable[[], object], is_due: Callable[[], bool], victim: int) 
         return codes
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_other_and_one_process_goes_on(
     folder: Path, victim: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

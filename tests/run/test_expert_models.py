@@ -150,6 +150,7 @@ def test_experts_without_a_routing_are_not_pruned(models: Callable[[str], Path],
         api.quantize(job(models("llama4_text"), GPTQ.set("experts.prune=true"), tmp_path / "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["longcat_flash", "nemotron_h", "gpt_oss"])
 def test_experts_are_pruned_in_other_layouts(name: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     report = api.quantize(job(models(name), GPTQ.set("experts.prune=true"), tmp_path / "out"))

@@ -26,7 +26,10 @@ def words(setup: Setup, out: Path, *more: str, calib: Path = TEXT) -> list[str]:
     return ["quantize", str(BOOKS), *setup.options(), "--calib", str(calib), "--out", str(out), *more]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=[setup.name for setup in SETUPS])
+@pytest.mark.parametrize(
+    "setup",
+    [pytest.param(setup, id=setup.name, marks=[] if setup == SETUPS[0] else pytest.mark.slow) for setup in SETUPS],
+)
 def test_a_prediction_is_close_to_the_peak_and_not_below(setup: Setup, tmp_path: Path) -> None:
     result = cli(*words(setup, tmp_path / "out"))
     assert result.code == 0, result.err
@@ -35,6 +38,7 @@ def test_a_prediction_is_close_to_the_peak_and_not_below(setup: Setup, tmp_path:
     assert used["measured_peak"] <= used["predicted_peak"] <= HIGH * used["measured_peak"]
 
 
+@pytest.mark.slow
 def test_the_least_that_a_refusal_names_is_kept(tmp_path: Path) -> None:
     refused = cli(*words(SETUPS[0], tmp_path / "out", "--max-memory", "1MiB"))
     named = re.search(r"needs at least (\d+ MiB)", refused.err)
@@ -46,6 +50,7 @@ def test_the_least_that_a_refusal_names_is_kept(tmp_path: Path) -> None:
     assert used["measured_peak"] <= used["predicted_peak"] <= used["limit"] == limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [pytest.param(".jsonl", marks=pytest.mark.slow), ".parquet"])
 def test_one_long_document_is_within_the_prediction(suffix: str, tmp_path: Path) -> None:
     """Its pieces are tokenized one by one; what reads parquet files is counted."""

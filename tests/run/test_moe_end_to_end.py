@@ -140,6 +140,7 @@ def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path:
     assert report_of(tmp_path / "out")["experts"] == made.report["experts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [

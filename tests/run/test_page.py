@@ -21,7 +21,7 @@ from runs import GPTQ, RTN, SMALL, Setup, contents, job
 
 KINDS = {"no text": RTN, "transform": Setup("quarot4bit", SMALL), "cache alone": Setup("kv8")}
 SUITE = {
-    **{"suite": "quick", "base": "base", "texts": [], "floor": {}, "tasks": [], "seconds": 1.0, "extra": {}},
+    **{"suite": "quick", "base": "base", "texts": [], "floor": {}, "tasks": [], "seconds": 1.0, "remarks": []},
     "findings": ["<this> looks odd"],
 }
 

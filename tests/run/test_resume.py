@@ -119,6 +119,7 @@ def test_killed_twice(model: Path, expected: Callable[[Setup], dict[str, bytes]]
     assert finished(tmp_path / "out", 1) == expected(GPTQ)
 
 
+@pytest.mark.slow
 def test_killed_before_each_rename(model: Path, expected: Callable[[Setup], dict[str, bytes]], tmp_path: Path) -> None:
     """Every file is put in place by os.replace; before each of them the run is killed once."""
     for call in count(1):

@@ -64,6 +64,7 @@ def finished(out: Path, blocks: int) -> dict[str, bytes]:
     return contents(out)
 
 
+@pytest.mark.slow
 def test_killed_at_the_manifest(
     killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -78,12 +79,14 @@ def test_killed_at_the_manifest(
 @pytest.mark.parametrize(
     ("module", "name", "call", "is_trained"),
     [
-        ("compress.tune.low_rank", "_backward", 5, False),
+        pytest.param("compress.tune.low_rank", "_backward", 5, False, marks=pytest.mark.slow),
         ("compress.run.trained_tensors", "write_shard", 1, False),
-        ("compress.run.trained_tensors", "put_in", 1, True),
-        ("compress.run.trained_tensors", "write_shard", 3, True),  # one shard is trained, the other is not
+        pytest.param("compress.run.trained_tensors", "put_in", 1, True, marks=pytest.mark.slow),
+        pytest.param(
+            "compress.run.trained_tensors", "write_shard", 3, True, marks=pytest.mark.slow
+        ),  # one shard is trained, the other is not
         ("compress.run.kv_cache", "calibrate", 1, True),
-        ("compress.runtime.kv_config", "write_shard", 1, True),
+        pytest.param("compress.runtime.kv_config", "write_shard", 1, True, marks=pytest.mark.slow),
         ("compress.run.verify", "self_check", 2, True),
     ],
 )
@@ -107,6 +110,7 @@ def test_killed_while_former_factors_are_put_back(
     assert finished(tmp_path / "out", 2) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damaged", "at", "blocks"),
     [
@@ -134,6 +138,7 @@ def test_damaged_files_are_made_again(
     assert finished(tmp_path / "out", blocks) == expected
 
 
+@pytest.mark.slow
 def test_a_training_that_brings_nothing(model: Path, tmp_path: Path) -> None:
     """It is not tried again either."""
     setup = SETUP.set(LOWRANK.format(3.0))

@@ -66,6 +66,7 @@ def finished(words: list[str], out: Path, prepare: str = "", blocks: int = 2) ->
     return contents(out)
 
 
+@pytest.mark.slow
 def test_killed_at_the_manifest(
     killed: Callable[[Path], list[str]], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -80,10 +81,10 @@ def test_killed_at_the_manifest(
     ("module", "name", "call", "is_trained"),
     [
         ("compress.calib.reference_logprobs", "_make", 1, False),
-        ("compress.tune.streamed", "_through", 30, False),  # within a step
-        (MODULE, "_keep", 2, False),
+        pytest.param("compress.tune.streamed", "_through", 30, False, marks=pytest.mark.slow),  # within a step
+        pytest.param(MODULE, "_keep", 2, False, marks=pytest.mark.slow),
         (MODULE, "put_in", 2, True),
-        (MODULE, "write_shard", 6, True),  # one shard is tuned, the others are not
+        pytest.param(MODULE, "write_shard", 6, True, marks=pytest.mark.slow),  # one shard is tuned, the others are not
     ],
 )
 def test_killed(
@@ -94,6 +95,7 @@ def test_killed(
     assert finished(words, tmp_path / "out", NOT_AGAIN if is_trained else "") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damaged", "blocks"),
     [
@@ -113,6 +115,7 @@ def test_damaged_files_are_made_again(
     assert finished(words, tmp_path / "out", blocks=blocks) == expected
 
 
+@pytest.mark.slow
 def test_tuning_that_brings_nothing(model: Path, tmp_path: Path) -> None:
     """It leaves the bytes of a run without it, and is not tried again."""
     setup = SETUP.set(TUNE.format(0.9))

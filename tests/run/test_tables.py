@@ -98,6 +98,7 @@ def test_rows_in_chunks_are_those_of_the_whole(
     assert table and all((whole[name] == chunks[name]).double().mean() >= equal for name in table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [

@@ -122,6 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_other_models(case: str, tmp_path: Path) -> None:
     """Each as close to its original as without a rotation; loaded, saved and decoded it is the same."""
@@ -232,6 +233,7 @@ def test_the_hessian_is_that_of_what_the_stored_table_multiplies(
     assert apart(hessian.double(), x.T @ x) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", [interrupt("compress.run.tables", "_chunk", 1), interrupt("compress.run.verify", "self_check", 1)]
 )

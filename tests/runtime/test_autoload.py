@@ -122,6 +122,7 @@ assert sys.modules["compress"] is compress and sys.meta_path == hooks
     light(code, **OPT_OUT)
 
 
+@pytest.mark.slow
 def test_public_names(light: Callable[..., str]) -> None:
     code = """
 import compress

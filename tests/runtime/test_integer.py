@@ -273,6 +273,7 @@ print(layer(torch.full((3, 256), 2.0)).unique().tolist())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the setting is one of x86")
 def test_a_cpu_whose_byte_products_saturate_is_found_out() -> None:
     for setting, name in ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "fake: int8 products are not exact"), ({}, ""):

@@ -92,7 +92,7 @@ def failed(step: str, call: int, out: Path) -> bool:
 
 
 @pytest.mark.parametrize(("first", "second"), [(False, False), (True, True)], ids=["new", "replaced and restarted"])
-@pytest.mark.parametrize("how", [killed, failed])
+@pytest.mark.parametrize("how", [killed, pytest.param(failed, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", STEPS)
 def test_stopped_at_every_step(
     step: str, how: Callable[[str, int, Path], bool], first: bool, second: bool, tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ HELD_OUT = TEXT.with_name("books_heldout.txt")
 
 @pytest.fixture
 def study(pico_dir: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[StudyFolder, dict[str, CellFolder]]]:
-    def ask(*names: str, calib: str = grid.SELF, keep: bool = False) -> tuple[StudyFolder, dict[str, CellFolder]]:
+    def ask(*names: str, calib: str = grid.SELF, **more: Any) -> tuple[StudyFolder, dict[str, CellFolder]]:
         found = StudyFolder(tmp_path / "study")
         found.open({"model": "m"})
-        settings = Settings(str(pico_dir("llama")), (str(HELD_OUT),), window=64, max_tokens=512, keep=keep)
+        settings = Settings(str(pico_dir("llama")), (str(HELD_OUT),), window=64, max_tokens=512, **more)
         axes = Axes(names, calib=(calib,), samples=(8,), seq_len=(32,))
         return found, {each.name: found.ask(each, settings, {"model": "m"}) for each in grid.cells(axes)}
 
@@ -54,6 +55,7 @@ def test_figures_are_those_of_the_checkpoint(
     assert "<svg" in (folder.folder / "study.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_model_writes_its_text_once(study: Callable[..., tuple[StudyFolder, dict[str, CellFolder]]]) -> None:
     folder, cells = study("int4", "int3")
     for name in ("int4", "int3"):

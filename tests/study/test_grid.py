@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from compress.errors import RecipeError
-from compress.study import grid
-from compress.study.grid import Axes, Cell
+from compress.study import folder, grid, losses
+from compress.study.grid import Axes, Cell, Settings
+from runs import TEXT
 
 
 def labels(axes: Axes) -> list[str]:
@@ -66,3 +69,23 @@ def test_keys_follow_what_decides_figures(tmp_path: Path) -> None:
     text.write_text("two")
     assert cell.key({"model": "a"}) != known
     assert len({each.key({}) for each in grid.cells(Axes(("int4",), bits=("2", "3", "4")))}) == 4
+
+
+def test_keys_of_cells_without_tasks_stay(tmp_path: Path) -> None:
+    """The study that comes along was measured before there were tasks; its second text is not at hand, its hash is."""
+    shipped = json.loads((Path(losses.__file__).parent / losses.SHIPPED / "books-8m.json").read_text())
+    hashed = "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"
+    settings = Settings("any", (str(TEXT.with_name("books_heldout.txt")), hashed), max_tokens=16384)
+
+    def key(**asked: object) -> str:
+        return Cell(None).key(folder.identity(dataclasses.replace(settings, **asked), shipped["fingerprint"]))  # type: ignore[arg-type]
+
+    assert key() == key(suite=None, tasks=()) == shipped["original"]["key"]
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("one")
+    tasks = ("arithmetic", f"choices={questions}")
+    known = key(tasks=tasks)
+    assert len({key(), known, key(suite="quick"), key(suite="full"), key(tasks=tasks[:1])}) == 5
+    assert key(tasks=tasks[::-1]) == known
+    questions.write_text("two")
+    assert key(tasks=tasks) != known

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from compress import api, recipe
 from compress.cli.app import app
+from compress.cli.kv import with_cache
 from compress.errors import OutputError
+from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.study import losses, recommend
 from compress.study.recommend import BEST, SMALLEST, TRADE, Asked, Choice
@@ -136,6 +139,15 @@ def test_sizes_are_what_is_written(pico_dir: Callable[..., Path], tmp_path: Path
     linears = sum(tensor.numel() for name, tensor in tensors.items() if "_proj" in name)
     rest = sum(tensor.nbytes for name, tensor in tensors.items() if "_proj" not in name)
     assert is_bound and bound == rest + math.ceil(3.125 * linears / 8)
+
+
+def test_the_cache_of_a_command_is_short_and_means_the_same() -> None:
+    for name in with_cache():
+        said = recommend.shortest(name)
+        assert cache_settings(said) == recipe.load(name).kv_cache
+        written = yaml.safe_load(recipe.text(name))["kv_cache"]
+        assert said.items() <= written.items()  # nothing but what the recipe itself says
+    assert recommend.shortest("kv4") == {"method": "kivi", "bits": 4}
 
 
 @pytest.mark.parametrize("fits", ["100MiB", "1KiB"])

@@ -30,6 +30,10 @@ def words(model: Path, out: Path, *more: str) -> list[str]:
         (["--recipes", "int8", "--window", "100000"], 1, "seq_len may be 2 to 256"),
         (["--recipes", "int8", "--text", f"{HELD_OUT.parent}/../data2/../data/{HELD_OUT.name}"], 1, "data2"),
         (["--recipes", "int8", "--cell-time", "soon"], 2, "soon"),
+        (["--recipes", "int8", "--suite", "quik"], 1, "did you mean 'quick'"),
+        (["--recipes", "int8", "--task", "aritmetic"], 1, "did you mean 'arithmetic'"),
+        (["--recipes", "int8", "--task", "choices=./none.jsonl"], 1, "cannot read the questions"),
+        (["--recipes", "int8", "--task", "rules", "--task", "rules"], 1, "--task rules is given twice"),
     ],
 )
 def test_wrong_requests_leave_nothing(

@@ -30,9 +30,10 @@ FEW = {  # model -> step
     "inkling2_text": "int8",  # computes its router in float32
     "vlm:llava": "int4",
 }
+REST = {"rwkv", "opt", "deepseek_v3", "qwen3_next", "camembert", "bloom", "mamba"}  # slow tests
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in REST else name for name in FEW])
 def test_models_are_quantized_and_loaded(name: str, tmp_path: Path) -> None:
     step = FEW[name]
     place = steps.Place(tmp_path / "row", DATA / "models/books-8m", DATA / "data/books_calib.txt", 100)

@@ -182,6 +182,7 @@ def test_gradients_through_checkpoints_and_parts(
 # ---------------------------------------------------------------- in a run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "gpt_neox", "mixtral"])
 def test_the_same_function_in_a_learned_basis(
     name: str, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +244,7 @@ def test_what_is_not_better_is_not_used(
     assert isinstance(rotation.basis, Basis)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_learned_rotation(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,6 +314,7 @@ KILLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", KILLED)
 def test_killed_and_resumed(case: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     name, setup, pack = KILLED[case]
@@ -342,6 +343,7 @@ def test_a_transform_does_not_go_on_as_a_quantization(pico_dir: Callable[..., Pa
 # ---------------------------------------------------------------- arrangements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", [BOTH, STATIC], ids=["transform", "quantize"])
 def test_an_arrangement_changes_sums_in_the_last_bits_only(
     setup: Setup, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,7 @@ def test_biases_in_16_bits_are_measured_as_they_are_stored() -> None:
     assert note.endswith(f"-> {last:.3g}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_a_corrected_model(name: str, tmp_path: Path) -> None:
     model = save_pico(name, tmp_path / "model", dtype=torch.bfloat16)

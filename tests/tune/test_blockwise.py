@@ -221,6 +221,7 @@ def test_a_tuned_model(setup: Setup, model: Path, tmp_path: Path) -> None:
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: tensor.dtype for n, tensor in after.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", ["fixed", "straight_through"])
 def test_a_killed_run_goes_on_with_the_same_bytes(
     codes: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

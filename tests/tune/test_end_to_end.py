@@ -223,6 +223,7 @@ def test_its_files_are_counted(top_k: int, made: Any, tmp_path: Path, monkeypatc
     assert few == (1 + 10) * said // 6
 
 
+@pytest.mark.slow
 def test_a_run_asks_for_the_room_of_its_files(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what lies there from an interrupted one is not asked for again."""
     model, plain = made("integers, a packed tied table")[0], MADE["integers, a packed tied table"][1]

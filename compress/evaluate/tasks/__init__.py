@@ -12,5 +12,10 @@ A task `compress/evaluate/tasks/<name>.py` defines
                              for a task that runs only where it is named
     correct(item, text)      whether what was written is right; where WAY is "written"
 
+and may define
+
+    figures(item, text)      more figures of what was written, by name
+    BY                       the name of a fact of its items; the result has a table over its values
+
 The first line of its docstring says what it asks. A task knows no other task and no model.
 """

@@ -15,6 +15,7 @@ from typing import Any
 from compress.evaluate.items import Item, Material
 
 WAY = "greedy"
+BY = "sign"
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 30}, "full": {}}
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

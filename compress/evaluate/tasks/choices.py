@@ -34,10 +34,7 @@ class Config:
     count: int = 0  # questions from the start of the file; 0: all
 
     def __post_init__(self) -> None:
-        if not self.file:
-            raise ValueError("file: name one with questions, choices=FILE")
-        if self.count < 0:
-            raise ValueError("count is negative")
+        question_files.check(self.file, "choices", self.count)
 
 
 def items(config: Config, material: Material) -> list[Item]:

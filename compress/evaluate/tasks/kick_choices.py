@@ -32,7 +32,7 @@ class Config:
     shots: int = 5  # examples in front of a question, fewer where they do not fit; 0: none
 
     def __post_init__(self) -> None:
-        kick.check(self.file, "kick_choices")
+        question_files.check(self.file, "kick_choices", self.count)
         if self.shots < 0:
             raise ValueError(f"shots {self.shots} is negative")
 

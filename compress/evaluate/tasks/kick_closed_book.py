@@ -14,6 +14,7 @@ from compress.evaluate.items import Item, Material
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
+correct, figures = kick.is_answered, kick.answer_f1
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Config:
     new_tokens: int = 32  # that an answer may have
 
     def __post_init__(self) -> None:
-        kick.check(self.file, "kick_closed_book", new_tokens=self.new_tokens)
+        question_files.check(self.file, "kick_closed_book", self.count, new_tokens=self.new_tokens)
 
 
 def items(config: Config, material: Material) -> list[Item]:
@@ -37,13 +38,3 @@ def items(config: Config, material: Material) -> list[Item]:
         return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
 
     return question_files.read_lines(config.file, config.count, made, kick.FORM)
-
-
-def correct(item: Item, text: str) -> bool:
-    """Tell whether the first line contains an accepted answer, or the other way round."""
-    return kick.contains_either_way(kick.first_written_line(text), item.facts["answers"])
-
-
-def figures(item: Item, text: str) -> dict[str, float]:
-    """Return the token F1 of the first line, the largest over the accepted answers."""
-    return {"token_f1": kick.token_f1(kick.first_written_line(text), item.facts["answers"])}

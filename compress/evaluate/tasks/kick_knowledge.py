@@ -29,7 +29,7 @@ class Config:
     prompt: str = "Please give answer to this question: {question}\nThe answer is "
 
     def __post_init__(self) -> None:
-        kick.check(self.file, "kick_knowledge", new_tokens=self.new_tokens)
+        question_files.check(self.file, "kick_knowledge", self.count, new_tokens=self.new_tokens)
         if "{question}" not in self.prompt:
             raise ValueError("prompt has no {question}")
 

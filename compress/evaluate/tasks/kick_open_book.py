@@ -19,6 +19,7 @@ from compress.evaluate.items import Item, Material
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
+correct, figures = kick.is_answered, kick.answer_f1
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Config:
     evidence: int = 3072  # characters of the evidence; fewer where the model has no room
 
     def __post_init__(self) -> None:
-        kick.check(self.file, "kick_open_book", new_tokens=self.new_tokens, evidence=self.evidence)
+        question_files.check(
+            self.file, "kick_open_book", self.count, new_tokens=self.new_tokens, evidence=self.evidence
+        )
 
 
 def items(config: Config, material: Material) -> list[Item]:
@@ -41,24 +44,12 @@ def items(config: Config, material: Material) -> list[Item]:
         question = question_files.text(row, "question")
         evidence = question_files.text(row, "evidence")[: config.evidence]
         tail = f"\n\nQuestion: {question}\nAnswer:"
-        room = material.positions - len(material.begin) - config.new_tokens
-        while evidence and len(material.encode(evidence + tail)) > room:
-            evidence = evidence[: len(evidence) * 3 // 4]
+        evidence = kick.cut_to_room(evidence, tail, config.new_tokens, material)
         return Item(
             name,
             f"{evidence}{tail}",
             new_tokens=config.new_tokens,
-            facts={"answers": question_files.answers(row), "evidence": len(evidence)},
+            facts={"answers": question_files.answers(row)},
         )
 
     return question_files.read_lines(config.file, config.count, made, kick.FORM)
-
-
-def correct(item: Item, text: str) -> bool:
-    """Tell whether the first line contains an accepted answer, or the other way round."""
-    return kick.contains_either_way(kick.first_written_line(text), item.facts["answers"])
-
-
-def figures(item: Item, text: str) -> dict[str, float]:
-    """Return the token F1 of the first line, the largest over the accepted answers."""
-    return {"token_f1": kick.token_f1(kick.first_written_line(text), item.facts["answers"])}

@@ -30,7 +30,7 @@ class Config:
     enough: float = 0.2  # ROUGE-L from which a summary counts as right
 
     def __post_init__(self) -> None:
-        kick.check(self.file, "kick_summary", new_tokens=self.new_tokens)
+        question_files.check(self.file, "kick_summary", self.count, new_tokens=self.new_tokens)
         if not 0 < self.enough <= 1:
             raise ValueError(f"enough {self.enough:g} is not above 0 and at most 1")
 
@@ -45,11 +45,8 @@ def items(config: Config, material: Material) -> list[Item]:
         instruction = row.get("instruction", "Summarize the text.")
         if not isinstance(instruction, str):
             raise ValueError('"instruction" is no text')
-        document = question_files.text(row, "document")
         tail = f"\n\n{instruction}\nSummary:"
-        room = material.positions - len(material.begin) - config.new_tokens
-        while document and len(material.encode(document + tail)) > room:
-            document = document[: len(document) * 3 // 4]
+        document = kick.cut_to_room(question_files.text(row, "document"), tail, config.new_tokens, material)
         facts = {"reference": question_files.text(row, "summary"), "enough": config.enough}
         return Item(name, document + tail, new_tokens=config.new_tokens, facts=facts)
 

@@ -16,6 +16,7 @@ from compress.evaluate.cache_needles import FIRST, NAMES, SECOND
 from compress.evaluate.items import Item, Material
 
 WAY = "greedy"
+BY = "depth"
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 10, "lengths": (160,)}, "full": {}}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the text
 
@@ -56,4 +57,4 @@ def _item(seed: int, length: int, number: int, words: list[int], material: Mater
     text = words[start : start + room]
     place = round(depth * room)
     context = (*material.begin, *text[:place], *needle, *text[place:], *cue)
-    return Item(f"{length}-{number}", context, (tuple(answer),), facts={"depth": depth, "length": length})
+    return Item(f"{length}-{number}", context, (tuple(answer),), facts={"depth": depth})

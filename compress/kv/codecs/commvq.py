@@ -42,11 +42,11 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, RecipeError
-from compress.kernels import dispatch, kv_contract
+from compress.kernels import kv_contract
 from compress.kernels.kv_contract import NORM_STEPS, PLANES, AdditiveCodes
-from compress.kv.codec import ALL, Block, Codec, Field, Spec
+from compress.kv.codec import Block, Codec, Field, Spec
 from compress.kv.codecs.additive import Search, Training, encode, learn, stored, total, turned, widened
-from compress.kv.codecs.compiled_parts import NO_TURNS, rest, turns, whole_tokens
+from compress.kv.codecs.compiled_parts import Compiled, rest
 from compress.kv.codecs.lloyd import Norms
 from compress.numerics import checks
 
@@ -54,7 +54,6 @@ NEEDS = frozenset({"keys_pre", "queries", "values"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 PAIRED = 16  # entries up to which both codes of a stage are searched at once
-AT_ONCE = 2048  # tokens that are written
 MOST_DIRECT = 1  # queries of a KV head up to which entries meet queries before they are summed
 
 
@@ -194,7 +193,7 @@ def unpack(rows: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
-class Additive(Codec):
+class Additive(Compiled):
     """Codes of all heads in one row of bytes for each token, [B, 1, n, bytes]; norms uint8 [B, h or 1, n, 1]."""
 
     block = 2048
@@ -206,12 +205,10 @@ class Additive(Codec):
         if "metric" in static:
             held |= {"metric": static["metric"].float()}
             held |= {"measured": tables @ held["metric"][:, None]}
-        super().__init__(spec, held)
-        self.rope = "pre" if spec.kind == "keys" else "post"
+        self.count = tables.shape[1]  # codes of a vector
+        super().__init__(spec, held, "additive", "additive")
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"codes": Field("codes")} | ({} if config.norm == "none" else {"norms": Field("scales")})
-        self.count = tables.shape[1]  # codes of a vector
-        self._made: dict[int, Any] = {}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         x = x - self._static("mean", x)
@@ -247,30 +244,6 @@ class Additive(Codec):
         tables = self.static["tables"].to(flat.device)
         return total(flat, tables).view(heads, batch, count, -1).transpose(0, 1)
 
-    def at_once(self, rows: Tensor) -> int:
-        return ALL if self._reader(rows) is not None else self.block
-
-    def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        kernel = self._reader(query, block)
-        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
-        if kernel is not None and whole:
-            made = self._transform(kernel, turned.width)
-            kernel.scores(query, self._stored(block, whole), made, turned, out[..., :whole])
-        for tokens, part in rest(self, block, whole):
-            out[..., tokens] = self.scores(query, part)
-
-    def write_at_once(self, out: Tensor) -> int:
-        return AT_ONCE if self._writer(out) is not None else self.block
-
-    def write(self, block: Block, out: Tensor) -> None:
-        kernel = self._writer(out)
-        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
-        if kernel is not None and whole:
-            made = self._transform(kernel, turned.width)
-            kernel.write(self._stored(block, whole), made, turned, out[:, :, :whole])
-        for tokens, part in rest(self, block, whole):
-            out[:, :, tokens] = self.dense(part)
-
     def scores(self, query: Tensor, block: Block) -> Tensor:
         if query.shape[2] > MOST_DIRECT:
             return super().scores(query, block)
@@ -303,7 +276,7 @@ class Additive(Codec):
         whole = self._whole(block) if kernel is not None else 0
         if kernel is None or not whole:
             return p @ self._sums(block) if p.shape[2] > MOST_DIRECT else self.direct_mix(p, block)
-        shares = kernel.mix(p[..., :whole], self._stored(block, whole)).flatten(3)
+        shares = kernel.mix(p[..., :whole], self.stored(block, whole)).flatten(3)
         mixed = shares @ self._static("tables", p).flatten(1, 2)
         for tokens, part in rest(self, block, whole):
             mixed += p[..., tokens] @ self._sums(part)
@@ -321,35 +294,20 @@ class Additive(Codec):
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed + mass * self._static("mean", mixed)
 
-    def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
-        """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
-        codes = None if block is None else block["codes"].shape[2] * len(rows) * self.spec.heads * self.spec.width
-        return self._kernel(rows) if kv_contract.is_worthwhile(rows, codes) else None
+    def is_read_by(self, kernel: Any) -> bool:
+        return bool(kernel.supports(self.spec.width, self.config.code_bits))
 
-    def _writer(self, out: Tensor) -> Any:
-        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
-        return self._kernel(out) if is_large else None
+    def reach(self) -> int:
+        return kv_contract.reach(self.config.code_bits, self.spec.heads * self.count)
 
-    def _kernel(self, like: Tensor) -> Any:
-        kernel = dispatch.kv(like.device, "additive")
-        return kernel if kernel is not None and kernel.supports(self.spec.width, self.config.code_bits) else None
+    def laid_out(self, kernel: Any, rotary: int) -> Any:
+        is_exact = self.spec.dtype == torch.float32
+        return kernel.transform(self.static["tables"], self.static["mean"][:, 0], rotary, is_exact)
 
-    def _whole(self, block: Block) -> int:
-        """Return how many of the first tokens compiled code may read."""
-        return whole_tokens(block["codes"], kv_contract.reach(self.config.code_bits, self.spec.heads * self.count))
-
-    def _stored(self, block: Block, count: int) -> AdditiveCodes:
+    def stored(self, block: Block, count: int) -> AdditiveCodes:
         codes = block["codes"][:, :, :count]
         norms = block["norms"][:, :, :count] if "norms" in block else None
         return AdditiveCodes(codes, norms, self.spec.heads, self.count, self.config.code_bits)
-
-    def _transform(self, kernel: Any, rotary: int) -> Any:
-        """Return the codebooks as compiled code reads them."""
-        if rotary not in self._made:
-            tables, mean = self.static["tables"], self.static["mean"][:, 0]
-            self._made[rotary] = kernel.transform(tables, mean, rotary, self.spec.dtype == torch.float32)
-            self.static[f"turned{rotary}"] = self._made[rotary].back
-        return self._made[rotary]
 
 
 def meet(q: Tensor, tables: Tensor, half: int) -> Tensor:

@@ -49,6 +49,7 @@ DAMP = 1e-3  # of the mean of its diagonal, added to what weighs errors
 LEAST = 1e-3  # deviation of a coefficient, relative to the root mean square of all
 MOST = 2  # times the even rank, that a layer may have
 SMALLEST = 1e-4  # deviation of a coefficient: what divides by it is float16
+ALONE = {"ranks": ("model", "even")}
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,6 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
     chosen = greedy(curves, grids, sum(even(config, spec) for config, spec, _ in shared))
     for (_, _, static), count in zip(shared, chosen, strict=True):
         static["rank"] = torch.tensor([count], dtype=torch.int32)
-
-
-def alone(config: Config) -> dict[str, str]:
-    """Return the settings to change so that the ranks of a layer do not depend on other layers."""
-    return {"ranks": "even"} if config.ranks == "model" else {}
 
 
 def damped(moment: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from compress.numerics import checks
 
 NEEDS = frozenset({"keys", "values", "keys_sink", "values_sink", "queries_scaled", "gradients_output"})
 WORK = 48  # bytes that calibrating takes for each number of its largest sample
+ALONE = {"ranks": ("model", "layer")}
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,6 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
     chosen = iter(greedy(damages, grids, int(budget + 1e-6)))
     for _, spec, static in shared:
         static["ranks"] = torch.tensor([next(chosen) for _ in range(spec.heads)], dtype=torch.int32)
-
-
-def alone(config: Config) -> dict[str, str]:
-    """Return the settings to change so that the ranks of a layer do not depend on other layers."""
-    return {"ranks": "layer"} if config.ranks == "model" else {}
 
 
 def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:

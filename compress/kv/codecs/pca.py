@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
-from compress.kernels import dispatch, kv_contract
+from compress.kernels import kv_contract
 from compress.kernels.kv_contract import (
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
@@ -49,8 +49,8 @@ from compress.kernels.kv_contract import (
     LevelTables,
     MixedCodes,
 )
-from compress.kv.codec import ALL, Block, Codec, Field, Spec
-from compress.kv.codecs.compiled_parts import NO_TURNS, can_turn, rest, turns, whole_tokens
+from compress.kv.codec import Block, Codec, Field, Spec
+from compress.kv.codecs.compiled_parts import Compiled, can_turn
 from compress.kv.codecs.components import components, fitting, moments, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
 from compress.kv.codecs.mixed_packed import Pieces
@@ -58,7 +58,6 @@ from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
-AT_ONCE = 2048  # tokens that are written
 FINE = 2.0**-10  # unit of levels of more than 4 bits, to which products of integers round them
 
 
@@ -120,7 +119,7 @@ def _row(config: Config, spec: Spec) -> int:
     return -(-_budget(config, spec) // 8)
 
 
-class Principal(Codec):
+class Principal(Compiled):
     """Codes of all heads in one row for each token, [B, 1, n, at least `row` bytes]; norms uint8 [B, h, n, 1]."""
 
     def __init__(self, spec: Spec, static: Mapping[str, Tensor], row: int = 0) -> None:
@@ -137,14 +136,13 @@ class Principal(Codec):
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
-        super().__init__(spec, held)
-        self.rope = "pre" if spec.kind == "keys" else "post"
+        reader = "prerope" if spec.kind == "keys" else "mixed"
+        super().__init__(spec, held, reader, "prerope")
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
         self.table = torch.cat([table(b) for b in range(MOST_MIXED_BITS + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
-        self._made: dict[int | str, Any] = {}
-        self._is_readable = 0 < self.pieces.reach <= 2 * self.pieces.nbytes
+        self._lanes: Any = None  # of compiled code that encodes
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         turned = state["cos"].shape[-1] if "cos" in state else 0
@@ -166,12 +164,12 @@ class Principal(Codec):
 
     def _encoded(self, kernel: Any, x: Tensor) -> dict[str, Tensor]:
         """Return what `encode` does, by compiled code."""
-        if "lanes" not in self._made:
+        if self._lanes is None:
             counts = torch.tensor([len(piece.channels) for piece in self.pieces.pieces], dtype=torch.int32)
             weights = self._by_pieces(self.static["weights"].mT)[..., 0].contiguous()
             active = (self.static["bits"] > 0).sum(1).clamp(min=1).float()
-            self._made["lanes"] = kernel.Lanes(self.pieces.starts, self.pieces.bounds, counts, weights, active)
-        lanes, y = self._made["lanes"], (x - self.static["mean"]) @ self.static["forward"]
+            self._lanes = kernel.Lanes(self.pieces.starts, self.pieces.bounds, counts, weights, active)
+        lanes, y = self._lanes, (x - self.static["mean"]) @ self.static["forward"]
         norms = kernel.fit(y, lanes, _tables(False))
         stored = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
         rows = kernel.pack(y, self.norms.load(stored), lanes, _tables(False), self.pieces.nbytes)
@@ -191,38 +189,14 @@ class Principal(Codec):
         found, norms = self.coded(block)
         return (found * norms) @ self._static("back", found) + self._static("mean", found)
 
-    def at_once(self, rows: Tensor) -> int:
-        return ALL if self._reader(rows) is not None else self.block
-
-    def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        kernel = self._reader(query, block)
-        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
-        if kernel is not None and whole:
-            made, stored = self._transform(kernel, turned.width), self._stored(block, whole)
-            kernel.scores(query, stored, made, _tables(True), turned, out[..., :whole])
-        for tokens, part in rest(self, block, whole):
-            out[..., tokens] = self.scores(query, part)
-
-    def write_at_once(self, out: Tensor) -> int:
-        return AT_ONCE if self._writer(out) is not None else self.block
-
-    def write(self, block: Block, out: Tensor) -> None:
-        kernel = self._writer(out)
-        whole, turned = turns(self, block, self._whole(block)) if kernel is not None else (0, NO_TURNS)
-        if kernel is not None and whole:
-            made, stored = self._transform(kernel, turned.width), self._stored(block, whole)
-            kernel.write(stored, made, _tables(True), turned, out[:, :, :whole])
-        for tokens, part in rest(self, block, whole):
-            out[:, :, tokens] = self.dense(part)
-
     def mix(self, p: Tensor, block: Block) -> Tensor:
         kernel = self._reader(p, block)
         whole = self._whole(block) if kernel is not None else 0
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
         if kernel is not None and whole:
-            lanes = kernel.mix(p[..., :whole], self._stored(block, whole), _tables(False))
+            lanes = kernel.mix(p[..., :whole], self.stored(block, whole), _tables(False))
             lanes = torch.nn.functional.pad(lanes, (0, 1))  # the last one: channels without codes
-            mixed += lanes.gather(-1, (self.pieces.lanes % lanes.shape[-1])[None, :, None].expand_as(mixed))
+            mixed += lanes.gather(-1, self.places[None, :, None].expand_as(mixed))
         if whole < p.shape[-1]:
             found, norms = self.coded({name: block[name][:, :, whole:] for name in self.fields})
             mixed += (p[..., whole:] * norms.mT) @ found
@@ -231,38 +205,26 @@ class Principal(Codec):
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed @ self._static("back", mixed) + mass * self._static("mean", mixed)
 
-    def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
-        """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
-        codes = None if block is None else block["norms"].numel() * self.spec.width
-        name = "prerope" if self.spec.kind == "keys" else "mixed"
-        return self._kernel(name, rows) if kv_contract.is_worthwhile(rows, codes) else None
+    def is_read_by(self, kernel: Any) -> bool:
+        is_within = 0 < self.pieces.reach <= 2 * self.pieces.nbytes  # its row and the next one
+        return is_within and bool(kernel.supports(self.spec.width))
 
-    def _writer(self, out: Tensor) -> Any:
-        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
-        return self._kernel("prerope", out) if is_large else None
+    def reach(self) -> int:
+        return self.pieces.reach
 
-    def _kernel(self, name: str, like: Tensor) -> Any:
-        kernel = dispatch.kv(like.device, name) if self._is_readable else None
-        return kernel if kernel is not None and kernel.supports(self.spec.width) else None
+    def laid_out(self, kernel: Any, rotary: int) -> Any:
+        bits = self.static["bits"].long()
+        back = self.static["back"] * _steps()[bits][..., None]
+        largest = torch.tensor([max(map(abs, own)) for own in _tables(True)])[bits]
+        mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
+        return kernel.transform(back, mean, largest, self.pieces.columns, rotary, is_exact)
 
-    def _whole(self, block: Block) -> int:
-        """Return how many of the first tokens compiled code may read."""
-        return whole_tokens(block["codes"], self.pieces.reach)
-
-    def _stored(self, block: Block, count: int) -> MixedCodes:
+    def stored(self, block: Block, count: int) -> MixedCodes:
         codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
         return MixedCodes(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
 
-    def _transform(self, kernel: Any, rotary: int) -> Any:
-        """Return `back` as compiled code reads it."""
-        if rotary not in self._made:
-            bits = self.static["bits"].long()
-            back = self.static["back"] * _steps()[bits][..., None]
-            largest = torch.tensor([max(map(abs, own)) for own in _tables(True)])[bits]
-            mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
-            self._made[rotary] = kernel.transform(back, mean, largest, self.pieces.columns, rotary, is_exact)
-            self.static[f"turned{rotary}"] = self._made[rotary].back
-        return self._made[rotary]
+    def operands(self, block: Block, count: int, made: Any) -> tuple[Any, ...]:
+        return self.stored(block, count), made, _tables(True)
 
     def _nearest(self, y: Tensor, norms: Tensor) -> Tensor:
         """Return codes int64 of y [B, h, n, width] for norms [B, h, n, 1]."""

@@ -39,10 +39,8 @@ CLIP = 0.8  # of a group's range at 2 bits and below
 @dataclass(frozen=True)
 class Config:
     bits: int = 2  # [bits] of one code: 1 to 8
-    group_size: GroupSize = (
-        "auto"  # [channels] of a token, across heads, that share a scale and a minimum; auto: 128, or
-    )
-    # the most below that which divide those of a token
+    group_size: GroupSize = "auto"  # [channels] of a token, across heads, that share a scale and a minimum; auto: 128,
+    # or the most below that which divide those of a token
     clip: float | None = None  # [fraction] of the range of a group that is coded; null: 0.8 up to 2 bits, 1 above
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError
 from compress.kv.cache import KVCache
 from compress.kv.evict.pruned import PrunedLayer, Pruning
 from compress.kv.evict.revival import Revival
@@ -42,17 +42,6 @@ def blocks(model: nn.Module) -> list[nn.Module] | None:
     return None
 
 
-def check(model: nn.Module, cache: KVCache) -> None:
-    """Raise RecipeError for a cache that drops tokens between layers, where the model's blocks are not found."""
-    if drops(cache) and blocks(model) is None:
-        raise RecipeError(UNSLICED)
-
-
-def drops(cache: KVCache) -> bool:
-    """Return whether a cache drops tokens between layers."""
-    return bool(cache.layers) and isinstance(cache.layers[0], PrunedLayer)
-
-
 def _is_block(module: nn.Module, index: int) -> bool:
     """Return whether a module is the block of this number, and is given hidden states first, and rotary rows."""
     numbers = {getattr(each, "layer_idx", None) for each in module.modules()} - {None}
@@ -75,22 +64,21 @@ def attach(model: nn.Module, cache_of: CacheOf) -> list[Any]:
 def _enter(found: list[nn.Module] | None, cache_of: CacheOf, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Check a forward pass of the whole model."""
     cache = cache_of(kwargs)
-    if cache is not None and drops(cache) and not cache.get_seq_length():
-        first = cache.layers[0]
-        assert isinstance(first, PrunedLayer), "all layers of such a cache are"
+    first = cache.layers[0] if cache is not None and cache.layers else None
+    if isinstance(first, PrunedLayer) and not first.seen:  # all layers of such a cache are
         _check(model, found, kwargs, first.eviction.budget.recent)
 
 
 def _block(index: int, cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the arguments of a block of this number; None: they stay."""
     cache = cache_of(kwargs)
-    layer = None if cache is None else cache.layers[index]
-    if not isinstance(layer, PrunedLayer):
+    before, layer = (None, None) if cache is None else cache.layers[index - 1 : index + 1]
+    if not isinstance(before, PrunedLayer) or not isinstance(layer, PrunedLayer):
         return None
     if layer.seen:
         revival = layer.pruning.revival
         return None if revival is None or not revival.is_stepping else _joined(revival, args, kwargs)
-    return None if layer.pruning.columns is None else _sliced(layer.pruning, index, args, kwargs)
+    return None if layer.pruning.columns is None else _sliced(before, args, kwargs)
 
 
 def _last(cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -153,14 +141,14 @@ def _joined(revival: Revival, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     return _with(hidden, args, kwargs)
 
 
-def _sliced(pruning: Pruning, index: int, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a block of this number with the rows of the tokens that are left."""
-    hidden = _hidden(args, kwargs)
+def _sliced(before: PrunedLayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of the block behind a layer with the rows of the tokens that are left."""
+    hidden, pruning = _hidden(args, kwargs), before.pruning
     if pruning.moves is not None:
-        if pruning.revival is not None and pruning.before is not None:
+        if pruning.revival is not None and before.columns is not None:
             is_left = torch.ones(hidden.shape[1], dtype=torch.bool, device=hidden.device)
             is_left[pruning.moves[0].to(hidden.device)] = False
-            pruning.revival.leave(index - 1, hidden[:, is_left], pruning.before[0, is_left])
+            pruning.revival.leave(before.index, hidden[:, is_left], before.columns[is_left])
             pruning.revival.turns, pruning.revival.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
         hidden = _take(hidden, pruning.moves)
         pruning.moves = None

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kv.evict.attention_mass import column_mass
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"queries"})
@@ -43,4 +42,4 @@ def keeps(config: Config, kept: int) -> int:
 
 def score(config: Config, seen: Seen) -> Tensor:
     """Return the attention that each token was given by all queries, float32 [h, n], mean over query heads."""
-    return torch.nan_to_num(column_mass(seen).mean(1))
+    return torch.nan_to_num(seen.mass.mean(1))

@@ -22,7 +22,7 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kv.cache import CodedLayer, KVCache, build
 from compress.kv.codec import Spec, unrotate
-from compress.kv.evict import select
+from compress.kv.evict import kept_tokens, select
 from compress.kv.evict.attention_mass import variance
 from compress.kv.evict.coming import coming_rows
 from compress.kv.evict.head_stores import HeadStores
@@ -203,12 +203,11 @@ class EvictingLayer(CodedLayer):
         """Evict what layers hold that wait for each other's attention."""
         if self.held is None:
             return
-        layers = [layer for layer in self._layers() if layer.held is not None]
-        variances = [[row.variance for row in layer.held[1]] for layer in layers]  # type: ignore[index]
-        for place, layer in enumerate(layers):
-            assert layer.held is not None
-            held, layer.held = layer.held, None
-            layer._keep(*held, variances, place)
+        layers = {layer: layer.held for layer in self._layers() if layer.held is not None}
+        variances = {layer.index: [row.variance for row in judged] for layer, (_, judged, _) in layers.items()}
+        for layer, held in layers.items():
+            layer.held = None
+            layer._keep(*held, variances)
 
     def _layers(self) -> list[EvictingLayer]:
         """Return the layers of the cache that evict."""
@@ -232,30 +231,22 @@ class EvictingLayer(CodedLayer):
             assert module is not None, "hooks are attached: commit has checked"
             weight = matrix(projection(module), self.cache.queries * values.shape[-1], values)
             norms = output_norms(values, weight)
-        uneven = variance(seen) if self.eviction.budget.layers == "variance" else 0.0
+        uneven = variance(seen.mass) if self.eviction.budget.layers == "variance" else 0.0
         return Judged(self.plugin.score(self.eviction.config, seen), norms, first, uneven)
 
-    def _survivors(self, judged: Judged, tokens: int, variances: list[float] | None, place: int) -> list[Tensor]:
-        """Return the indices of the tokens that stay for each head, of a sequence that has seen so many tokens."""
-        budget, config = self.eviction.budget, self.eviction.config
+    def _survivors(self, judged: Judged, tokens: int, variances: dict[int, float] | None = None) -> list[Tensor]:
+        """Return the indices of the tokens that stay for each head, of a sequence that has seen so many tokens.
+
+        variances: of the layers that wait for each other, by number.
+        """
+        budget, uneven = self.eviction.budget, None if variances is None else list(variances.values())
         heads, stored = judged.scores.shape
-        layers = self._layers()
-        place = layers.index(self) if variances is None else place
-        keep = budget.keep if budget.keep is not None else min(1.0, (budget.tokens or 0) / tokens)
-        shares, whole = [1.0] * len(layers), set[int]()
-        if budget.keep_by_layer:
-            keep = budget.keep_by_layer[self.index]
-        if budget.layers == "pyramid":
-            shares = select.pyramid(len(layers))
-        if variances is not None:
-            shares, whole = select.by_variance(variances), {0, 1, len(layers) - 1}
-        fraction = select.fractions(keep, shares, whole)[place]
-        keeps = getattr(self.plugin, "keeps", lambda config, kept: 0)
-        kept = select.count(tokens, fraction, self.sink + max(budget.recent, keeps(config, 0)))
+        evicting = list(variances or (layer.index for layer in self._layers()))
+        kept = kept_tokens.kept(self.eviction, self.sink, self.index, evicting, tokens, uneven)
         if kept >= stored:
             return [torch.arange(stored, device=judged.scores.device)] * heads
         scores = judged.scores.mean(0, keepdim=True) if budget.heads == "shared" else judged.scores
-        scores = select.protected(scores, self.sink, max(budget.recent, keeps(config, kept)))
+        scores = select.protected(scores, self.sink, self.eviction.newest(kept))
         counts = select.head_counts(scores, kept) if budget.heads == "ada" else [kept] * len(scores)
         if judged.norms is not None:
             norms = judged.norms.mean(0, keepdim=True) if budget.heads == "shared" else judged.norms
@@ -268,14 +259,13 @@ class EvictingLayer(CodedLayer):
         new: tuple[Tensor, Tensor],
         judged: list[Judged],
         queries: Tensor | None,
-        variances: list[list[float]] | None = None,
-        place: int = 0,
+        variances: dict[int, list[float]] | None = None,
     ) -> None:
-        """Store what stays of the prompt; variances: of each layer, by row."""
+        """Store what stays of the prompt; variances: of each layer by its number, and by row."""
         rows = []
         for row, each in enumerate(judged):
-            uneven = None if variances is None else [by_row[row] for by_row in variances]
-            rows.append([x + each.first for x in self._survivors(each, self.seen - each.first, uneven, place)])
+            uneven = None if variances is None else {index: by_row[row] for index, by_row in variances.items()}
+            rows.append([x + each.first for x in self._survivors(each, self.seen - each.first, uneven)])
         if all(len(x) == self.seen - each.first for own, each in zip(rows, judged, strict=True) for x in own):
             self._append(new, queries)
             return
@@ -306,7 +296,7 @@ class EvictingLayer(CodedLayer):
         rows = []
         for row, first in enumerate(starts):
             judged = self._judge(row, first, dense[0][row, :, first:], dense[1][row, :, first:], self.window)
-            rows.append([x + first for x in self._survivors(judged, self.seen - firsts[row], None, 0)])
+            rows.append([x + first for x in self._survivors(judged, self.seen - firsts[row])])
         self.since = 0
         if all(len(x) == dense[0].shape[2] - first for own, first in zip(rows, starts, strict=True) for x in own):
             return

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kv.evict.attention_mass import column_mass
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"queries"})
@@ -57,6 +56,10 @@ def check(budget: Any) -> None:
     """Raise ValueError, which begins with a field's name, for settings of a `Budget` that it has no use for."""
     if budget.tokens is not None:
         raise ValueError("tokens is not possible with lazyllm, whose layers keep fractions; set keep")
+    if budget.keep_by_layer:
+        raise ValueError(
+            "keep_by_layer is not possible with lazyllm, whose layers have what earlier ones left; set keep"
+        )
     for name, only in _FIXED.items():
         if getattr(budget, name) != only:
             raise ValueError(f"{name} is not possible with lazyllm, which drops whole tokens; remove it")
@@ -97,6 +100,5 @@ def score(config: Config, seen: Seen) -> Tensor:
     A token that came after a query has none of its attention.
     """
     assert seen.queries is not None
-    newest = seen.queries[:, -config.window :]
-    mass = column_mass(Seen(seen.keys, seen.values, newest, seen.scaling, seen.sink)) / newest.shape[1]
+    mass = seen.newest(config.window).mass / min(config.window, seen.queries.shape[1])
     return torch.nan_to_num(mass.mean((0, 1)).expand(len(seen.keys), -1))

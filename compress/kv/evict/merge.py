@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-PIECE = 1 << 24  # float32 cosines held at a time
+PIECE = 1 << 20  # float32 cosines held at a time
 
 
 def merged(keys: Tensor, values: Tensor, kept: Tensor, sink: int) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,6 @@ class Pruning:
     tokens: int = 0  # columns of the prompt, pads included
     columns: Tensor | None = None  # int64 [B, m]: of the tokens that are left; None: all
     pads: Tensor | None = None  # int64 [B]: first of these columns that are filled up
-    before: Tensor | None = None  # int64 [1, n]: the columns of the layer that dropped some; with revival
     moves: Tensor | None = None  # int64 [B, m]: places of these among the tokens of the layer that dropped some
     turns: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, tokens, rotary width] of the whole prompt
     positions: Tensor | None = None  # int64 [B or 1, tokens]
@@ -55,13 +54,13 @@ class Pruning:
     def begin(self, tokens: int) -> None:
         """Begin with a prompt of so many columns."""
         self.forget()
-        self.tokens, self.columns, self.pads = tokens, None, None
+        self.tokens = tokens
         if self.revival is not None:
             self.revival.begin()
 
     def forget(self) -> None:
         """Free what later passes do not need."""
-        self.moves, self.turns, self.positions = None, None, None
+        self.columns, self.pads, self.moves, self.turns, self.positions = (None,) * 5
         self.sliced.clear()
 
     def drop(self, chosen: list[Tensor], device: torch.device) -> None:
@@ -69,7 +68,6 @@ class Pruning:
         index, pads = aligned([[row] for row in chosen])
         self.moves, self.pads = index[:, 0].to(device), pads[:, 0].to(device)
         before = torch.arange(self.tokens, device=device)[None] if self.columns is None else self.columns
-        self.before = before
         self.columns = before.expand(len(self.moves), -1).gather(1, self.moves)
         self.sliced.clear()
 
@@ -84,7 +82,7 @@ def layers(kinds: Collection[str], eviction: Eviction) -> Callable[[int, KVCache
             f"kv_cache.evict: {eviction.method} drops tokens within the forward pass, which layers of type "
             f"{', '.join(others)} do not allow; choose another method, such as snapkv"
         )
-    assert eviction.budget.keep is not None, "checked with the settings"
+    assert eviction.budget.keep is not None, "the method's `check` leaves nothing else"
     try:
         stays = plugins.load("evict", eviction.method).fractions(eviction.config, eviction.budget.keep, len(kinds))
     except ValueError as error:
@@ -229,6 +227,10 @@ class PrunedLayer(EvictingLayer):
         if least is not self and -tokens_to_remove > least.newest:
             EvictingLayer.crop(least, tokens_to_remove)  # says why not, before any layer is cut
         super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.pruning.begin(0)
 
     def _select(self, index: Tensor) -> None:
         if self.pruning.revival is not None and len(index) > 1:

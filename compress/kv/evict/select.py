@@ -14,10 +14,13 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from compress.kv.evict.attention_mass import column_mass
 
 SAFE = 0.2  # of a head's equal share, which AdaKV leaves to it
 FIRST_STAGE = 0.5  # of a head's tokens, which CriticalKV chooses by score alone
@@ -35,15 +38,20 @@ class Seen:
     queries: Tensor | None  # [H, m, width] after the rotary embedding, of the newest m tokens
     scaling: float  # of the products of queries and keys
     sink: int  # first tokens, which stay
-    moments: tuple[Tensor, Tensor] | None = (
-        None  # of queries at coming positions: mean [H, width], covariance [H, w, w]
-    )
+    moments: tuple[Tensor, Tensor] | None = None  # of queries at coming positions: mean [H, width] and covariance
+    # [H, width, width]
 
-    @property
-    def grouped(self) -> Tensor:
-        """Return the queries by KV head, float32 [h, H / h, m, width]."""
+    @cached_property
+    def mass(self) -> Tensor:
+        """Return the softmax attention that each token is given by all queries, summed, float32 [h, H / h, n]."""
         assert self.queries is not None, "the method says that it needs them"
-        return self.queries.float().unflatten(0, (self.keys.shape[0], -1))
+        grouped = self.queries.float().unflatten(0, (self.keys.shape[0], -1))
+        return column_mass(grouped * self.scaling, self.keys.float())
+
+    def newest(self, count: int) -> Seen:
+        """Return the same with no more queries than so many."""
+        assert self.queries is not None, "the method says that it needs them"
+        return replace(self, queries=self.queries[:, -count:])
 
 
 def count(tokens: int, fraction: float, least: int) -> int:

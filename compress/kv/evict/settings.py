@@ -30,10 +30,8 @@ class Budget:
     keep_by_layer: tuple[float, ...] = ()  # fraction of the tokens that stays in each layer of the model, the first one
     # first; in place of keep and tokens
     recent: int = 64  # [tokens] newest, which always stay; so do those of kv_cache.sink
-    heads: Heads = (
-        "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same tokens
-    )
-    # in all heads of a layer; ada: heads keep different numbers (AdaKV, arXiv 2407.11550)
+    heads: Heads = "equal"  # equal: each KV head keeps tokens of its own, as many as the others; shared: the same
+    # tokens in all heads of a layer; ada: heads keep different numbers (AdaKV, arXiv 2407.11550)
     critical: bool = False  # half of the tokens by score, the others by score times the norm of what their value adds
     # to the output (CriticalKV, arXiv 2502.03805)
     layers: Layers = "equal"  # pyramid: early layers keep more (PyramidKV, arXiv 2406.02069); variance: layers of even
@@ -71,10 +69,18 @@ class Eviction:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data, with every default."""
-        chosen = {key: value for key, value in dataclasses.asdict(self.budget).items() if value not in (None, ())}
-        if self.budget.keep_by_layer:
-            chosen["keep_by_layer"] = list(self.budget.keep_by_layer)
-        return {"method": self.method, **dataclasses.asdict(self.config), **chosen}
+        chosen = {key: value for key, value in plugins.plain(self.budget).items() if value not in (None, [])}
+        return {"method": self.method, **plugins.plain(self.config), **chosen}
+
+    @property
+    def prunes(self) -> bool:
+        """Return whether tokens are dropped within the prompt's forward pass: compress/kv/evict/pruned.py."""
+        return bool(getattr(plugins.load("evict", self.method), "PRUNES", False))
+
+    def newest(self, kept: int) -> int:
+        """Return how many newest tokens stay where a head keeps so many; 0: the least there is."""
+        keeps = getattr(plugins.load("evict", self.method), "keeps", lambda config, kept: 0)
+        return max(self.budget.recent, keeps(self.config, kept))
 
     def exempts(self, layer: int) -> bool:
         """Return whether a layer of this number, counted from 0, keeps all of its tokens by `keep_by_layer`."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.kv.evict.attention_mass import column_mass
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"queries"})
@@ -45,8 +44,7 @@ def score(config: Config, seen: Seen) -> Tensor:
     assert seen.queries is not None
     tokens = seen.keys.shape[1]
     window = min(config.window, seen.queries.shape[1], tokens)
-    last = Seen(seen.keys, seen.values, seen.queries[:, -window:], seen.scaling, seen.sink)
-    mass = column_mass(last)[..., : tokens - window] / window
+    mass = seen.newest(window).mass[..., : tokens - window] / window
     scores = mass.new_zeros(mass.shape[0], tokens)
     if tokens > window:
         pooled = functional.avg_pool1d(mass, config.pool, stride=1, padding=config.pool // 2)

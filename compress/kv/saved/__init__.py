@@ -96,6 +96,12 @@ def save_cache(
     return SavedFile(Path(path))
 
 
+def check_layers(cache: Cache) -> None:
+    """Raise UnsupportedModelError for a cache, be it empty, with layers that cannot be saved."""
+    for index, layer in enumerate(cache.layers):
+        coded.check_kind(index, layer)
+
+
 def load_cache(
     model: nn.Module,
     path: str | Path | SavedFile,

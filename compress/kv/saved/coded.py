@@ -46,14 +46,21 @@ def known_layers(cache: KVCache) -> list[dict[str, Any] | None]:
     return [layer_facts(index, layer) for index, layer in enumerate(cache.layers)]
 
 
+def check_kind(index: int, layer: Any) -> None:
+    """Raise UnsupportedModelError for a layer, coded or not, that cannot be saved whatever it holds."""
+    if not isinstance(layer, CodedLayer):
+        plain.check_kind(index, layer)
+    elif type(layer) is not CodedLayer:
+        raise UnsupportedModelError(
+            f"layer {index} of the cache evicts tokens, and such a cache cannot be saved; remove kv_cache.evict"
+        )
+
+
 def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     """Return the facts of one layer, coded or not; None for one that holds nothing."""
     if not isinstance(layer, CodedLayer):
         return plain.layer_facts(index, layer)
-    if type(layer) is not CodedLayer:
-        raise UnsupportedModelError(
-            f"layer {index} of the cache evicts tokens, and such a cache cannot be saved; remove kv_cache.evict"
-        )
+    check_kind(index, layer)
     if not layer.stores:
         return None
     layer.commit()

@@ -45,12 +45,17 @@ def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     """Return the facts of one layer of transformers."""
     if not getattr(layer, "is_initialized", False) and not held(layer):
         return None
+    check_kind(index, layer)
+    return {"kind": LAYERS[type(layer)], "seen": int(layer.get_seq_length())}
+
+
+def check_kind(index: int, layer: Any) -> None:
+    """Raise UnsupportedModelError for a layer of transformers that cannot be saved."""
     if type(layer) not in LAYERS:
         raise UnsupportedModelError(
             f"layer {index} of the cache is a {type(layer).__name__}, which cannot be saved; layers of full and of "
             "sliding attention can"
         )
-    return {"kind": LAYERS[type(layer)], "seen": int(layer.get_seq_length())}
 
 
 def turns(model: nn.Module, tokens: int) -> Turns | None:

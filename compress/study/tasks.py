@@ -1,0 +1,103 @@
+"""Ask the cells of a study the tasks of a suite, as `compress eval` does, beside the original's answers.
+
+The original answers once for the whole study: the first process that needs its answers holds a lock while it makes
+them, and the others wait for the file. Tasks are made of the first text that is scored, in windows of the suite's
+length, or of the study's if that is shorter.
+
+Tasks that are read in one pass do so without a cache, whatever the recipe; only free writing goes through a cache that
+is stored with the model. So what a cache alone does is not measured here, and cells of a cache alone are not asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from compress.errors import RecipeError
+from compress.evaluate import answers, intervals, suite, task_scores
+from compress.evaluate.items import Material, Outcome, Task
+from compress.evaluate.scores import text_windows
+from compress.model import load as lm
+from compress.run.source import resolve
+from compress.study.folder import StudyFolder
+from compress.study.grid import Settings
+
+
+def check(settings: Settings) -> None:
+    """Raise CompressError for tasks that there are not, or that cannot be asked of this model; loads no weights."""
+    if settings.suite is None and not settings.tasks:
+        return
+    suite.check(suite.Asked(settings.suite, settings.texts, settings.tasks))
+    names = [each.partition("=")[0] for each in settings.tasks]
+    if doubled := sorted(name for name in set(names) if names.count(name) > 1):
+        raise RecipeError(f"--task {doubled[0]} is given twice; make it one file, so that figures can be told apart")
+    if not _made(settings)[0]:
+        raise RecipeError("no task has questions for this model: it reads too few tokens, or knows too few")
+
+
+def measured(
+    study: StudyFolder, settings: Settings, model: Path | None
+) -> tuple[dict[str, list[dict[str, Any]]], float | None]:
+    """Return the figures of each task under the name of the suite, and the seconds that they took.
+
+    model: the checkpoint that is asked beside the original; None: the original alone. Nothing, and None, where no tasks
+    were asked for.
+    """
+    if settings.suite is None and not settings.tasks:
+        return {}, None
+    made, stuff = _made(settings)
+    original = _of_original(study, settings, made, stuff)
+    begun = time.monotonic()
+    if model is None:
+        rows = [row(task, original[task.name]) for task in made]
+    else:
+        loaded = lm.load_model(model, settings.dtype, settings.device)
+        rows = [row(task, answers.score(loaded, task, stuff), original[task.name]) for task in made]
+    return {settings.suite or "tasks": rows}, round(time.monotonic() - begun, 2)
+
+
+def _asked(settings: Settings) -> suite.Asked:
+    size = suite.size_of(suite.Asked(settings.suite))
+    return suite.Asked(settings.suite, settings.texts, settings.tasks, min(size.seq_len, settings.window))
+
+
+def _made(settings: Settings) -> tuple[list[Task], Material]:
+    """Return the tasks with their items, and what these are made of."""
+    base, asked = resolve(settings.model), _asked(settings)
+    size = suite.size_of(asked)
+    windows = text_windows([base], asked.texts[0], size.seq_len, size.max_tokens)
+    stuff = suite.material(lm.load_tokenizer(base), [lm.load_config(base)], windows)
+    return list(suite.tasks_with_items(asked, stuff)), stuff
+
+
+def _of_original(
+    study: StudyFolder, settings: Settings, made: Sequence[Task], stuff: Material
+) -> Mapping[str, list[Outcome]]:
+    """Return the original's answers by task; those that the study does not have yet are made and kept."""
+    with study.locked_answers():
+        if missing := [task for task in made if study.answers(task.name) is None]:
+            model = lm.load_model(resolve(settings.model), settings.dtype, settings.device)
+            for task in missing:
+                study.keep_answers(task.name, answers.score(model, task, stuff))
+    return {task.name: study.answers(task.name) or [] for task in made}
+
+
+def row(task: Task, outcomes: Sequence[Outcome], original: Sequence[Outcome] | None = None) -> dict[str, Any]:
+    """Return the figures of a task; "paired" is what scores.json of `compress eval` has under this name."""
+    found = task_scores.of_task(task, outcomes, original)
+    return {
+        "task": task.name,
+        "score": found.accuracy,
+        "se": intervals.mean_error([outcome.right for outcome in outcomes])[1],
+        "base": None if found.paired is None else found.paired.base_accuracy,
+        "n": found.items,
+        "nll": found.nll,
+        "nll_se": found.nll_se,
+        "figures": dict(found.figures),
+        "paired": None if found.paired is None else asdict(found.paired),
+        "by": found.by,
+        "groups": [asdict(group) for group in found.groups],
+    }

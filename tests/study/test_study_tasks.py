@@ -1,0 +1,94 @@
+"""Tasks of a study: the figures are those of `compress eval`, and the original answers once for all cells."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress.errors import OutputError
+from compress.evaluate import Execution, answers, suite
+from compress.evaluate.items import Outcome
+from compress.model import load
+from compress.study import cell, grid, summary, tasks
+from compress.study.folder import StudyFolder
+from compress.study.grid import Axes, Settings
+from runs import TEXT
+
+HELD_OUT = TEXT.with_name("books_heldout.txt")
+FEW = ["continuation", "tracking"]  # by likelihood and greedy; the suite has more
+
+
+@pytest.fixture
+def settings(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(suite, "tasks_of", lambda name: FEW)
+    return Settings(str(pico_dir("llama")), (str(HELD_OUT),), 64, 256, keep=True, suite="quick")
+
+
+def test_figures_are_those_of_eval(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    scored = answers.score
+
+    def counted(model: Any, *more: Any) -> list[Outcome]:
+        asked.append(Path(model.name_or_path).name)
+        return scored(model, *more)
+
+    monkeypatch.setattr(answers, "score", counted)
+    study = StudyFolder(tmp_path / "study")
+    study.open({"model": "m"})
+    cells = {each.name: study.ask(each, settings, {"model": "m"}) for each in grid.cells(Axes(("int8", "kv4")))}
+    for each in cells.values():
+        cell.run(each)
+    assert sorted(asked) == [*["checkpoint"] * 2, *[Path(settings.model).name] * 2]  # the original once for each task
+    results = {name: each.result for name, each in cells.items()}
+    assert [result and result["status"] for result in results.values()] == ["done"] * 3
+    packed, original, cached = (results[name] for name in ("int8", grid.ORIGINAL, "kv4"))
+    assert packed and original and cached
+    assert cached["suites"] == {} and cached["cost"]["tasks_seconds"] is None
+    direct = suite.run(
+        cells["int8"].checkpoint,
+        Path(settings.model),
+        suite.Asked("quick", settings.texts, seq_len=64),
+        Execution(),
+    )
+    for own, before, alone in zip(packed["suites"]["quick"], original["suites"]["quick"], direct.tasks, strict=True):
+        assert alone.paired is not None and own["paired"] == vars(alone.paired)
+        assert (own["task"], own["score"], own["n"], own["nll"]) == (
+            *(alone.task, alone.accuracy, alone.items, alone.nll),
+        )
+        assert own["base"] == before["score"] == alone.paired.base_accuracy and before["paired"] is None
+        assert before["nll"] == pytest.approx(alone.paired.base_nll)
+    found = summary.write(study)
+    assert found["original"]["suites"] == original["suites"] and found["cells"][0]["suites"] == packed["suites"]
+    assert "<h2>Tasks</h2>" in (study.folder / "study.html").read_text()
+
+
+def test_others_wait_for_the_answers_of_the_original(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, found = StudyFolder(tmp_path / "study"), list[Any]()
+    study.open({"model": "m"})
+    monkeypatch.setattr(load, "load_model", lambda *given: pytest.fail("the answers are there"))
+    kept = [Outcome("a", True, "\u2028\n", figures={"f1": 0.5}), Outcome("b", False, "", figures={"f1": 0.0})]
+    waiting = threading.Thread(target=lambda: found.append(tasks.measured(study, settings, None)))
+    with study.locked_answers():
+        waiting.start()
+        waiting.join(1.0)
+        assert waiting.is_alive() and not found
+        for name in FEW:
+            study.keep_answers(name, kept)
+    waiting.join(60)
+    ((suites, seconds),) = found
+    assert [(row["score"], row["n"]) for row in suites["quick"]] == [(0.5, 2)] * 2 and seconds is not None
+    assert study.answers(FEW[0]) == kept
+    (study.answered / f"{FEW[0]}.json").write_text('{"outcomes": [{"name": "a"}]}')
+    with pytest.raises(OutputError, match="is damaged"):
+        study.answers(FEW[0])
+
+
+def test_nothing_is_asked_where_nothing_was_asked_for(tmp_path: Path) -> None:
+    assert tasks.measured(StudyFolder(tmp_path), Settings("none", ()), None) == ({}, None)
+    assert not list(tmp_path.iterdir())
