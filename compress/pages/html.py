@@ -27,8 +27,7 @@ STYLE = """
 @media print { :root { --paper: #ffffff; --ink: #000000; --faint: #444444; --line: #bbbbbb; --panel: #ffffff;
   --accent: #0b5cad; --good: #176639; --bad: #a8231d; --heat: #b3341c; --on-low: #000000; --on-mid: #000000;
   --on-high: #ffffff; --series-0: #0b5cad; --series-1: #b3341c; --series-2: #1d7044; --series-3: #7a3e9d;
-  --series-4: #8a5a00; --series-5: #0f6f78; }
-  section { break-inside: avoid; } svg { min-width: 0; } details { display: block; } .frame { overflow: visible; } }
+  --series-4: #8a5a00; --series-5: #0f6f78; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -58,13 +57,14 @@ svg .mark { stroke: var(--bad); stroke-dasharray: 4 3; } svg .heat { fill: var(-
 svg .front { stroke: var(--faint); stroke-width: 1.4; } svg .leader { stroke: var(--faint); stroke-width: .7; }
 svg .best { font-weight: 600; } svg .value { font-size: 10px; } svg .low { fill: var(--on-low); }
 svg .mid { fill: var(--on-mid); } svg .high { fill: var(--on-high); }
-@media print { table { font-size: .7rem; } th, td { padding-right: .4rem; } td.words { min-width: 0; } }
 @media screen and (max-width: 44rem) { table { width: max-content; } td.words { max-width: 17rem; } }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 blockquote { margin: .4rem 0; padding: .5rem .8rem; background: var(--panel); border-left: 3px solid var(--line);
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92rem; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: .8rem; }
 pre { background: var(--panel); border: 1px solid var(--line); padding: .7rem; overflow-x: auto; font-size: .85rem; }
+@media print { section { break-inside: avoid; } svg { min-width: 0; } figure, .frame { overflow: visible; }
+  table { font-size: .7rem; } th, td { padding-right: .4rem; } td.words, td.words:first-child { min-width: 0; } }
 """
 
 SORTING = """

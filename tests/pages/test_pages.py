@@ -153,6 +153,12 @@ def test_shares_stand_and_sort_like_numbers() -> None:
     assert table.count('<th scope="col" class="words">') == 2 and '<td class="words">3% of 4</td>' in table
 
 
+def test_rules_for_paper_come_last() -> None:
+    """Else those for screens, which are as specific, win over them, and paper cuts off what screens scroll."""
+    last = html.STYLE.rindex("@media print")
+    assert all(html.STYLE.rindex(f"{name} {{") > last for name in (".frame", "svg", "table", "td.words:first-child"))
+
+
 def test_data_in_a_page_is_read_back() -> None:
     data = {"text": "</script><b>", "value": 0.1}
     page = html.page("T", "", [], data)
