@@ -12,6 +12,7 @@ SHIFTS = 8  # rows that move by the same distance, for it to be told
 
 
 def unit(y: Tensor) -> Tensor:
+    """Return features [tokens, features] with norm 1 over tokens; those that are 0 stay so."""
     return y / y.norm(dim=0).clamp_min(1e-20)
 
 
