@@ -63,23 +63,26 @@ def evaluate(
     """Score a model on text: perplexity over disjoint windows; against a base also KL divergence and top-1 agreement.
 
     With --adapter the LoRA is merged into the base that a model is compared with (without --base into MODEL).
-    With --kv every window is read through that cache; without --base against the uncompressed one.
+    With --kv texts and tasks are read through that cache; without --base against the uncompressed one.
 
     With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
     """
     with errors():
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
-        if tasks is not None or asked.is_any:
-            _check_alone(tasks, asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
-            how = (dtype, device_named(device))
-            if tasks is None:
-                return run_suite(model, base, asked, how, as_json)
+        how = (dtype, device_named(device))
+        if tasks is not None:
+            _check_alone(asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
             return harness.run(model, base, tasks, limit, (*how, as_json))
+        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
+        if asked.is_any:
+            if adapter or (calib and caches is None):
+                wrong, why = ("--adapter", "--text, not with tasks or a suite") if adapter else ("--calib", "--kv")
+                raise typer.BadParameter(f"goes with {why}; leave it out", param_hint=wrong)
+            return run_suite(model, base, dataclasses.replace(asked, kv=caches, calib=calib), how, as_json)
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
         check_model(base or model)
         check_adapter(adapter)
-        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import cache
@@ -102,13 +105,13 @@ def evaluate(
         _show(dataclasses.asdict(scores), read, as_json)
 
 
-def _check_alone(tasks: str | None, asked: Asked, others: dict[str, Any]) -> None:
-    """Refuse options that would have no effect beside tasks; wrong usage."""
-    if tasks is not None and asked.is_any:
+def _check_alone(asked: Asked, others: dict[str, Any]) -> None:
+    """Refuse options that would have no effect beside --tasks; wrong usage."""
+    if asked.is_any:
         raise typer.BadParameter("runs alone; leave out --suite, --task and --choices", param_hint="--tasks")
     for option, value in others.items():
         if value:
-            raise typer.BadParameter("goes with --text, not with tasks or a suite; leave it out", param_hint=option)
+            raise typer.BadParameter("goes with --text, not with --tasks; leave it out", param_hint=option)
 
 
 def _show(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:

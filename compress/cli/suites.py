@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from compress.errors import CalibrationError
 
 if TYPE_CHECKING:
     from compress.evaluate.scores import Execution
+    from compress.kv.settings import CacheSettings
 
 GROUPS = ("items", "right", "original", "NLL", "original's")
 TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
@@ -46,6 +47,8 @@ class Asked:
     texts: Sequence[str]
     seq_len: int | None
     max_tokens: int | None
+    kv: Mapping[str, CacheSettings] | None = None  # one cache by name; empty: the checkpoint's own; None: without one
+    calib: str | None = None  # text for it
 
     @property
     def is_any(self) -> bool:
@@ -62,9 +65,11 @@ def one_text(texts: Sequence[str]) -> str | None:
 
 def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], as_json: bool) -> None:
     """Measure, keep the result beside the checkpoint, and print it. execution: dtype and device."""
+    if base is None and asked.kv is not None:
+        base = model
     if base is None:
         raise typer.BadParameter("name the uncompressed model that the tasks compare with", param_hint="--base")
-    check_paths(model, *asked.texts)
+    check_paths(model, *asked.texts, asked.calib)
     check_model(base)
     if asked.choices is not None and not asked.choices.is_file():
         raise CalibrationError(f"{asked.choices} is not a file; give questions as JSON lines")
@@ -74,7 +79,8 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     from compress.run.source import resolve
 
     tasks = [*asked.tasks, *([f"choices={asked.choices}"] if asked.choices else [])]
-    what = suites.Asked(asked.suite, tuple(asked.texts), tuple(tasks), asked.seq_len, asked.max_tokens)
+    how_much = asked.seq_len, asked.max_tokens
+    what = suites.Asked(asked.suite, tuple(asked.texts), tuple(tasks), *how_much, asked.kv, asked.calib)
     suites.check(what)
     directory = resolve(model)
     how: Execution = Execution(dtype=execution[0], device=execution[1])
@@ -107,6 +113,8 @@ def _show(found: dict[str, Any]) -> None:
         ]
         heads = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
         tables.out.print(tables.columns(heads, rows))
+    if found["cache"]:
+        print(f"read through the cache {found['cache']}, {found['cache_read']}")
     if found["floor"]:
         print(f"KL of {found['floor']['kl_mean']:.2g} is rounding: {found['floor']['path']}")
     if found["tasks"]:

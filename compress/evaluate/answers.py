@@ -6,12 +6,15 @@ input are read once: answers of one token behind the same context cost one pass.
 
 Context and answer are tokenized together, and the answer is what follows the tokens of the context alone, as in
 lm-evaluation-harness; spaces at the end of a context go to the answer.
+
+Through a cache a context goes in one pass, as in `generate`, all but its last token. That one and the answer are read
+behind what the cache has stored, together: what becomes old meanwhile stays exact. Batches hold contexts of one length.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +22,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, NumericalError
-from compress.evaluate.feed import LAST
+from compress.evaluate.feed import LAST, fed
 from compress.evaluate.items import Item, Material, Outcome, Task, Text
 from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
 from compress.model import load as lm
+
+MakeCache = Callable[[], Any]  # a new cache for each batch
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,11 @@ class Row:
     target: tuple[int, ...]  # the tokens of the answer
     nbytes: int  # of its text
 
+    @property
+    def first(self) -> int:
+        """The place of the input that predicts the answer's first token: the last one of the context."""
+        return len(self.inputs) - len(self.target)
+
 
 @dataclass(frozen=True)
 class _Read:
@@ -45,17 +55,22 @@ class _Read:
     kl: float | None  # KL(law || model), nats a token
 
 
-def score(model: Any, task: Task, material: Material, batch_tokens: int = BATCH_TOKENS) -> list[Outcome]:
+def score(
+    model: Any, task: Task, material: Material, make_cache: MakeCache | None = None, batch_tokens: int = BATCH_TOKENS
+) -> list[Outcome]:
     """Return the outcome of each item, in their order.
 
-    The tokenizer is that of `material`. Raises CalibrationError for an item without tokens or longer than the model
-    can read, NumericalError for logits that are not finite.
+    make_cache: answers are read behind contexts in such a cache; None: in one pass, without one. What is written goes
+    through the cache that is attached to the model, if any. The tokenizer is that of `material`.
+
+    Raises CalibrationError for an item without tokens or longer than the model can read, NumericalError for logits that
+    are not finite.
     """
     if task.way == "written":
         stop = lm.end_tokens(model)  # now: `write` sets the generation settings aside
         return [_written(model, task, item, material, stop) for item in task.items]
     rows = [row for i, item in enumerate(task.items) for row in _rows(i, item, task, material)]
-    read = _read(model, rows, task, batch_tokens)
+    read = _read(model, rows, task, make_cache, batch_tokens)
     found = []
     for i, item in enumerate(task.items):
         own = {row.answer: (row, read[k]) for k, row in enumerate(rows) if row.item == i}
@@ -94,26 +109,31 @@ def _tokens(context: Text, answer: Text, material: Material) -> tuple[tuple[int,
 
 
 @torch.no_grad()
-def _read(model: Any, rows: Sequence[Row], task: Task, batch_tokens: int) -> list[_Read]:
+def _read(model: Any, rows: Sequence[Row], task: Task, make_cache: MakeCache | None, batch_tokens: int) -> list[_Read]:
     """Return what the model gives each row."""
-    alike: dict[tuple[int, ...], list[int]] = {}  # inputs -> rows
-    for k, row in enumerate(rows):
-        alike.setdefault(row.inputs, []).append(k)
     found: dict[int, _Read] = {}
-    vocab_size = model.config.get_text_config().vocab_size
-    for batch in _batches(alike, rows, vocab_size * model.dtype.itemsize, batch_tokens):
-        first = min(len(rows[k].inputs) - len(rows[k].target) for inputs in batch for k in alike[inputs])
-        logits = _logits(model, batch, first)
-        for place, inputs in enumerate(batch):
-            for k in alike[inputs]:
-                target = rows[k].target
-                own = logits[place, len(inputs) - len(target) - first : len(inputs) - first].float()
-                if not torch.isfinite(own).all():
-                    raise NumericalError(
-                        f"the model gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow"
-                    )
-                found[k] = _at(own.log_softmax(-1), target, task.items[rows[k].item].law)
+    logit_nbytes = model.config.get_text_config().vocab_size * model.dtype.itemsize
+    for alike in _together(rows, make_cache is not None):
+        for batch in _batches(alike, rows, logit_nbytes, batch_tokens):
+            first = min(rows[k].first for inputs in batch for k in alike[inputs])
+            logits = _logits(model, batch, first, make_cache)
+            for place, inputs in enumerate(batch):
+                for k in alike[inputs]:
+                    own = logits[place, rows[k].first - first : len(inputs) - first].float()
+                    if not torch.isfinite(own).all():
+                        raise NumericalError(
+                            f"the model gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow"
+                        )
+                    found[k] = _at(own.log_softmax(-1), rows[k].target, task.items[rows[k].item].law)
     return [found[k] for k in range(len(rows))]
+
+
+def _together(rows: Sequence[Row], one_length: bool) -> Iterator[dict[tuple[int, ...], list[int]]]:
+    """Yield the rows that may share a batch, as inputs -> rows: all of them, or those with contexts of one length."""
+    groups: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for k, row in enumerate(rows):
+        groups.setdefault(row.first if one_length else 0, {}).setdefault(row.inputs, []).append(k)
+    yield from groups.values()
 
 
 def _at(log_probs: Tensor, target: tuple[int, ...], law: Any) -> _Read:
@@ -139,7 +159,7 @@ def _batches(
     batch: list[tuple[int, ...]] = []
     first = 0
     for inputs in sorted(alike, key=lambda each: (-len(each), each)):
-        start = min(len(inputs) - len(rows[k].target) for k in alike[inputs])
+        start = min(rows[k].first for k in alike[inputs])
         low = min(first, start) if batch else start
         longest = len(batch[0]) if batch else len(inputs)
         count = len(batch) + 1
@@ -152,10 +172,15 @@ def _batches(
         yield batch
 
 
-def _logits(model: Any, batch: Sequence[tuple[int, ...]], first: int) -> Tensor:
+def _logits(model: Any, batch: Sequence[tuple[int, ...]], first: int, make_cache: MakeCache | None) -> Tensor:
     """Return the logits [batch, tokens from `first` on, vocab] of inputs that are padded on the right."""
     longest = max(map(len, batch))
     tokens = torch.tensor([[*inputs, *[inputs[-1]] * (longest - len(inputs))] for inputs in batch], device=model.device)
+    if make_cache is not None:
+        cache = make_cache()
+        if first:
+            fed(model, tokens[:, :first], cache)
+        return model(input_ids=tokens[:, first:], past_key_values=cache, use_cache=True).logits
     if LAST in inspect.signature(model.forward).parameters:
         return model(input_ids=tokens, use_cache=False, **{LAST: longest - first}).logits
     return model(input_ids=tokens, use_cache=False).logits[:, first:]

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from compress.calib.documents import source_name
 from compress.errors import CalibrationError
 from compress.evaluate import cache_needles, scores
-from compress.evaluate.cache_candidates import candidates, fitting, load_model
+from compress.evaluate.cache_candidates import candidates, fitting, load_model, with_cache
 from compress.evaluate.cache_error import output_errors
 from compress.evaluate.cache_needles import NeedleScore
 from compress.evaluate.cache_reading import Readings, readings
@@ -44,7 +44,6 @@ from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
 from compress.evaluate.generation import Written, continued
 from compress.evaluate.intervals import interval
 from compress.evaluate.scores import Comparison, Execution
-from compress.kv import generation
 from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
@@ -174,13 +173,22 @@ def evaluate(
     recipes = fitting(lm.load_config(directories[0]), asked.recipes, asked.left_out)
     windows = scores.text_windows(list(directories), asked.text, seq_len, asked.max_tokens)
     models = [load_model(directory, execution) for directory in directories]
-    found = candidates(models[0], directories[0], recipes, asked.calib, progress)
-    say = counter(progress, "scoring", len(windows))
-    positions = compare(models[0], windows, found, _batch(models[0], found, seq_len), say, models[-1])
-    after = positions[0][:, :, prompt_of(seq_len, some_evict(found)) :]
-    summary = scores.summary(after, source_name(asked.text), seq_len)
-    assert isinstance(summary, Comparison)
-    return summary, readings(models[0], found[0])
+    (found,) = candidates(models[0], directories[0], recipes, asked.calib, progress)
+    return compared(models[0], models[-1], found, windows, source_name(asked.text), progress), readings(
+        models[0], found
+    )
+
+
+def compared(
+    model: Any, base: Any, candidate: Candidate, windows: Tensor, text: str, progress: Progress = silent
+) -> Comparison:
+    """Return the scores of a model through a cache, beside `base` through the exact one, on windows of a text."""
+    seq_len = windows.shape[1]
+    say = counter(progress, f"scoring {text}", len(windows))
+    positions = compare(model, windows, [candidate], _batch(model, [candidate], seq_len), say, base)
+    found = scores.summary(positions[0][:, :, prompt_of(seq_len, some_evict([candidate])) :], text, seq_len)
+    assert isinstance(found, Comparison)
+    return found
 
 
 def generate(
@@ -195,11 +203,7 @@ def generate(
     """Return what the model writes with one cache; the arguments are those of compress/evaluate/generation.py."""
 
     def load() -> PreTrainedModel:
-        recipes = fitting(lm.load_config(directory), asked.recipes, asked.left_out)
-        model = load_model(directory, Execution("auto", device))  # whose attention can read codes
-        (found,) = candidates(model, directory, recipes, asked.calib, silent)
-        generation.attach(model, found.settings, found.static)
-        return model
+        return with_cache(directory, Execution("auto", device), asked.recipes, asked.calib, silent)[0]
 
     return continued(directory, load, prompt, max_new_tokens, temperature, seed)
 

@@ -35,6 +35,17 @@ def load_model(directory: Path, execution: Execution) -> PreTrainedModel:
     return model
 
 
+def with_cache(
+    directory: Path, execution: Execution, caches: Mapping[str, CacheSettings], calib: str | None, progress: Progress
+) -> tuple[PreTrainedModel, Candidate]:
+    """Load a model that writes through one cache, and return that cache, too; without any, the checkpoint's own."""
+    recipes = fitting(lm.load_config(directory), caches, None)
+    model = load_model(directory, execution)
+    (found,) = candidates(model, directory, recipes, calib, progress)
+    generation.attach(model, found.settings, found.static)
+    return model, found
+
+
 def fitting(
     config: Any, caches: Mapping[str, CacheSettings], left_out: Callable[[str], None] | None
 ) -> dict[str, CacheSettings]:

@@ -49,10 +49,14 @@ class Candidate:
 
     def cache(self, config: Any) -> KVCache:
         """Return a fresh cache for a model of this configuration."""
-        made = make_cache(config, self.settings, self.static, self.path)
+        made = self.as_generated(config)
         made.exact_prefill = True
         made.codings = tuple({k: self._changed(k, coding) for k, coding in layer.items()} for layer in made.codings)
         return made
+
+    def as_generated(self, config: Any) -> KVCache:
+        """Return a fresh cache as `generate` makes it: a prompt is read as its settings say."""
+        return make_cache(config, self.settings, self.static, self.path)
 
     def codings(self, config: Any) -> Codings:
         """Return the codings of a model's layers."""

@@ -53,7 +53,7 @@ LAYOUT: dict[str, Any] = {
     "suites": [
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
-            **{"remarks": [TEXT], "seconds": NUMBER},
+            **{"remarks": [TEXT], "seconds": NUMBER, "cache": TEXT, "cache_read": TEXT},
         }
     ],
 }
@@ -116,7 +116,7 @@ def add(
     found = load(directory)
     found["texts"] = _replaced(found["texts"], [dataclasses.asdict(each) for each in texts], ("text", "seq_len"))
     found["generations"] = _replaced(found["generations"], generations, ("prompt",))
-    found["suites"] = _replaced(found["suites"], suites, ("suite", "base"))
+    found["suites"] = _replaced(found["suites"], suites, ("suite", "base", "cache"))
     write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
     return found
 

@@ -2,7 +2,8 @@
 
 A suite is every task whose SUITES names it, the divergence from the original on each text, and a search for what is
 broken (diagnosis.py, tokenizers.py). Everything goes through the original's tokenizer, so that both models read the
-same tokens; a tokenizer that differs is a finding.
+same tokens; a tokenizer that differs is a finding. Where a cache is named, texts and tasks are read through it, and the
+original without: its own cache is exact.
 
 The noise floor is the KL of the original to itself in another number type, weights and arithmetic both: bfloat16 beside
 float32 (float32 where the scores are in another type), on the first windows of the first text. A difference of that
@@ -15,6 +16,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,14 @@ from torch import Tensor
 from compress import plugins
 from compress.calib.documents import documents, source_name
 from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, diagnosis, findings, kick, task_scores, tokenizers
+from compress.evaluate import answers, cache, diagnosis, findings, kick, task_scores, tokenizers
+from compress.evaluate.cache_candidates import with_cache
+from compress.evaluate.cache_reading import readings
+from compress.evaluate.cache_scores import Candidate
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
 from compress.evaluate.task_scores import TaskScore
+from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.progress import Progress, silent
 
@@ -58,6 +64,8 @@ class Asked:
     tasks: tuple[str, ...] = ()  # more tasks: NAME, or NAME=FILE for one that reads a file
     seq_len: int | None = None  # None: what the suite says
     max_tokens: int | None = None  # of each text; None: what the suite says
+    kv: Mapping[str, CacheSettings] | None = None  # one cache by name; empty: the checkpoint's own; None: without one
+    calib: str | None = None  # text for a cache that is calibrated
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Result:
     findings: tuple[str, ...]  # what looks broken, a sentence each; empty for a sound model
     remarks: tuple[str, ...]  # what several tasks say together, a sentence each
     seconds: float
+    cache: str = ""  # name of the cache that the model was read through; "" for none
+    cache_read: str = ""  # how it was read
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -87,6 +97,12 @@ class Models:
     base: Any
     model: Any
     tokenizers: tuple[Any, Any]
+    cache: Candidate | None = None  # that the compressed one is read through
+
+    @property
+    def make_cache(self) -> answers.MakeCache | None:
+        """What makes fresh caches for the compressed model."""
+        return None if self.cache is None else partial(self.cache.as_generated, self.model.config)
 
     @property
     def names(self) -> list[str]:
@@ -129,7 +145,7 @@ def check(asked: Asked) -> None:
         raise RecipeError("a suite scores text; give --text FILE, better twice")
 
 
-def open_models(directory: Path, base: Path, execution: Execution) -> Models:
+def open_models(directory: Path, base: Path, execution: Execution, asked: Asked, say: Progress) -> Models:
     """Load a model and its original. CheckpointError where they cannot be compared: other numbers of token ids."""
     sizes = [lm.load_config(each).vocab_size for each in (base, directory)]
     if sizes[0] != sizes[1]:
@@ -138,9 +154,12 @@ def open_models(directory: Path, base: Path, execution: Execution) -> Models:
             "cannot be compared"
         )
     both = (base, directory)
-    words = tuple(lm.load_tokenizer(each) for each in both)
-    loaded = [lm.load_model(each, execution.dtype, execution.device) for each in both]
-    return Models(both, loaded[0], loaded[1], (words[0], words[1]))
+    words = lm.load_tokenizer(base), lm.load_tokenizer(directory)
+    original = lm.load_model(base, execution.dtype, execution.device)
+    if asked.kv is None:
+        return Models(both, original, lm.load_model(directory, execution.dtype, execution.device), words)
+    model, found = with_cache(directory, execution, asked.kv, asked.calib, say)
+    return Models(both, original, model, words, found)
 
 
 def size_of(asked: Asked) -> Size:
@@ -191,7 +210,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     check(asked)
     say, start, size = progress or silent, time.perf_counter(), size_of(asked)
     windows = [text_windows([base], text, size.seq_len, size.max_tokens) for text in asked.texts]
-    models = open_models(directory, base, execution)
+    models = open_models(directory, base, execution, asked, say)
     scored = asked.suite is not None
     texts = (
         [_compare(models, text, each, say) for text, each in zip(asked.texts, windows, strict=True)] if scored else []
@@ -211,11 +230,14 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         tuple(found),
         tuple(each for each in (kick.books(tasks),) if each),
         time.perf_counter() - start,
+        *(("", "") if models.cache is None else (models.cache.name, readings(models.model, models.cache).text)),
     )
 
 
 def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> Comparison:
     """Return the scores of a text."""
+    if models.cache is not None:
+        return cache.compared(models.model, models.base, models.cache, windows, source_name(text), say)
     pair = [models.model, models.base]
     batch, figures = windows_at_a_time(pair, windows.shape[1]), []
     for begin in range(0, len(windows), batch):
@@ -248,11 +270,11 @@ def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress)
 
 def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskScore:
     """Return the figures of a task."""
-    outcomes = []
-    for which, model in (("original", models.base), ("model", models.model)):
-        say(f"{made.name}, {which}", 0, 0)
-        outcomes.append(answers.score(model, made, stuff))
-    return task_scores.of_task(made, outcomes[1], outcomes[0])
+    say(f"{made.name}, original", 0, 0)
+    original = answers.score(models.base, made, stuff)
+    say(f"{made.name}, model", 0, 0)
+    own = answers.score(models.model, made, stuff, models.make_cache)
+    return task_scores.of_task(made, own, original)
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

@@ -37,10 +37,12 @@ def _suite(suite: Mapping[str, Any]) -> str:
         else ""
     )
     broken = "; ".join(suite["findings"])
+    through = f", through the cache {suite['cache']}" if suite["cache"] else ""
     return html.section(
-        f"Suite {suite['suite']}, beside {suite['base']}",
+        f"Suite {suite['suite']}, beside {suite['base']}{through}",
         html.paragraph(f"Looks broken: {broken}." if broken else "No layer and no tokenizer looks broken."),
         html.paragraph(noise, "faint") if noise else "",
+        html.paragraph(f"Cache {suite['cache_read']}.", "faint") if suite["cache"] else "",
         _texts(suite["texts"]),
         _tasks(suite["tasks"]),
         *(html.paragraph(f"{each}.") for each in suite["remarks"]),

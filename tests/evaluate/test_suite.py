@@ -177,7 +177,7 @@ def test_lines_of_bad_questions(models: tuple[Path, Path], tmp_path: Path) -> No
 def test_options_that_would_do_nothing_are_refused() -> None:
     for words, said in (
         (["--tasks", "piqa", "--suite", "quick"], "runs alone"),
-        (["--suite", "quick", "--kv", "kv4"], "goes with --text"),
+        (["--suite", "quick", "--adapter", "lora"], "goes with --text"),
         (["--tasks", "piqa", "--adapter", "lora"], "goes with --text"),
     ):
         done = cli("eval", "anything", *words)

@@ -102,7 +102,7 @@ def test_batches_change_nothing(model: Any, material: Material) -> None:
     task = suite.task("continuation", material, "quick", count=6)
     all_at_once = answers.score(model, task, material)
     for tokens in (1, 100):
-        for a, b in zip(all_at_once, answers.score(model, task, material, tokens), strict=True):
+        for a, b in zip(all_at_once, answers.score(model, task, material, batch_tokens=tokens), strict=True):
             assert (a.name, a.right, a.chosen) == (b.name, b.right, b.chosen) and a.nll == pytest.approx(
                 b.nll, rel=1e-5
             )

@@ -1,0 +1,126 @@
+"""Tasks through a compressed cache: what token-by-token decoding behind the context reads, in any batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from compress.evaluate import Execution, answers, cache, suite
+from compress.evaluate.cache_candidates import with_cache
+from compress.evaluate.items import Item, Material, Outcome, Task
+from compress.evaluate.suite import Asked
+from compress.kv.settings import cache_settings
+from runs import TEXT, cli
+
+HELD_OUT = TEXT.with_name("books_heldout.txt")
+COARSE = cache_settings({"method": "kivi", "bits": 2, "group_size": 8, "residual_length": 8, "flush": 8, "sink": 2})
+CONTEXTS = ((7, 44), (8, 44), (9, 28), (10, 1))  # seed and tokens; nothing is coded while an answer is read
+STAYS = 8  # tokens that COARSE keeps exact
+
+
+@pytest.fixture(scope="module")
+def base(pico_dir: Callable[..., Path]) -> Path:
+    return pico_dir("llama")
+
+
+@pytest.fixture(scope="module")
+def opened(base: Path) -> Any:
+    """A model with COARSE attached, and what makes such caches."""
+    model, found = with_cache(base, Execution(), {"coarse": COARSE}, None, lambda *said: None)
+    return model, lambda: found.as_generated(model.config)
+
+
+@pytest.fixture(scope="module")
+def material() -> Material:
+    return Material(lambda text: [], lambda ids: " ".join(map(str, ids)), (), 256, 256, torch.zeros(0, 8).long())
+
+
+def task(way: Any) -> Task:
+    """Items with contexts of several lengths and answers of several lengths, as tokens."""
+
+    def drawn(seed: int, count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+    said = [tuple(drawn(100 * seed + k, 1 + 2 * k) for k in range(3)) for seed, _ in CONTEXTS]
+    return Task(
+        "t", way, [Item(str(seed), drawn(seed, n), own, 2) for (seed, n), own in zip(CONTEXTS, said, strict=True)]
+    )
+
+
+@torch.no_grad()
+def log_likelihoods(model: Any, item: Item, held: Callable[[], Any]) -> list[float]:
+    """Float64 log-likelihood of each answer: the context less its last token in one pass, then token by token."""
+    found = []
+    for answer in item.answers:
+        whole, own, total = [*item.context, *answer], held(), 0.0
+        first = len(item.context) - 1
+        if first:
+            model(input_ids=torch.tensor([whole[:first]]), past_key_values=own, use_cache=True)
+        for place in range(first, len(whole) - 1):
+            logits = model(input_ids=torch.tensor([[whole[place]]]), past_key_values=own, use_cache=True).logits
+            total += float(logits[0, -1].double().log_softmax(-1)[whole[place + 1]])  # type: ignore[call-overload]
+        found.append(total)
+    return found
+
+
+def figures(outcomes: list[Outcome]) -> list[tuple[Any, ...]]:
+    return [(o.name, o.right, o.chosen, pytest.approx(o.nll, rel=1e-4)) for o in outcomes]
+
+
+def test_answers_are_those_of_decoding_token_by_token(opened: Any, material: Material) -> None:
+    model, make_cache = opened
+    asked = task("likelihood")
+    assert max(len(answer) for item in asked.items for answer in item.answers) <= STAYS
+    plain = answers.score(model, asked, material)
+    for item, outcome, exact in zip(asked.items, answers.score(model, asked, material, make_cache), plain, strict=True):
+        expected = log_likelihoods(model, item, make_cache)
+        assert outcome.chosen == str(expected.index(max(expected)))
+        assert outcome.nll == pytest.approx(-expected[2] / len(item.answers[2]), rel=1e-4)
+        if len(item.context) > STAYS:
+            assert outcome.nll != pytest.approx(exact.nll, rel=1e-4)  # 2 bits are to be seen
+
+
+@pytest.mark.parametrize("way", ["likelihood", "greedy"])
+def test_an_exact_cache_and_batches_change_nothing(opened: Any, material: Material, way: str) -> None:
+    model, make_cache = opened
+    plain = answers.score(model, task(way), material)
+    through = answers.score(model, task(way), material, lambda: DynamicCache(config=model.config))
+    assert figures(through) == figures(plain)
+    coded = answers.score(model, task(way), material, make_cache)
+    assert figures(answers.score(model, task(way), material, make_cache, batch_tokens=1)) == figures(coded)
+
+
+def test_a_suite_through_a_cache(base: Path) -> None:
+    """Texts are scored as `compress eval --kv` scores them, tasks as here, and both say which cache it was."""
+    caches = {"coarse": COARSE}
+    asked = Asked("quick", (str(HELD_OUT),), seq_len=128, max_tokens=256, kv=caches)
+    found, plain = (suite.run(base, base, each, Execution()) for each in (asked, Asked("quick", *rest(asked))))
+    request = cache.Request(caches, str(HELD_OUT), max_tokens=256)
+    scored, read = cache.evaluate([base], request, 128, Execution())
+    assert found.texts == (scored,) and scored.kl_mean > 0 and plain.texts[0].kl_mean == 0
+    assert (found.cache, found.cache_read, plain.cache) == ("coarse", read.text, "")
+    assert [each.task for each in found.tasks] == [each.task for each in plain.tasks]
+    assert all(each.paired and each.paired.nll_difference == 0 for each in plain.tasks)
+    assert any(each.paired and each.paired.nll_difference for each in found.tasks)
+
+
+def rest(asked: Asked) -> tuple[Any, ...]:
+    return asked.texts, asked.tasks, asked.seq_len, asked.max_tokens
+
+
+def test_the_command(base: Path, tmp_path: Path) -> None:
+    """The model beside itself, without --base; a checkpoint without a cache of its own is refused."""
+    words = ("--suite", "quick", "--text", str(HELD_OUT), "--seq-len", "128", "--max-tokens", "256")
+    done = cli("eval", str(base), *words, "--kv", "kivi2", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0 and found["cache"] == "kivi2" and found["base"] == base.name and found["findings"] == []
+    done = cli("eval", str(base), "--task", "arithmetic", "--kv", "own")
+    assert done.code == 1 and "stores no cache of its own" in done.err
+    done = cli("eval", str(base), "--base", str(base), "--task", "arithmetic", "--calib", str(HELD_OUT))
+    assert done.code == 2 and "goes with --kv" in " ".join(done.err.split())
