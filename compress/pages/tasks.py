@@ -26,14 +26,15 @@ def section(cells: Sequence[Cell]) -> str:
     tasks = list(dict.fromkeys(row["task"] for cell in asked for row in rows(cell)))
     said = html.paragraph(
         "Right: share of items. Lost and gained: items that only the original, or only the recipe has right. An "
-        "interval that holds 0 shows no difference. Recipes of the cache alone are not asked."
+        "interval that holds 0 shows no difference. Recipes with a cache answer through it."
     )
     lines = [(cell, row) for cell in asked for row in rows(cell)]
-    each = [_chart(f"task {task}", asked, [task]) for task in tasks]
+    drawn = [cell for cell in asked if not cell["is_cache_only"]]  # those of the cache alone have the original's size
+    each = [_chart(f"task {task}", drawn, [task]) for task in tasks]
     several = len(tasks) > 1 and any(each)
     return html.section(
         "Tasks",
-        _chart("mean over tasks", asked, tasks) if several else each[0],
+        _chart("mean over tasks", drawn, tasks) if several else each[0],
         html.folded("Each task by size", "\n".join(each)) if several else "",
         said,
         _grid(asked, tasks),

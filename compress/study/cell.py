@@ -79,10 +79,10 @@ def measured(own: CellFolder) -> dict[str, Any]:
         return _original(own, settings)
     resolved = dataclasses.replace(recipe.load(str(own.path / RECIPE)), name=asked["name"])
     found = _quantized(own, settings, resolved)
-    own_cache = resolved.kv_cache
+    has_cache = resolved.kv_cache is not None
     process_memory.reset_peak()
     begun = time.monotonic()
-    texts = [_scores(own.checkpoint, settings, text, own_cache is not None) for text in settings.texts]
+    texts = [_scores(own.checkpoint, settings, text, has_cache) for text in settings.texts]
     scoring = round(time.monotonic() - begun, 2)
     figures = {
         "is_cache_only": not resolved.packs,
@@ -103,7 +103,7 @@ def measured(own: CellFolder) -> dict[str, Any]:
             "scoring_peak": process_memory.measured_peak(),
         },
     }
-    figures["suites"], seconds = tasks.measured(own.study, settings, own.checkpoint) if resolved.packs else ({}, None)
+    figures["suites"], seconds = tasks.measured(own.study, settings, own.checkpoint, has_cache)
     figures["cost"]["tasks_seconds"] = seconds
     return {**figures, "speed": _speed(own.checkpoint, settings)}
 

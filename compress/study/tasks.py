@@ -4,8 +4,8 @@ The original answers once for the whole study: the first process that needs its 
 them, and the others wait for the file. Tasks are made of the first text that is scored, in windows of the suite's
 length, or of the study's if that is shorter.
 
-Tasks that are read in one pass do so without a cache, whatever the recipe; only free writing goes through a cache that
-is stored with the model. So what a cache alone does is not measured here, and cells of a cache alone are not asked.
+Cells with a cache answer through it, as they are scored: contexts in one pass, as in `generate`, and the last token of
+a context with the answer behind what the cache has stored. The original's cache is exact.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compress.errors import RecipeError
 from compress.evaluate import answers, intervals, suite, task_scores
+from compress.evaluate.cache_candidates import with_cache
 from compress.evaluate.items import Material, Outcome, Task
-from compress.evaluate.scores import text_windows
+from compress.evaluate.scores import Execution, text_windows
 from compress.model import load as lm
+from compress.progress import silent
 from compress.run.source import resolve
 from compress.study.folder import StudyFolder
 from compress.study.grid import Settings
@@ -39,12 +42,12 @@ def check(settings: Settings) -> None:
 
 
 def measured(
-    study: StudyFolder, settings: Settings, model: Path | None
+    study: StudyFolder, settings: Settings, model: Path | None, has_cache: bool = False
 ) -> tuple[dict[str, list[dict[str, Any]]], float | None]:
     """Return the figures of each task under the name of the suite, and the seconds that they took.
 
-    model: the checkpoint that is asked beside the original; None: the original alone. Nothing, and None, where no tasks
-    were asked for.
+    model: the checkpoint that is asked beside the original; None: the original alone. has_cache: through the cache that
+    it stores. Nothing, and None, where no tasks were asked for.
     """
     if settings.suite is None and not settings.tasks:
         return {}, None
@@ -54,8 +57,13 @@ def measured(
     if model is None:
         rows = [row(task, original[task.name]) for task in made]
     else:
-        loaded = lm.load_model(model, settings.dtype, settings.device)
-        rows = [row(task, answers.score(loaded, task, stuff), original[task.name]) for task in made]
+        execution, make_cache = Execution(settings.dtype, settings.device), None
+        if has_cache:
+            loaded, found = with_cache(model, execution, {}, None, silent)
+            make_cache = partial(found.as_generated, loaded.config)
+        else:
+            loaded = lm.load_model(model, execution.dtype, execution.device)
+        rows = [row(task, answers.score(loaded, task, stuff, make_cache), original[task.name]) for task in made]
     return {settings.suite or "tasks": rows}, round(time.monotonic() - begun, 2)
 
 

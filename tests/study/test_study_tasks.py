@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,24 @@ def test_figures_are_those_of_eval(settings: Settings, tmp_path: Path, monkeypat
     cells = {each.name: study.ask(each, settings, {"model": "m"}) for each in grid.cells(Axes(("int8", "kv4")))}
     for each in cells.values():
         cell.run(each)
-    assert sorted(asked) == [*["checkpoint"] * 2, *[Path(settings.model).name] * 2]  # the original once for each task
+    assert sorted(asked) == [*["checkpoint"] * 4, *[Path(settings.model).name] * 2]  # the original once for each task
     results = {name: each.result for name, each in cells.items()}
     assert [result and result["status"] for result in results.values()] == ["done"] * 3
     packed, original, cached = (results[name] for name in ("int8", grid.ORIGINAL, "kv4"))
     assert packed and original and cached
-    assert cached["suites"] == {} and cached["cost"]["tasks_seconds"] is None
-    direct = suite.run(
-        cells["int8"].checkpoint,
-        Path(settings.model),
-        suite.Asked("quick", settings.texts, seq_len=64),
-        Execution(),
-    )
-    for own, before, alone in zip(packed["suites"]["quick"], original["suites"]["quick"], direct.tasks, strict=True):
+    before_all = original["suites"]["quick"]
+    asked_directly = partial(suite.Asked, "quick", settings.texts, seq_len=64)
+    compared = [
+        (row, before, task)
+        for name, result, kv in (("int8", packed, None), ("kv4", cached, {}))
+        for row, before, task in zip(
+            result["suites"]["quick"],
+            before_all,
+            suite.run(cells[name].checkpoint, Path(settings.model), asked_directly(kv=kv), Execution()).tasks,
+            strict=True,
+        )
+    ]
+    for own, before, alone in compared:
         assert alone.paired is not None and own["paired"] == vars(alone.paired)
         assert (own["task"], own["score"], own["n"], own["nll"]) == (
             *(alone.task, alone.accuracy, alone.items, alone.nll),
