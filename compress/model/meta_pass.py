@@ -1,9 +1,15 @@
-"""Run a model's forward pass on the meta device, without weights and data, to see what feeds what."""
+"""Run a model's forward pass on the meta device, without weights and data, to see what feeds what.
+
+What was found is remembered: a plan, an allocation and a run of one process ask the same of one configuration.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -84,25 +90,58 @@ def without_experts(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
     return model
 
 
-def shared_inputs(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """Return linear name -> name of the first linear that reads the same tensor, by a forward pass on the meta device.
+@dataclass(frozen=True)
+class _Asked:
+    """What the result of a pass depends on: equal ones give the same."""
 
-    A model whose forward pass cannot run without data gives {}: then no linear shares statistics, which costs memory
-    and time but changes no result.
+    kind: type[PretrainedConfig]
+    text: str  # of the configuration
+    dtype: torch.dtype
+    config: PretrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> _Asked:
+        values = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+        return cls(type(config), json.dumps(values, sort_keys=True, default=str), dtype, config)
+
+    def model(self) -> PreTrainedModel:
+        return without_experts(self.config, self.dtype)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a forward pass on text goes through; empty for a model whose forward pass needs data."""
+
+    shared: Mapping[str, str] = field(default_factory=dict)  # linear -> the first linear that reads the same tensor
+    called: Set[str] = frozenset()  # names of modules
+
+
+def flow(config: PretrainedConfig, dtype: torch.dtype) -> Flow:
+    """Return what feeds what, by a forward pass on the meta device.
+
+    A model whose forward pass cannot run without data has no linears that share statistics, which costs memory and time
+    but changes no result.
     """
-    model = without_experts(config, dtype)
+    return _flow(_Asked.of(config, dtype))
+
+
+@lru_cache(maxsize=8)
+def _flow(asked: _Asked) -> Flow:
+    model, called = asked.model(), set[str]()
     first: dict[int, str] = {}
-    keys: dict[str, str] = {}
+    shared: dict[str, str] = {}
     alive: list[Tensor] = []  # ids of freed tensors would be used again
 
-    def record(name: str, inputs: tuple[Tensor, ...]) -> None:
-        alive.append(inputs[0])
-        keys[name] = first.setdefault(id(inputs[0]), name)
+    def record(name: str, is_linear: bool, inputs: tuple[Tensor, ...]) -> None:
+        called.add(name)
+        if is_linear:
+            alive.append(inputs[0])
+            shared[name] = first.setdefault(id(inputs[0]), name)
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
-    return {} if run_without_data(model) is not None else keys
+        hook = partial(record, name, isinstance(module, nn.Linear))
+        module.register_forward_pre_hook(lambda _, inputs, hook=hook: hook(inputs))
+    return Flow() if run_without_data(model) is not None else Flow(shared, called)
 
 
 def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[str]) -> set[str]:
@@ -111,7 +150,12 @@ def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[s
     Such a weight cannot be packed. Linears of other blocks with the same name are taken along. What lies behind
     something that needs data is not seen.
     """
-    model, found = without_experts(config, dtype), set[str]()
+    return set(_read_weights(_Asked.of(config, dtype), tuple(names)))
+
+
+@lru_cache(maxsize=8)
+def _read_weights(asked: _Asked, names: Sequence[str]) -> frozenset[str]:
+    model, dtype, found = asked.model(), asked.dtype, set[str]()
     real = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     replaced = {name: real[name] for name in names if name in real}
     for name, module in replaced.items():
@@ -124,15 +168,7 @@ def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[s
         for name in [name for name in replaced if _without_numbers(name) == kind]:
             model.set_submodule(name, replaced.pop(name))
             found.add(name)
-    return found
-
-
-def called_modules(config: PretrainedConfig, dtype: torch.dtype) -> set[str]:
-    """Return the names of the modules that a forward pass on text goes through; none if it needs data."""
-    model, called = without_experts(config, dtype), set[str]()
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-    return called if run_without_data(model) is None else set()
+    return frozenset(found)
 
 
 def _without_numbers(name: str) -> str:

@@ -25,7 +25,7 @@ from compress.model import expert_linears, read_ahead, stored_weights, text_path
 from compress.model.block_lists import find_blocks
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
-from compress.model.meta_pass import READ, read_weights, shared_inputs
+from compress.model.meta_pass import READ, flow, read_weights
 from compress.runtime import expert_layouts, hf, linears
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.packed import PackedModule
@@ -265,7 +265,7 @@ class Skeleton:
 
         Raises UnsupportedModelError if there is none and `is_needed`.
         """
-        keys = shared_inputs(self.config, self.dtype)
+        keys = flow(self.config, self.dtype).shared
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
         for index, block in enumerate(self.blocks):

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.meta_pass import called_modules
+from compress.model.meta_pass import flow
 from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.runtime import linears
 from compress.types import Plan
@@ -70,7 +70,7 @@ def matrices_of(skeleton: Skeleton) -> dict[str, int]:
     """Return the modules of the text model that hold matrices which count: name -> numbers in them."""
     model = skeleton.model
     skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _own(m)}
-    text = called_modules(skeleton.config, skeleton.dtype)
+    text = flow(skeleton.config, skeleton.dtype).called
     decoder = {f"{name}." for name, module in model.named_modules() if module is model.get_decoder()}
     prefixes = (f"{skeleton.blocks_name}.", *(decoder if not text else ()))
     found: dict[str, int] = {}
