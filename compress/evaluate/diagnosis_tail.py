@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.evaluate import feature_order
-from compress.evaluate.feature_order import GRAM, LIKE, SHIFTS, SURE
+from compress.evaluate.feature_order import LIKE, SHIFTS
 
 SEARCHED = 512  # rows of the head that are looked for at other places, at most
 
@@ -104,11 +104,5 @@ def _moved(y: Tensor, other: Tensor) -> str:
     rows = lost[torch.linspace(0, len(lost) - 1, min(len(lost), SEARCHED)).long()] if len(lost) else lost
     if len(rows) < SHIFTS:
         return ""
-    all_units = feature_order.unit(other)
-    alike = (feature_order.unit(y[:, rows]).T @ all_units).abs()
-    found, places = alike.max(1)
-    sure = (found > SURE) & (found > alike.gather(1, rows[:, None])[:, 0] + GRAM)
-    if sure.sum() < max(SHIFTS, len(rows) / 2) or len(places[sure].unique()) < sure.sum():
-        return ""
-    pairs = list(zip(rows[sure].tolist(), places[sure].tolist(), strict=True))
-    return feature_order.said(pairs)
+    pairs = feature_order.elsewhere(y, other, rows, max(SHIFTS, len(rows) / 2))
+    return feature_order.said(pairs) if pairs else ""

@@ -31,13 +31,23 @@ def moved(y: Tensor, other: Tensor, head_dim: int) -> str:
     if not lost:
         return ""
     y, other = y - y.mean(0), other - other.mean(0)
-    alike = (unit(y).T @ unit(other)).abs()
-    found, places = alike.max(1)
-    sure = (found > SURE) & (found > alike.diagonal() + GRAM)
-    rows = sure.nonzero()[:, 0]
-    if len(rows) < max(2, lost / 2) or len(places[sure].unique()) < len(rows):
+    pairs = elsewhere(y, other, torch.arange(y.shape[1], device=y.device), max(2, lost / 2))
+    if not pairs:
         return _moved_heads(y, other, head_dim) if 2 * lost > y.shape[1] else ""
-    return said(list(zip(rows.tolist(), places[sure].tolist(), strict=True)))
+    return said(pairs)
+
+
+def elsewhere(y: Tensor, other: Tensor, rows: Tensor, fewest: float) -> list[tuple[int, int]]:
+    """Return (row, place) of the features that stand elsewhere, of those in `rows`; y, other [tokens, features].
+
+    None where they are fewer than `fewest`, or two have one place. Both are centered over tokens.
+    """
+    alike = (unit(y[:, rows]).T @ unit(other)).abs()
+    found, places = alike.max(1)
+    sure = (found > SURE) & (found > alike.gather(1, rows[:, None])[:, 0] + GRAM)
+    if sure.sum() < fewest or len(places[sure].unique()) < sure.sum():
+        return []
+    return list(zip(rows[sure].tolist(), places[sure].tolist(), strict=True))
 
 
 def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
