@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import BadParameter, Option
 
 from compress.cli.options import check_model
+from compress.cli.suites import beside
 
 if TYPE_CHECKING:
     from compress.evaluate.task_scores import TaskScore
@@ -60,8 +61,4 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
 def _row(found: TaskScore) -> tuple[str, ...]:
     bounds = f"{found.accuracy_low:.1%} to {found.accuracy_high:.1%}"
     own = (found.task, str(found.items), f"{found.accuracy:.1%}", bounds)
-    pair = found.paired
-    if pair is None:
-        return (*own, "", "", "", "", "")
-    counts = (str(pair.lost), str(pair.gained), f"{pair.p_value:.2g}", f"{pair.all_flips:.1%}")
-    return (*own, f"{pair.base_accuracy:.1%}", *counts)
+    return (*own, *(beside(dataclasses.asdict(found.paired)) if found.paired is not None else [""] * 5))

@@ -140,18 +140,15 @@ def _group(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    from compress.pages.suite import nll_difference
+
     paired = row["paired"]
-    more = paired["nll_difference"]
-    bounds = "" if paired["nll_low"] is None else f" ({paired['nll_low']:+.3f} to {paired['nll_high']:+.3f})"
-    return (
-        row["task"],
-        str(row["items"]),
-        f"{row['accuracy']:.1%}",
-        f"{paired['base_accuracy']:.1%}",
-        str(paired["lost"]),
-        str(paired["gained"]),
-        f"{paired['p_value']:.2g}",
-        f"{paired['all_flips']:.1%}",
-        "" if row["nll"] is None else f"{row['nll']:.3f}",
-        "" if more is None else f"{more:+.3f}{bounds}",
-    )
+    loss = "" if row["nll"] is None else f"{row['nll']:.3f}"
+    own = row["task"], str(row["items"]), f"{row['accuracy']:.1%}"
+    return (*own, *beside(paired), loss, nll_difference(paired) or "")
+
+
+def beside(paired: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the original's share of right items, lost and gained ones, p, and the share of changed answers."""
+    counts = str(paired["lost"]), str(paired["gained"]), f"{paired['p_value']:.2g}"
+    return (f"{paired['base_accuracy']:.1%}", *counts, f"{paired['all_flips']:.1%}")
