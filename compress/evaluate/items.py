@@ -14,6 +14,7 @@ The first two also give the negative log-likelihood of the right answer, which t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -65,6 +66,11 @@ class Task:
     correct: Correct | None = None  # for `written`
     figures: Callable[[Item, str], Mapping[str, float]] | None = None  # for `written`, where a task has more to say
     by: str = ""  # fact of its items whose values have figures of their own; "": none
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the questions and of the way in which they are scored, in hexadecimal digits."""
+        return hashlib.sha256(repr((self.way, tuple(self.items))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

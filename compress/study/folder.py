@@ -28,9 +28,9 @@ from typing import Any
 
 from compress import recipe
 from compress.errors import CheckpointError, OutputError
-from compress.evaluate.items import Outcome
+from compress.evaluate.items import Outcome, Task
 from compress.storage.checkpoint import read_json, write_text
-from compress.storage.json_text import LINES, NUMBER, SOME
+from compress.storage.json_text import LINES, NUMBER, SOME, TEXT
 from compress.storage.workdir import WorkDirectory, writing
 from compress.study import grid
 from compress.study.grid import Cell, Settings
@@ -92,18 +92,27 @@ class StudyFolder(WorkDirectory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def answers(self, task: str) -> list[Outcome] | None:
-        """Return what the original has answered in a task; None before it was asked. OutputError if damaged."""
-        path = self.answered / f"{task}.json"
+    def answers(self, task: Task) -> list[Outcome] | None:
+        """Return what the original has answered in a task; None before it was asked.
+
+        Raises OutputError if that is damaged, or answers other questions.
+        """
+        path = self.answered / f"{task.name}.json"
         if not path.is_file():
             return None
-        return [Outcome(**outcome) for outcome in self._read(path, {"outcomes": [OUTCOME]})["outcomes"]]
+        found = self._read(path, {"questions": TEXT, "outcomes": [OUTCOME]})
+        if found["questions"] != task.digest:
+            raise OutputError(
+                f"{path} answers other questions than task {task.name} asks now; its cells cannot be compared with new "
+                "ones: give another --out"
+            )
+        return [Outcome(**outcome) for outcome in found["outcomes"]]
 
-    def keep_answers(self, task: str, outcomes: Sequence[Outcome]) -> None:
+    def keep_answers(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         """Write what the original has answered in a task, whole or not at all."""
-        kept = {"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
+        kept = {"questions": task.digest, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
         with writing(self.answered):
-            write_text(self.answered / f"{task}.json", json.dumps(kept) + "\n")
+            write_text(self.answered / f"{task.name}.json", json.dumps(kept) + "\n")
 
     def ask(self, cell: Cell, settings: Settings, identity: dict[str, Any]) -> CellFolder:
         """Return the folder of a cell, with what is asked of it written down."""

@@ -86,11 +86,11 @@ def _of_original(
 ) -> Mapping[str, list[Outcome]]:
     """Return the original's answers by task; those that the study does not have yet are made and kept."""
     with study.locked_answers():
-        if missing := [task for task in made if study.answers(task.name) is None]:
+        if missing := [task for task in made if study.answers(task) is None]:
             model = lm.load_model(resolve(settings.model), settings.dtype, settings.device)
             for task in missing:
-                study.keep_answers(task.name, answers.score(model, task, stuff))
-    return {task.name: study.answers(task.name) or [] for task in made}
+                study.keep_answers(task, answers.score(model, task, stuff))
+    return {task.name: study.answers(task) or [] for task in made}
 
 
 def row(task: Task, outcomes: Sequence[Outcome], original: Sequence[Outcome] | None = None) -> dict[str, Any]:

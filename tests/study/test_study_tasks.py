@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -78,21 +79,24 @@ def test_others_wait_for_the_answers_of_the_original(
     study, found = StudyFolder(tmp_path / "study"), list[Any]()
     study.open({"model": "m"})
     monkeypatch.setattr(load, "load_model", lambda *given: pytest.fail("the answers are there"))
+    made, _ = tasks._made(settings)
     kept = [Outcome("a", True, "\u2028\n", figures={"f1": 0.5}), Outcome("b", False, "", figures={"f1": 0.0})]
     waiting = threading.Thread(target=lambda: found.append(tasks.measured(study, settings, None)))
     with study.locked_answers():
         waiting.start()
         waiting.join(1.0)
         assert waiting.is_alive() and not found
-        for name in FEW:
-            study.keep_answers(name, kept)
+        for task in made:
+            study.keep_answers(task, kept)
     waiting.join(60)
     ((suites, seconds),) = found
     assert [(row["score"], row["n"]) for row in suites["quick"]] == [(0.5, 2)] * 2 and seconds is not None
-    assert study.answers(FEW[0]) == kept
+    assert study.answers(made[0]) == kept
+    with pytest.raises(OutputError, match="answers other questions than task continuation asks now"):
+        study.answers(dataclasses.replace(made[0], items=made[0].items[1:]))
     (study.answered / f"{FEW[0]}.json").write_text('{"outcomes": [{"name": "a"}]}')
     with pytest.raises(OutputError, match="is damaged"):
-        study.answers(FEW[0])
+        study.answers(made[0])
 
 
 def test_nothing_is_asked_where_nothing_was_asked_for(tmp_path: Path) -> None:
