@@ -47,13 +47,15 @@ TASK: Any = {
     **dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high"), NUMBER),
     **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
 }
+WRITTEN: Any = dict.fromkeys(("prompt", "base", "model"), LINES)
 LAYOUT: dict[str, Any] = {
     "texts": [SCORED],
-    "generations": [{"prompt": LINES, "base": LINES, "model": LINES}],
+    "generations": [WRITTEN],
     "suites": [
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
             **{"remarks": [TEXT], "seconds": NUMBER, "cache": TEXT, "cache_read": TEXT},
+            "written": [WRITTEN],
         }
     ],
 }

@@ -1,9 +1,9 @@
 """Run a suite: what `compress eval MODEL --base BASE --suite quick|full` measures, in one call.
 
-A suite is every task whose SUITES names it, the divergence from the original on each text, and a search for what is
-broken (diagnosis.py, tokenizers.py). Everything goes through the original's tokenizer, so that both models read the
-same tokens; a tokenizer that differs is a finding. Where a cache is named, texts and tasks are read through it, and the
-original without: its own cache is exact.
+A suite is every task whose SUITES names it, the divergence from the original on each text, a search for what is broken
+(diagnosis.py, tokenizers.py), and a few texts that both models write, to be read. Everything goes through the
+original's tokenizer, so that both models read the same tokens; a tokenizer that differs is a finding. Where a cache is
+named, texts and tasks are read through it, and the original without: its own cache is exact.
 
 The noise floor is the KL of the original to itself in another number type, weights and arithmetic both: bfloat16 beside
 float32 (float32 where the scores are in another type), on the first windows of the first text. A difference of that
@@ -27,7 +27,7 @@ from torch import Tensor
 from compress import plugins
 from compress.calib.documents import documents, source_name
 from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, cache, diagnosis, findings, kick, task_scores, tokenizers
+from compress.evaluate import answers, cache, diagnosis, findings, kick, side_by_side, task_scores, tokenizers
 from compress.evaluate.cache_candidates import with_cache
 from compress.evaluate.cache_reading import readings
 from compress.evaluate.cache_scores import Candidate
@@ -82,6 +82,7 @@ class Result:
     seconds: float
     cache: str = ""  # name of the cache that the model was read through; "" for none
     cache_read: str = ""  # how it was read
+    written: tuple[Mapping[str, str], ...] = ()  # "prompt", and what "base" and "model" write behind it
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -221,6 +222,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     stuff = material(models.tokenizers[0], configs, lent)
     tasks = [_task(models, each, stuff, say) for each in tasks_with_items(asked, stuff)]
     found = _findings(models, asked.texts, windows, say) if windows else []
+    written = tuple(_written(models, windows, stuff, say) if scored else ())
     return Result(
         asked.suite or "tasks",
         base.name,
@@ -231,6 +233,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         tuple(each for each in (kick.books(tasks),) if each),
         time.perf_counter() - start,
         *(("", "") if models.cache is None else (models.cache.name, readings(models.model, models.cache).text)),
+        written,
     )
 
 
@@ -275,6 +278,12 @@ def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskSco
     say(f"{made.name}, model", 0, 0)
     own = answers.score(models.model, made, stuff, models.make_cache)
     return task_scores.of_task(made, own, original)
+
+
+def _written(models: Models, windows: Sequence[Tensor], stuff: Material, say: Progress) -> list[dict[str, str]]:
+    """Return what both models write behind the beginnings of windows."""
+    say("writing", 0, 0)
+    return side_by_side.continued(models.base, models.model, windows, stuff.decode)
 
 
 def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:

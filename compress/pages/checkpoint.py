@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from compress import process_memory
-from compress.pages import html, sampling, speed, suite, svg
+from compress.pages import html, sampling, speed, suite, svg, writing
 from compress.pages.outliers import SUSPECT, far_above
 from compress.progress import duration
 
@@ -49,7 +49,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
         _cost(report),
         speed.section(scores.get("speed", ())),
         sampling.section(scores.get("sampling", ())),
-        _generations(scores.get("generations", ())),
+        html.section("What both write", writing.beside(scores.get("generations", ()))),
         html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
         _everything(report["layers"]),
     ]
@@ -243,18 +243,6 @@ def _cost(report: Report) -> str:
         html.table("Measured and predicted", ("", "measured", "predicted"), rows),
         html.paragraph(f"On {report['device']}, with {versions}. Self-check: {report['self_check']}.", "faint"),
     )
-
-
-def _generations(found: Sequence[Mapping[str, str]]) -> str:
-    """Return what both models write, side by side."""
-    parts = []
-    for row in found:
-        both = "".join(
-            f"<div><h3>{name}</h3><blockquote>{escape(row[key])}</blockquote></div>"
-            for name, key in (("Original", "base"), ("Compressed", "model"))
-        )
-        parts.append(f'{html.paragraph("Prompt: " + row["prompt"])}<div class="beside">{both}</div>')
-    return html.section("What both write", *parts)
 
 
 def _listed(layers: Sequence[Report]) -> Sequence[Report]:

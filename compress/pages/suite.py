@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from compress.pages import html, svg
+from compress.pages import html, svg, writing
 
 Suites = Sequence[Mapping[str, Any]]
 RIGHT = "Right answers beside the original"
@@ -47,6 +47,8 @@ def _suite(suite: Mapping[str, Any]) -> str:
         _tasks(suite["tasks"]),
         *(html.paragraph(f"{each}.") for each in suite["remarks"]),
         *(_groups(row) for row in suite["tasks"] if row["groups"]),
+        html.paragraph("What both write, greedily, behind the beginnings of texts:") if suite["written"] else "",
+        writing.beside(suite["written"]),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from compress import api
 from compress.errors import CalibrationError, CheckpointError, RecipeError
-from compress.evaluate import Execution, evaluate, record, suite
+from compress.evaluate import Execution, evaluate, generate, record, side_by_side, suite
 from compress.evaluate.suite import Asked
 from compress.pages import checkpoint
 from compress.run import report
@@ -83,7 +84,20 @@ def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_pa
     assert depths.by == "depth" and [(each.value, each.items) for each in depths.groups] == [
         *((0.0, 2), (0.25, 2), (0.5, 2), (0.75, 2), (1.0, 2))
     ]
+    assert "What both write, greedily" in page and f"Prompt: {escape(found.written[0]['prompt'])}" in page
     assert "retrieval by depth" in page and "<p>both books.</p>" in page
+
+
+def test_what_both_write_is_what_each_writes_alone(models: tuple[Path, Path], texts: tuple[str, str]) -> None:
+    """Prompts take turns between texts; three at once give what one alone gives."""
+    found = run(models, texts)
+    assert len(found.written) == 3
+    first, second = (Path(text).read_text(encoding="utf-8") for text in texts)
+    for row, text in zip(found.written, (first, second, first), strict=True):
+        assert row["prompt"] in text and len(row["prompt"]) == side_by_side.PROMPT  # a token is a byte here
+        for key, directory in (("base", models[0]), ("model", models[1])):
+            assert row[key] == generate(directory, row["prompt"], side_by_side.NEW, dtype="float32")
+    assert any(row["base"] != row["model"] for row in found.written)
 
 
 def test_a_model_is_its_own_original(models: tuple[Path, Path], texts: tuple[str, str]) -> None:
