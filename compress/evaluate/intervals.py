@@ -36,6 +36,17 @@ def mean_error(values: Sequence[float] | Tensor) -> tuple[float, float | None]:
     return float(given.mean()), float(given.std()) / math.sqrt(len(given)) if len(given) > 1 else None
 
 
+def share_error(right: int, count: int) -> float:
+    """Return the standard error of a share of which `right` of `count` were seen.
+
+    Where none or all are right, which says little of a few items, that of the share with one more of each (Laplace).
+    """
+    if right in (0, count):
+        return 1 / (count + 2)
+    share = right / count
+    return math.sqrt(share * (1 - share) / (count - 1))
+
+
 def interval(values: Sequence[float] | Tensor) -> tuple[float, float] | None:
     """Return the 95% interval of the mean of values, which are independent of each other; None for a single one.
 

@@ -99,7 +99,7 @@ def row(task: Task, outcomes: Sequence[Outcome], original: Sequence[Outcome] | N
     return {
         "task": task.name,
         "score": found.accuracy,
-        "se": intervals.mean_error([outcome.right for outcome in outcomes])[1],
+        "se": intervals.share_error(sum(outcome.right for outcome in outcomes), len(outcomes)),
         "base": None if found.paired is None else found.paired.base_accuracy,
         "n": found.items,
         "nll": found.nll,

@@ -104,3 +104,11 @@ def test_mcnemar_by_counting_all_signs() -> None:
         assert intervals.mcnemar(lost, gained) == pytest.approx(sum(signs) / len(signs))
     assert 0 < intervals.mcnemar(900, 1100) < 1e-5
     assert intervals.mcnemar(4, 11) == intervals.mcnemar(11, 4)
+
+
+@pytest.mark.parametrize("count", [1, 10, 100])
+def test_the_error_of_a_share_is_never_0(count: int) -> None:
+    for right in range(0, count + 1, max(1, count // 10)):
+        seen = [1.0] * right + [0.0] * (count - right)
+        _, expected = intervals.mean_error(seen if 0 < right < count else [*seen, 0.0, 1.0])
+        assert intervals.share_error(right, count) == pytest.approx(expected)
