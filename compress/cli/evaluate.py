@@ -165,27 +165,33 @@ def generate(
             note(f"cache: {written.cache.text}")
 
 
-@app.command(epilog="Example: compress bench models_out/my-model-int4 --device cpu")
+@app.command(epilog="Example: compress bench models_out/my-model-int4 --base ./my-model --device cpu")
 def bench(
     model: Model,
     device: Device = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, which is prefilled.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are decoded after it.")] = 32,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The original, timed in turns with the model.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time a model: tokens per second in bfloat16, and each shape of packed layer beside a bfloat16 linear.
 
+    With --base the original is loaded, too, and timed in turns with the model, so that a busy machine slows both.
     The rates are kept in scores.json of a checkpoint that compress wrote, for its page.
     """
     with errors():
         check_paths(model)
+        check_model(base or model)
         from compress.cli import tables
         from compress.evaluate import page, record, speed
         from compress.run.source import resolve
 
         directory = resolve(model)
-        found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens)
+        against = None if base is None else resolve(base)
+        found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens, against)
         if record.is_kept(directory):
             try:
                 record.add_speed(directory, found.plain())

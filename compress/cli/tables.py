@@ -262,10 +262,15 @@ def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
 def speed_lines(speed: Speed) -> list[str]:
     """Say on which device a model was timed, and its tokens per second."""
     threads = f", {speed.threads} threads" if speed.device == "cpu" else ""
+    prefill, decode = speed.prefill_tokens_per_s, speed.decode_tokens_per_s
+    base_prefill, base_decode = (
+        f"; {speed.base} {rate:,.1f}, {own / rate:.2f} times" if rate is not None else ""
+        for own, rate in ((prefill, speed.base_prefill_tokens_per_s), (decode, speed.base_decode_tokens_per_s))
+    )
     return [
         f"{speed.device}{threads}, bfloat16, batch {speed.batch}",
-        f"prefill {speed.prefill_tokens_per_s:,.1f} tokens/s ({speed.prompt_tokens} tokens)",
-        f"decode {speed.decode_tokens_per_s:,.1f} tokens/s ({speed.new_tokens} tokens)",
+        f"prefill {prefill:,.1f} tokens/s ({speed.prompt_tokens} tokens){base_prefill}",
+        f"decode {decode:,.1f} tokens/s ({speed.new_tokens} tokens){base_decode}",
         f"memory copies {speed.copy_bytes_per_s / 1e9:,.1f} GB/s",
     ]
 

@@ -81,6 +81,7 @@ SPEED = [  # of compress/evaluate/speed.py
     {
         **{"device": TEXT, **dict.fromkeys(("threads", "batch", "prompt_tokens", "new_tokens"), INTEGER)},
         **dict.fromkeys(("prefill_tokens_per_s", "decode_tokens_per_s"), NUMBER),
+        **{"base": TEXT, "base_prefill_tokens_per_s": SOME, "base_decode_tokens_per_s": SOME},
         "layers": [
             {
                 **{"shape": [INTEGER], "format": TEXT, "count": INTEGER, "kernel": (bool,)},

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from compress.runtime.linear import PackedLinear
 
 Call = Callable[[], object]
 
+BASE_RATES = ("base_prefill_tokens_per_s", "base_decode_tokens_per_s")
 LEAST_S = 0.3  # for each kind
 LEAST_ROUNDS = 5
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of the buffer that is copied: larger than caches
@@ -66,40 +67,59 @@ class Speed:
     decode_tokens_per_s: float
     copy_bytes_per_s: float
     layers: list[LayerSpeed] = field(default_factory=list)
+    base: str = ""  # name of the original that was timed in turns with it; "" for none
+    base_prefill_tokens_per_s: float | None = None
+    base_decode_tokens_per_s: float | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the rates as JSON takes them, with `ratio` of each layer."""
         return {**asdict(self), "layers": [{**asdict(layer), "ratio": layer.ratio} for layer in self.layers]}
 
 
-def measure(model: Path, device: str = "cpu", batch: int = 1, prompt_tokens: int = 128, new_tokens: int = 32) -> Speed:
-    """Load the checkpoint in bfloat16 and time it; its packed layers one by one, too."""
-    loaded: Any = load_model(model, "bfloat16", device)
+def measure(
+    model: Path,
+    device: str = "cpu",
+    batch: int = 1,
+    prompt_tokens: int = 128,
+    new_tokens: int = 32,
+    base: Path | None = None,
+) -> Speed:
+    """Load the checkpoint in bfloat16 and time it; its packed layers one by one, too.
+
+    base: the original, which is loaded beside it and timed in turns with it.
+    """
+    loaded: list[Any] = [load_model(each, "bfloat16", device) for each in (model, base) if each is not None]
     with torch.inference_mode():
-        prefill, decode = _generation(loaded, batch, prompt_tokens, new_tokens)
+        (prefill, decode), *others = _generation(loaded, batch, prompt_tokens, new_tokens)
         copied = copy_rate(device)
-        layers = [_layer(group, batch, copied) for group in _alike(loaded)]
+        layers = [_layer(group, batch, copied) for group in _alike(loaded[0])]
     threads = torch.get_num_threads()
-    return Speed(device, threads, batch, prompt_tokens, new_tokens, prefill, decode, copied, layers)
+    found = Speed(device, threads, batch, prompt_tokens, new_tokens, prefill, decode, copied, layers)
+    return found if base is None else replace(found, base=base.name, **dict(zip(BASE_RATES, others[0], strict=True)))
 
 
-def _generation(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
-    """Return tokens a second of the prompt and of what follows, with the model's own generate: the better of two."""
-    _check_size(model, batch, prompt_tokens + new_tokens)
-    vocabulary = model.get_input_embeddings().num_embeddings
+def _generation(models: Sequence[Any], batch: int, prompt_tokens: int, new_tokens: int) -> list[tuple[float, float]]:
+    """Return tokens a second of the prompt and of what follows, by each model's own generate: the better of two."""
+    _check_size(models[0], batch, prompt_tokens + new_tokens)
+    vocabulary = min(model.get_input_embeddings().num_embeddings for model in models)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(model.device)
+    tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(models[0].device)
 
-    def seconds(count: int) -> float:
+    def seconds(model: Any, count: int) -> float:
         start = now(model.device)
         model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, do_sample=False
         )
         return now(model.device) - start
 
-    seconds(2)
-    first, all = (min(seconds(count) for _ in range(2)) for count in (1, 1 + new_tokens))
-    return batch * prompt_tokens / first, batch * new_tokens / max(all - first, 1e-9)
+    for model in models:
+        seconds(model, 2)
+    turns = [[[seconds(model, count) for model in models] for count in (1, 1 + new_tokens)] for _ in range(2)]
+    least = [[min(times) for times in zip(*of_count, strict=True)] for of_count in zip(*turns, strict=True)]
+    return [
+        (batch * prompt_tokens / first, batch * new_tokens / max(whole - first, 1e-9))
+        for first, whole in zip(*least, strict=True)
+    ]
 
 
 def _check_size(model: Any, batch: int, tokens: int) -> None:

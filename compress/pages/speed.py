@@ -11,14 +11,20 @@ Row = Mapping[str, Any]
 
 
 def headline(found: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the rate of decoding that was measured last; nothing where none was."""
-    return [(svg.number(row["decode_tokens_per_s"]), f"tokens decoded a second, {_where(row)}") for row in found[-1:]]
+    """Return the rate of decoding that was measured last, and beside the original's; nothing where none was."""
+    shown = []
+    for row in found[-1:]:
+        shown.append((svg.number(row["decode_tokens_per_s"]), f"tokens decoded a second, {_where(row)}"))
+        if row["base_decode_tokens_per_s"]:
+            ratio = row["decode_tokens_per_s"] / row["base_decode_tokens_per_s"]
+            shown.append((f"{ratio:.2f}×", "as fast as the original in decoding"))
+    return shown
 
 
 def section(found: Sequence[Row]) -> str:
     """Return the section of what `compress bench` has kept in scores.json; "" without any."""
     parts = [part for row in found for part in _measured(row)]
-    said = "In bfloat16. Compare with a run of compress bench on the original on the same machine."
+    said = "In bfloat16. compress bench --base times the original in turns with the checkpoint."
     return html.section("Speed", *parts, html.paragraph(said, "faint")) if parts else ""
 
 
@@ -28,6 +34,12 @@ def _measured(row: Row) -> list[str]:
     said = (
         f"On {where}: {prefill} tokens a second of a prompt of {row['prompt_tokens']:,}, then {decode} tokens a second."
     )
+    if row["base_prefill_tokens_per_s"] and row["base_decode_tokens_per_s"]:
+        rates = (("prefill", "reading the prompt"), ("decode", "decoding"))
+        times = [
+            f"{row[f'{kind}_tokens_per_s'] / row[f'base_{kind}_tokens_per_s']:.2f} in {step}" for kind, step in rates
+        ]
+        said += f" Times as fast as {row['base']}, in turns with it: {', '.join(times)}."
     names = ("layer", "count", "format", "bits", "read by", "µs", "times as fast as bfloat16")
     rows = [
         [

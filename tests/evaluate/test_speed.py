@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from compress import api
 from compress.cli.app import app
 from compress.errors import BudgetError
 from compress.evaluate import speed
+from compress.model.load import load_model
 from pico import save_pico
 from runs import RTN, job
 
@@ -28,7 +30,8 @@ def test_measure(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "LEAST_S", 0.0)
     monkeypatch.setitem(speed.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(speed.ROTATED_BYTES, "cpu", 1 << 16)
-    found = speed.measure(packed, "cpu", batch=2, prompt_tokens=5, new_tokens=3)
+    found = speed.measure(packed, "cpu", 2, 5, 3, packed)
+    assert found.base == packed.name and min(getattr(found, rate) for rate in speed.BASE_RATES) > 0
     assert min(found.prefill_tokens_per_s, found.decode_tokens_per_s, found.copy_bytes_per_s) > 0
     assert (found.batch, found.prompt_tokens, found.new_tokens) == (2, 5, 3)
     report = json.loads((packed / "report.json").read_text())
@@ -38,6 +41,31 @@ def test_measure(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         nbytes = row.bpw * row.shape[0] * row.shape[1] / 8
         assert row.bytes_per_s == pytest.approx(nbytes / row.seconds)
         assert row.copy_share == pytest.approx(row.bytes_per_s / found.copy_bytes_per_s)
+
+
+def test_the_original_takes_turns(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model makes the same calls, one after the other; the better of two turns counts."""
+    clock, made = [0.0], list[tuple[str, int]]()
+
+    class Model:
+        device = torch.device("cpu")
+        config = load_model(packed, "bfloat16", "cpu").config
+
+        def __init__(self, name: str, words: int, pace: float) -> None:
+            self.name, self.words, self.pace = name, words, pace
+
+        def get_input_embeddings(self) -> nn.Embedding:
+            return nn.Embedding(self.words, 1)
+
+        def generate(self, tokens: torch.Tensor, *, max_new_tokens: int, **more: object) -> None:
+            made.append((self.name, max_new_tokens))
+            assert tokens.shape == (2, 6) and int(tokens.max()) < 9
+            clock[0] += self.pace * max_new_tokens * (2 if len(made) <= 6 else 1)  # a busy machine at first
+
+    monkeypatch.setattr(speed, "now", lambda device: clock[0])
+    found = speed._generation([Model("model", 9, 0.5), Model("base", 30, 1.0)], 2, 6, 4)
+    assert made == [(name, count) for count in (2, 1, 5, 1, 5) for name in ("model", "base")]
+    assert found == [(2 * 6 / 0.5, 2 * 4 / 2), (2 * 6 / 1.0, 2 * 4 / 4)]
 
 
 def test_calls_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
