@@ -55,7 +55,7 @@ def table_recipes(text: str) -> list[str]:
 
 def named_recipes(text: str) -> set[str]:
     """Every recipe that a page names: in tables, in commands, as a file."""
-    commands = re.findall(r"--(?:recipe|kv)[ =]([a-z][\w.-]*)", text)
+    commands = set(re.findall(r"--(?:recipe|kv)[ =]([a-z][\w.-]*)", text)) - {"own"}  # the cache of a checkpoint
     files = re.findall(r"\brecipes/([\w.-]+)\.yaml", text)
     return {*table_recipes(text), *commands, *files}
 
