@@ -10,6 +10,7 @@ import typer
 
 from compress.cli import harness
 from compress.cli.evaluation_options import Base
+from compress.cli.kept import keep
 from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
@@ -29,7 +30,6 @@ from compress.cli.options import (
 )
 from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
 from compress.cli.suites import run as run_suite
-from compress.errors import CompressError, first_line
 
 if TYPE_CHECKING:
     from compress.evaluate.cache_reading import Readings
@@ -69,16 +69,16 @@ def evaluate(
     """
     with errors():
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
-        how = (dtype, device_named(device))
         if tasks is not None:
             _check_alone(asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
-            return harness.run(model, base, tasks, limit, (*how, as_json))
+            return harness.run(model, base, tasks, limit, (dtype, device_named(device), as_json))
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         if asked.is_any:
             if adapter or (calib and caches is None):
                 wrong, why = ("--adapter", "--text, not with tasks or a suite") if adapter else ("--calib", "--kv")
                 raise typer.BadParameter(f"goes with {why}; leave it out", param_hint=wrong)
-            return run_suite(model, base, dataclasses.replace(asked, kv=caches, calib=calib), how, as_json)
+            asked = dataclasses.replace(asked, kv=caches, calib=calib)
+            return run_suite(model, base, asked, (dtype, device_named(device)), as_json)
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
         check_model(base or model)
@@ -186,18 +186,13 @@ def bench(
         check_paths(model)
         check_model(base or model)
         from compress.cli import tables
-        from compress.evaluate import page, record, speed
+        from compress.evaluate import record, speed
         from compress.run.source import resolve
 
         directory = resolve(model)
         against = None if base is None else resolve(base)
         found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens, against)
-        if record.is_kept(directory):
-            try:
-                record.add_speed(directory, found.plain())
-                page.refresh(directory)
-            except (CompressError, OSError) as error:  # a checkpoint that may only be read is timed all the same
-                note(f"the rates are not kept beside {directory}: {first_line(error)}")
+        keep(directory, lambda: record.add_speed(directory, found.plain()))
         if as_json:
             print(json.dumps(dataclasses.asdict(found)))
             return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Option
 
+from compress.cli.kept import keep
 from compress.cli.options import check_model
 from compress.cli.suites import beside
 
@@ -37,7 +38,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     if base is not None:
         check_model(base)
     from compress.cli import tables
-    from compress.evaluate import harness, page, record
+    from compress.evaluate import harness, record
     from compress.evaluate.scores import Execution
     from compress.evaluate.suite import Result
     from compress.run.source import resolve
@@ -47,11 +48,10 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     start = time.perf_counter()
     with tables.progress_bar() as progress:
         found = harness.evaluate(directories, names, Execution(dtype, device), limit, progress)
-    if base is not None and record.is_kept(directories[0]):
+    if base is not None:
         seconds = time.perf_counter() - start
-        kept = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), (), seconds)
-        record.add(directories[0], suites=[kept.plain()])
-        page.refresh(directories[0])
+        result = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), (), seconds)
+        keep(directories[0], lambda: record.add(directories[0], suites=[result.plain()]))
     if as_json:
         print(json.dumps({"tasks": [dataclasses.asdict(each) for each in found]}))
         return

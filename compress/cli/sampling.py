@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.cli.evaluation_options import Base
+from compress.cli.kept import keep
 from compress.cli.options import (
     AsJson,
     Device,
@@ -63,7 +64,7 @@ def sampling(
         check_paths(model, text)
         check_model(base)
         from compress.cli import tables
-        from compress.evaluate import page, record, sampling_advice
+        from compress.evaluate import record, sampling_advice
         from compress.evaluate import sampling as measuring
         from compress.evaluate.scores import Execution
         from compress.run.source import resolve
@@ -77,9 +78,7 @@ def sampling(
         asked = measuring.Request(text, settings, seq_len, max_tokens, prompts, prompt_tokens, new_tokens, seed)
         with tables.progress_bar() as progress:
             found = measuring.measure(directory, original, asked, Execution(dtype, device_named(device)), progress)
-        if record.is_kept(directory):
-            record.add_sampling(directory, found.plain())
-            page.refresh(directory)
+        keep(directory, lambda: record.add_sampling(directory, found.plain()))
         print(json.dumps(found.plain())) if as_json else _show(found)
         if write:
             note(sampling_advice.write(directory, found.temperatures, own))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from compress.cli.kept import keep
 from compress.cli.options import check_model, check_paths, note
 from compress.errors import CalibrationError
 
@@ -74,7 +75,7 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     if asked.choices is not None and not asked.choices.is_file():
         raise CalibrationError(f"{asked.choices} is not a file; give questions as JSON lines")
     from compress.cli import tables
-    from compress.evaluate import Execution, page, record
+    from compress.evaluate import Execution, record
     from compress.evaluate import suite as suites
     from compress.run.source import resolve
 
@@ -86,9 +87,7 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     how: Execution = Execution(dtype=execution[0], device=execution[1])
     with tables.progress_bar() as progress:
         found = suites.run(directory, resolve(base), what, how, progress).plain()
-    if record.is_kept(directory):
-        record.add(directory, suites=[found])
-        page.refresh(directory)
+    keep(directory, lambda: record.add(directory, suites=[found]))
     if as_json:
         print(json.dumps(found))
         return

@@ -160,6 +160,16 @@ def test_a_task_alone_and_questions(models: tuple[Path, Path], tmp_path: Path) -
     assert found.texts == () and found.floor == {} and found.findings == ()
 
 
+def test_a_result_that_cannot_be_kept_is_shown(models: tuple[Path, Path], tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    shutil.copytree(models[1], packed)
+    (packed / record.FILE).write_text("{")
+    result = cli("eval", str(packed), "--base", str(models[0]), "--task", "arithmetic")
+    assert result.code == 0 and "arithmetic by sign" in result.out
+    assert f"what was measured is not kept beside {packed}" in result.err
+    assert (packed / record.FILE).read_text() == "{"
+
+
 def test_what_cannot_be_run(models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path) -> None:
     for asked, said in (
         (Asked("quick"), "a suite scores text; give --text FILE"),
