@@ -27,7 +27,6 @@ from compress.runtime.linear import PackedLinear
 
 Call = Callable[[], object]
 
-BASE_RATES = ("base_prefill_tokens_per_s", "base_decode_tokens_per_s")
 LEAST_S = 0.3  # for each kind
 LEAST_ROUNDS = 5
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of the buffer that is copied: larger than caches
@@ -95,7 +94,10 @@ def measure(
         layers = [_layer(group, batch, copied) for group in _alike(loaded[0])]
     threads = torch.get_num_threads()
     found = Speed(device, threads, batch, prompt_tokens, new_tokens, prefill, decode, copied, layers)
-    return found if base is None else replace(found, base=base.name, **dict(zip(BASE_RATES, others[0], strict=True)))
+    if base is None:
+        return found
+    rates = others[0]
+    return replace(found, base=base.name, base_prefill_tokens_per_s=rates[0], base_decode_tokens_per_s=rates[1])
 
 
 def _generation(models: Sequence[Any], batch: int, prompt_tokens: int, new_tokens: int) -> list[tuple[float, float]]:

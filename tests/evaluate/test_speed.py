@@ -31,7 +31,8 @@ def test_measure(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(speed.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(speed.ROTATED_BYTES, "cpu", 1 << 16)
     found = speed.measure(packed, "cpu", 2, 5, 3, packed)
-    assert found.base == packed.name and min(getattr(found, rate) for rate in speed.BASE_RATES) > 0
+    assert found.base == packed.name
+    assert min(found.base_prefill_tokens_per_s or 0, found.base_decode_tokens_per_s or 0) > 0
     assert min(found.prefill_tokens_per_s, found.decode_tokens_per_s, found.copy_bytes_per_s) > 0
     assert (found.batch, found.prompt_tokens, found.new_tokens) == (2, 5, 3)
     report = json.loads((packed / "report.json").read_text())
