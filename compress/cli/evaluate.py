@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +35,7 @@ from compress.cli.suites import run as run_suite
 
 if TYPE_CHECKING:
     from compress.evaluate.cache_reading import Readings
+    from compress.kv.settings import CacheSettings
 
 WindowTokens = Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")]
 MaxTokens = Annotated[
@@ -74,9 +77,7 @@ def evaluate(
             return harness.run(model, base, tasks, limit, (dtype, device_named(device), as_json))
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         if asked.is_any:
-            if adapter or (calib and caches is None):
-                wrong, why = ("--adapter", "--text, not with tasks or a suite") if adapter else ("--calib", "--kv")
-                raise typer.BadParameter(f"goes with {why}; leave it out", param_hint=wrong)
+            _check_suite(caches, calib, adapter)
             asked = dataclasses.replace(asked, kv=caches, calib=calib)
             return run_suite(model, base, asked, (dtype, device_named(device)), as_json)
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
@@ -112,6 +113,14 @@ def _check_alone(asked: Asked, others: dict[str, Any]) -> None:
     for option, value in others.items():
         if value:
             raise typer.BadParameter("goes with --text, not with --tasks; leave it out", param_hint=option)
+
+
+def _check_suite(caches: Mapping[str, CacheSettings] | None, calib: str | None, adapter: Path | None) -> None:
+    """Refuse options that would have no effect beside --suite and --task; wrong usage."""
+    if adapter:
+        raise typer.BadParameter("goes with --text, not with tasks or a suite; leave it out", param_hint="--adapter")
+    if calib and caches is None:
+        raise typer.BadParameter("goes with --kv; leave it out", param_hint="--calib")
 
 
 def _show(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:

@@ -13,17 +13,14 @@ from typing import Any
 import pytest
 
 from compress import api
-from compress.evaluate import page, record
+from compress.evaluate import page, record, suite
 from compress.export import convert
 from compress.run import verify, write_checkpoint
 from compress.storage.manifest import PAGE, SCORES, Manifest
 from runs import GPTQ, RTN, SMALL, Setup, contents, job
 
 KINDS = {"no text": RTN, "transform": Setup("quarot4bit", SMALL), "cache alone": Setup("kv8")}
-SUITE = {
-    **{"suite": "quick", "base": "base", "texts": [], "floor": {}, "tasks": [], "seconds": 1.0, "remarks": []},
-    "findings": ["<this> looks odd"],
-}
+SUITE = suite.Result("quick", "base", (), {}, (), ("<this> looks odd",), (), 1.0).plain()
 
 
 @pytest.fixture(scope="module")
