@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
 
 GROUPS = ("items", "right", "original", "NLL", "original's")
+SCORES = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
 TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
 
 Texts = Annotated[
@@ -97,39 +98,44 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
 def _show(found: dict[str, Any]) -> None:
     """Print a result for people."""
     from compress.cli import tables
+    from compress.pages import lost_tokens
 
     if found["texts"]:
-        rows = [
-            (
-                row["text"],
-                f"{row['tokens']:,}",
-                f"{row['kl_mean']:.5f}" + (f" ± {row['kl_se']:.5f}" if row["kl_se"] is not None else ""),
-                f"{row['perplexity']:.3f}",
-                f"{row['base_perplexity']:.3f}",
-                f"{1 - row['same_top1']:.1%}",
-            )
-            for row in found["texts"]
-        ]
-        heads = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
-        tables.out.print(tables.columns(heads, rows))
+        tables.out.print(tables.columns(SCORES, [_score(row) for row in found["texts"]]))
+    for each in found["lost"]:
+        print(lost_tokens.sentence(each))
     if found["cache"]:
         print(f"read through the cache {found['cache']}, {found['cache_read']}")
     if found["floor"]:
         print(f"KL of {found['floor']['kl_mean']:.2g} is rounding: {found['floor']['path']}")
-    if found["tasks"]:
-        print()
-        tables.out.print(tables.columns(TASKS, [_row(row) for row in found["tasks"]]))
-        print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
-    for each in found["remarks"]:
-        print(each)
-    for row in found["tasks"]:
-        if row["groups"]:
-            print(f"\n{row['task']} by {row['by']}")
-            tables.out.print(tables.columns((row["by"], *GROUPS), [_group(each) for each in row["groups"]]))
+    _show_tasks(found["tasks"], found["remarks"])
     for each in found["findings"]:
         note(f"looks broken: {each}")
     if not found["findings"] and found["texts"]:
         print("no layer and no tokenizer looks broken")
+
+
+def _show_tasks(tasks: Sequence[dict[str, Any]], remarks: Sequence[str]) -> None:
+    """Print tasks beside the original, and what some of them have for each depth or the like."""
+    from compress.cli import tables
+
+    if tasks:
+        print()
+        tables.out.print(tables.columns(TASKS, [_row(row) for row in tasks]))
+        print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
+    for each in remarks:
+        print(each)
+    for row in tasks:
+        if row["groups"]:
+            print(f"\n{row['task']} by {row['by']}")
+            tables.out.print(tables.columns((row["by"], *GROUPS), [_group(each) for each in row["groups"]]))
+
+
+def _score(row: dict[str, Any]) -> tuple[str, ...]:
+    error = f" ± {row['kl_se']:.5f}" if row["kl_se"] is not None else ""
+    perplexities = (f"{row[key]:.3f}" for key in ("perplexity", "base_perplexity"))
+    own = row["text"], f"{row['tokens']:,}", f"{row['kl_mean']:.5f}{error}"
+    return (*own, *perplexities, f"{1 - row['same_top1']:.1%}")
 
 
 def _group(row: dict[str, Any]) -> tuple[str, ...]:

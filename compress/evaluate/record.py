@@ -48,6 +48,15 @@ TASK: Any = {
     **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
 }
 WRITTEN: Any = dict.fromkeys(("prompt", "base", "model"), LINES)
+LOST: Any = {  # of compress/evaluate/lost_tokens.py
+    **{"text": TEXT, "half": NUMBER, "classes": [dict.fromkeys(("low", "high", "tokens", "kl"), NUMBER)]},
+    "worst": [
+        {
+            **dict.fromkeys(("before", "token", "base_expected", "expected"), LINES),
+            **dict.fromkeys(("kl", "base_probability", "probability", "base_confidence", "confidence"), NUMBER),
+        }
+    ],
+}
 LAYOUT: dict[str, Any] = {
     "texts": [SCORED],
     "generations": [WRITTEN],
@@ -55,7 +64,7 @@ LAYOUT: dict[str, Any] = {
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
             **{"remarks": [TEXT], "seconds": NUMBER, "cache": TEXT, "cache_read": TEXT},
-            "written": [WRITTEN],
+            **{"written": [WRITTEN], "lost": [LOST]},
         }
     ],
 }

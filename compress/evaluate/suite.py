@@ -27,7 +27,17 @@ from torch import Tensor
 from compress import plugins
 from compress.calib.documents import documents, source_name
 from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
-from compress.evaluate import answers, cache, diagnosis, findings, kick, side_by_side, task_scores, tokenizers
+from compress.evaluate import (
+    answers,
+    cache,
+    diagnosis,
+    findings,
+    kick,
+    lost_tokens,
+    side_by_side,
+    task_scores,
+    tokenizers,
+)
 from compress.evaluate.cache_candidates import with_cache
 from compress.evaluate.cache_reading import readings
 from compress.evaluate.cache_scores import Candidate
@@ -83,6 +93,7 @@ class Result:
     cache: str = ""  # name of the cache that the model was read through; "" for none
     cache_read: str = ""  # how it was read
     written: tuple[Mapping[str, str], ...] = ()  # "prompt", and what "base" and "model" write behind it
+    lost: tuple[Mapping[str, Any], ...] = ()  # `lost_tokens.Lost.plain` of each text; none through a cache
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -213,9 +224,8 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     windows = [text_windows([base], text, size.seq_len, size.max_tokens) for text in asked.texts]
     models = open_models(directory, base, execution, asked, say)
     scored = asked.suite is not None
-    texts = (
-        [_compare(models, text, each, say) for text, each in zip(asked.texts, windows, strict=True)] if scored else []
-    )
+    read = zip(asked.texts, windows, strict=True) if scored else ()
+    texts, lost = zip(*(_compare(models, text, each, say) for text, each in read), strict=True) if scored else ((), ())
     floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
     configs = [model.config.get_text_config() for model in (models.base, models.model)]
     lent = windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long)
@@ -226,7 +236,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     return Result(
         asked.suite or "tasks",
         base.name,
-        tuple(texts),
+        texts,
         floor,
         tuple(tasks),
         tuple(found),
@@ -234,13 +244,14 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         time.perf_counter() - start,
         *(("", "") if models.cache is None else (models.cache.name, readings(models.model, models.cache).text)),
         written,
+        tuple(each.plain() for each in lost if each is not None),
     )
 
 
-def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> Comparison:
-    """Return the scores of a text."""
+def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> tuple[Comparison, lost_tokens.Lost | None]:
+    """Return the scores of a text, and where they were lost; None for that through a cache."""
     if models.cache is not None:
-        return cache.compared(models.model, models.base, models.cache, windows, source_name(text), say)
+        return cache.compared(models.model, models.base, models.cache, windows, source_name(text), say), None
     pair = [models.model, models.base]
     batch, figures = windows_at_a_time(pair, windows.shape[1]), []
     for begin in range(0, len(windows), batch):
@@ -249,7 +260,9 @@ def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> Compa
     joined = torch.cat(figures, 1).view(4, len(windows), windows.shape[1] - 1)
     found = summary(joined, source_name(text), windows.shape[1])
     assert isinstance(found, Comparison)
-    return found
+    return found, lost_tokens.find(
+        pair, models.names, windows, joined[2], source_name(text), models.tokenizers[0].decode
+    )
 
 
 def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress) -> dict[str, Any]:

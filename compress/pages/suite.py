@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from compress.pages import html, svg, writing
+from compress.pages import html, lost_tokens, svg, writing
 
 Suites = Sequence[Mapping[str, Any]]
 RIGHT = "Right answers beside the original"
@@ -45,6 +45,7 @@ def _suite(suite: Mapping[str, Any]) -> str:
         html.paragraph(noise, "faint") if noise else "",
         html.paragraph(f"Cache {suite['cache_read']}.", "faint") if suite["cache"] else "",
         _texts(suite["texts"]),
+        lost_tokens.section(suite["lost"]),
         _tasks(suite["tasks"]),
         *(html.paragraph(f"{each}.") for each in suite["remarks"]),
         *(_groups(row) for row in suite["tasks"] if row["groups"]),
