@@ -187,12 +187,13 @@ def run(args: argparse.Namespace) -> None:
     from compress.evaluate.cache_candidates import load_model
     from compress.evaluate.scores import Execution
     from compress.model import load as lm
+    from compress.model.positions import max_positions
 
     torch.set_num_threads(args.threads)
     directory = Path(args.model).resolve()
     model, tokenizer = load_model(directory, Execution("float32", "cpu")), lm.load_tokenizer(directory)
     count, length = CALIBRATION
-    length = min(length, lm.max_positions(model.config) or length)
+    length = min(length, max_positions(model.config) or length)
     samples, _ = token_windows(args.calib, tokenizer, length, model.config.vocab_size, document_tokens=count * length)
     shared = {"model": directory.name, "context": args.context}
     names = args.only or [*RECIPES, *ENTRIES]

@@ -125,7 +125,8 @@ def self_generated(
     last bits of the model's batched products. The whole model is loaded: if it and one window take more than
     max_nbytes, what may still be taken, that is a BudgetError. progress is told (tokens done, in all).
     """
-    from compress.model.load import Draw, load_config, load_model, sequence_nbytes, start_tokens, write
+    from compress.model.load import load_config, load_model
+    from compress.model.writing import Draw, sequence_nbytes, start_tokens, write
 
     _check_counts(num_samples, seq_len)
     directory = Path(model_directory)

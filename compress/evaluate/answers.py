@@ -25,7 +25,7 @@ from compress.errors import CalibrationError, NumericalError
 from compress.evaluate.feed import LAST, fed
 from compress.evaluate.items import Item, Material, Outcome, Task, Text
 from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
-from compress.model import load as lm
+from compress.model import writing
 
 MakeCache = Callable[[], Any]  # a new cache for each batch
 
@@ -67,7 +67,7 @@ def score(
     are not finite.
     """
     if task.way == "written":
-        stop = lm.end_tokens(model)  # now: `write` sets the generation settings aside
+        stop = writing.end_tokens(model)  # now: `write` sets the generation settings aside
         return [_written(model, task, item, material, stop) for item in task.items]
     rows = [row for i, item in enumerate(task.items) for row in _rows(i, item, task, material)]
     read = _read(model, rows, task, make_cache, batch_tokens)
@@ -220,8 +220,8 @@ def _written(model: Any, task: Task, item: Item, material: Material, stop: Seque
             f"task {task.name}, item {item.name}: {len(start)} tokens and {item.new_tokens} new ones, the model reads "
             f"1 to {material.positions}"
         )
-    draw = lm.Draw(str(model.name_or_path), 0.0, torch.Generator())
-    whole = lm.write(model, torch.tensor([start]), item.new_tokens, draw, stop)[0].tolist()
+    draw = writing.Draw(str(model.name_or_path), 0.0, torch.Generator())
+    whole = writing.write(model, torch.tensor([start]), item.new_tokens, draw, stop)[0].tolist()
     # decoded together with the context: some tokenizers drop the space before a first word
     said = material.decode(whole).removeprefix(material.decode(start)) if text else material.decode(whole[len(start) :])
     figures = task.figures(item, said) if task.figures is not None else {}

@@ -47,6 +47,7 @@ from compress.evaluate.scores import Comparison, Execution
 from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
+from compress.model.positions import max_positions
 from compress.progress import Progress, silent
 
 CONTEXTS = (512, 2048, 8192)
@@ -112,7 +113,7 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
     """
     config = lm.load_config(directory)
     recipes = fitting(config, asked.recipes, asked.left_out)
-    limit = lm.max_positions(config)
+    limit = max_positions(config)
     contexts = asked.contexts or default_contexts(limit)
     texts = {n: scores.text_windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
     for length, windows in texts.items():

@@ -18,6 +18,7 @@ from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
+from compress.model.positions import max_positions
 from compress.progress import Progress
 from compress.run import kv_cache
 from compress.run.calibration_text import say_fewer
@@ -91,7 +92,7 @@ def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | Non
     if calib is None:
         raise CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
     count, length = CALIBRATION
-    length = min(length, lm.max_positions(model.config.get_text_config()) or length)
+    length = min(length, max_positions(model.config.get_text_config()) or length)
     tokenizer = lm.load_tokenizer(directory)
     vocabulary = model.config.get_text_config().vocab_size
     windows, tokens = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)

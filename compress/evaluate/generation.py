@@ -13,6 +13,7 @@ from compress.errors import CalibrationError, shown
 from compress.kv import reading
 from compress.kv.reading import Reading
 from compress.model import load as lm
+from compress.model import writing
 
 
 class Written(NamedTuple):
@@ -72,8 +73,8 @@ def continued(
     """Return the same of the model that `load` gives, which is called once the prompt is known to have tokens."""
     ids, tokenizer = prompt_ids(directory, prompt), lm.load_tokenizer(directory)
     model = load()
-    draw = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
-    found = lm.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=lm.end_tokens(model))[0].tolist()
+    draw = writing.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
+    found = writing.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=writing.end_tokens(model))[0].tolist()
     # decoded together with the prompt: some tokenizers drop the space before a first word
     whole, start = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (found, ids))
     return Written(whole.removeprefix(start), reading.of_model(model))

@@ -23,6 +23,7 @@ from compress.evaluate.items import Outcome
 from compress.evaluate.scores import Execution
 from compress.evaluate.task_scores import TaskScore
 from compress.model import load
+from compress.model.positions import max_positions
 from compress.progress import Progress
 
 WAY = "lm-eval"
@@ -97,7 +98,7 @@ def _samples(
     from lm_eval.models.huggingface import HFLM
 
     model = load.load_model(directory, execution.dtype, execution.device)
-    positions = load.max_positions(model.config.get_text_config())
+    positions = max_positions(model.config.get_text_config())
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     lm = HFLM(
         pretrained=model,

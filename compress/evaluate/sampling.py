@@ -31,7 +31,7 @@ from compress.evaluate.sampling_filters import Setting, grid, ordered
 from compress.evaluate.sampling_runs import COPIES, Named, Sampled, sampled
 from compress.evaluate.sampling_temperature import Recommendation
 from compress.evaluate.scores import Execution, next_logits, text_windows
-from compress.model import load
+from compress.model import load, writing
 from compress.numerics import kl
 from compress.progress import Progress, silent
 
@@ -95,7 +95,7 @@ def measure(
     windows = text_windows([directory, base], request.text, request.seq_len, request.max_tokens)
     prompts = _prompts(windows, request)
     models = [Named(each.name, load.load_model(each, execution.dtype, execution.device)) for each in (directory, base)]
-    stop = load.end_tokens(models[1].model)
+    stop = writing.end_tokens(models[1].model)
     temperatures = sorted({setting.temperature for setting in request.settings})
     betas = best.nodes(temperatures)
     parts: list[list[Tensor]] = [[], []]

@@ -32,7 +32,7 @@ from compress.evaluate import sampling_text as text
 from compress.evaluate.sampling_distances import entropy, expected
 from compress.evaluate.sampling_filters import Kept, Setting, dense, of_logits
 from compress.evaluate.scores import next_logits, windows_at_a_time
-from compress.model import load as lm
+from compress.model import writing
 from compress.numerics import kl
 from compress.progress import Progress, silent
 
@@ -132,7 +132,7 @@ def sampled(
     """Continue prompts int64 [prompts, seq] by (model, base) in each setting, and compare what they write."""
     start, found = prompts.repeat(2, 1), []
     rows, seq = start.shape
-    row_nbytes = max(lm.sequence_nbytes(each.model.config.get_text_config(), seq + new_tokens) for each in models)
+    row_nbytes = max(writing.sequence_nbytes(each.model.config.get_text_config(), seq + new_tokens) for each in models)
     step = max(1, WRITING_NBYTES // (rows * row_nbytes))
     for begin in range(0, len(settings), step):
         progress("sampling", begin, len(settings))
@@ -140,7 +140,7 @@ def sampled(
         texts = []
         for name, model in models:
             draw = CoupledDraw(name, part, rows, seed)
-            written = lm.write(model, start.repeat(len(part), 1), new_tokens, cast(Any, draw), stop=stop)
+            written = writing.write(model, start.repeat(len(part), 1), new_tokens, cast(Any, draw), stop=stop)
             cuts = [_cut(row, stop) for row in written[:, seq:].tolist()]
             texts.append([cuts[i : i + rows] for i in range(0, len(cuts), rows)])
         found += [

@@ -17,6 +17,7 @@ from compress.kv.cache import layer_types, make_cache
 from compress.kv.saved import check_layers, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.saved.file import SavedFile
 from compress.model import load as lm
+from compress.model import writing
 from compress.runtime import kv_config
 from compress.storage.checkpoint import read_config
 
@@ -92,9 +93,9 @@ def write_on(
         cache.crop(-1)  # the last token goes through the model again: what it says of the next one was not saved
     start = torch.cat((ids, torch.tensor([more], dtype=torch.int64)), 1)
     temperature, seed = draw
-    drawn = lm.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
-    stop = lm.end_tokens(model)
-    written = lm.write(model, start, max_new_tokens, drawn, stop, past_key_values=cache)[0].tolist()
+    drawn = writing.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
+    stop = writing.end_tokens(model)
+    written = writing.write(model, start, max_new_tokens, drawn, stop, past_key_values=cache)[0].tolist()
     tokenizer = lm.load_tokenizer(directory)
     whole, before = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (written, start[0]))
     return whole.removeprefix(before)

@@ -24,6 +24,7 @@ from compress.calib.data import token_windows
 from compress.calib.documents import source_name
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.model import load
+from compress.model.positions import max_positions
 from compress.numerics import kl
 
 BATCH_NBYTES = 256 << 20  # of all logits of a batch, about
@@ -129,7 +130,7 @@ def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_to
                 f"{directories[0].name} and {directory.name} do not share a vocabulary ({len(tokenizers[0])} and "
                 f"{len(tokenizer)} tokens); they cannot be compared"
             )
-    longest = min(load.max_positions(config) or seq_len for config in configs)
+    longest = min(max_positions(config) or seq_len for config in configs)
     if not 2 <= seq_len <= longest:
         raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be 2 to {longest}")
     if max_tokens < seq_len:

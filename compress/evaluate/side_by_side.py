@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.model import load as lm
+from compress.model import writing
+from compress.model.positions import max_positions
 
 PROMPTS = 3
 PROMPT, NEW = 32, 48  # tokens, at most
@@ -38,9 +39,9 @@ def continued(
 
 def _written(model: Any, start: Tensor, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Return what a model writes behind each row of start int64 [rows, tokens]."""
-    stop, positions = lm.end_tokens(model), lm.max_positions(model.config.get_text_config())
+    stop, positions = writing.end_tokens(model), max_positions(model.config.get_text_config())
     new = NEW if positions is None else min(NEW, positions - start.shape[1])
-    draw = lm.Draw(str(model.name_or_path), 0.0, torch.Generator())
-    found = lm.write(model, start, new, draw, stop).tolist()
+    draw = writing.Draw(str(model.name_or_path), 0.0, torch.Generator())
+    found = writing.write(model, start, new, draw, stop).tolist()
     # decoded together with the prompt: some tokenizers drop the space before a first word
     return [decode(row).removeprefix(decode(row[: start.shape[1]])) for row in found]

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from compress import process_memory
 from compress.errors import BudgetError
 from compress.kernels import dispatch
-from compress.model.load import load_model, sequence_nbytes
+from compress.model.load import load_model
+from compress.model.writing import sequence_nbytes
 from compress.runtime.linear import PackedLinear
 
 Call = Callable[[], object]

@@ -46,6 +46,7 @@ from compress.evaluate.scores import Comparison, Execution, positions, summary, 
 from compress.evaluate.task_scores import TaskScore
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
+from compress.model.positions import max_positions
 from compress.progress import Progress, silent
 
 FLOOR_WINDOWS = 4  # of the first text
@@ -182,7 +183,7 @@ def size_of(asked: Asked) -> Size:
 
 def material(tokenizer: Any, configs: Sequence[Any], windows: Tensor) -> Material:
     """Return what tasks make items of; tokenizer: the original's; configs: of the text models, the original's first."""
-    limits = [lm.max_positions(config) or READING for config in configs]
+    limits = [max_positions(config) or READING for config in configs]
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))

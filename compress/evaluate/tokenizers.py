@@ -13,7 +13,7 @@ import torch
 
 from compress.errors import shown
 from compress.evaluate.scores import positions
-from compress.model import load as lm
+from compress.model.positions import max_positions
 
 SAMPLE = 4000  # characters that both tokenize
 READ = 800  # of them, that the model reads
@@ -80,7 +80,7 @@ def finding(base: Any, tokenizer: Any, model: Any, text: str) -> str:
 def _nats_per_byte(model: Any, ids: list[int], text: str) -> float | None:
     """Return the negative log-likelihood per byte; None where the tokens are not the model's, or too few."""
     config = model.config.get_text_config()
-    if not 2 <= len(ids) <= (lm.max_positions(config) or len(ids)) or max(ids) >= config.vocab_size:
+    if not 2 <= len(ids) <= (max_positions(config) or len(ids)) or max(ids) >= config.vocab_size:
         return None
     nll = positions([model], [str(model.name_or_path)], torch.tensor([ids]))[0]
     return float(nll.sum()) / len(text.encode())

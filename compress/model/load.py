@@ -1,4 +1,4 @@
-"""Open configurations, tokenizers and whole models, always in the same safe way, and let a model write text.
+"""Open configurations, tokenizers and whole models, always in the same safe way.
 
 Nothing else in this package calls `from_pretrained` or `from_config` of transformers. Here they run no code that comes
 with a checkpoint, read weights from safetensors files only, and never ask the hub. Evaluation, generation and
@@ -8,7 +8,7 @@ self-generated calibration text need the whole model in memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,21 +19,19 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.integrations import accelerate as placing
 from transformers.utils import logging
 
-from compress.errors import CalibrationError, CheckpointError, NumericalError, first_line, shown
+from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
 from compress.model import stored_weights
 from compress.model.opener import opener
-from compress.model.positions import max_positions
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, Readable, read_config
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _ELSEWHERE = {  # what makes transformers read weights that are not those of the index -> what to do
     "transformers_weights": f"remove that key from {CONFIG}",
@@ -242,123 +240,6 @@ def _load(
     """Run `from_pretrained` of a class of transformers; return what was loaded how."""
     loaded = kind.from_pretrained(directory, output_loading_info=True, use_safetensors=True, **options, **_LOCAL)
     return cast(tuple[transformers.PreTrainedModel, dict[str, Any]], loaded)
-
-
-class Draw(LogitsProcessor):
-    """Choice of each next token: the likeliest at temperature 0, else drawn with the given generator.
-
-    generator is one for all sequences, or a list with one for each. `generate` itself draws from torch's global
-    generator. So it is told to take the likeliest token, and this leaves it one to take. step, if any, is told the
-    tokens that each sequence has by then.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        temperature: float,
-        generator: torch.Generator | list[torch.Generator],
-        step: Callable[[int], None] | None = None,
-    ) -> None:
-        self.name, self.temperature, self.generator, self.step = name, temperature, generator, step
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [batch, seq] int64, [batch, vocab] float32
-        if not torch.isfinite(scores).all():
-            raise NumericalError(
-                f"{self.name} has non-finite logits at token {input_ids.shape[1]}; its weights are damaged, or overflow"
-            )
-        if self.step is not None:
-            self.step(input_ids.shape[1] + 1)
-        if self.temperature == 0:
-            return scores
-        cumulative = (scores.double() / self.temperature).softmax(-1).cumsum(-1)
-        uniform = self._uniform(len(scores)).to(scores.device)
-        token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=scores.shape[1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
-
-    def _uniform(self, count: int) -> Tensor:  # [count, 1] float64
-        if isinstance(self.generator, torch.Generator):
-            return torch.rand(count, 1, dtype=torch.float64, generator=self.generator)
-        return torch.stack([torch.rand(1, dtype=torch.float64, generator=own) for own in self.generator])
-
-
-def write(
-    model: transformers.PreTrainedModel, start: Tensor, new_tokens: int, draw: Draw, stop: Sequence[int] = (), **kw: Any
-) -> Tensor:
-    """Return start int64 [batch, seq] and up to new_tokens more, fewer only where one of the `stop` tokens came up.
-
-    kw: goes to `generate`: past_key_values, a cache of the first tokens of `start`. The generation settings in the
-    checkpoint (top_k, penalties, early stopping) do not count. Raise CalibrationError for more tokens than the model
-    has positions.
-    """
-    if new_tokens < 1:
-        return start
-    length, positions = start.shape[1] + new_tokens, max_positions(model.config.get_text_config())
-    if positions is not None and length > positions:
-        raise CalibrationError(f"{draw.name} has {positions} positions, {length} tokens are too many; ask for fewer")
-    model.generation_config = GenerationConfig()  # unset fields of the next line would be filled from the checkpoint's
-    settings = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        use_cache=True,
-        max_new_tokens=new_tokens,
-        eos_token_id=list(stop) or None,
-        pad_token_id=stop[0] if stop else None,
-    )
-    start = start.to(model.device)
-    generate = cast(Callable[..., Tensor], model.generate)
-    written = generate(
-        start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw], **kw
-    )
-    return written.cpu()
-
-
-def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:
-    """Return the bytes that one sequence takes while `write` brings it to seq_len tokens, an upper bound.
-
-    Keys and values of all layers count in float32, and twice, because each step copies them into larger tensors.
-    config is that of the text model.
-    """
-    layers = _largest(config, "num_hidden_layers") or 256
-    heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
-    hidden = _largest(config, "hidden_size")
-    shared = hidden // max(1, _largest(config, "num_attention_heads"))
-    head_dim = max(_largest(config, "head_dim", "qk_head_dim", "v_head_dim"), shared)
-    cache = 2 * layers * (heads * head_dim or hidden) * seq_len * 4
-    return 2 * cache + LOGIT_NBYTES * config.vocab_size
-
-
-def _largest(config: transformers.PretrainedConfig, *names: str) -> int:
-    """Return the largest of these settings, which may be lists (one for each layer); 0 where there are none."""
-    values = [getattr(config, name, None) for name in names]
-    return max((max(v) if isinstance(v, (list, tuple)) else v for v in values if v), default=0)
-
-
-def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch.Generator]) -> Tensor:
-    """Return int64 [generators, 1]: the token that begins a text, or else the one that ends it, or else random ones."""
-    config = model.config.get_text_config()
-    begin = config.bos_token_id
-    for token in [begin] if begin is not None else end_tokens(model):
-        return torch.full((len(generators), 1), _checked(model, "bos_token_id", token, config.vocab_size))
-    return torch.stack([torch.randint(config.vocab_size, (1,), generator=own) for own in generators])
-
-
-def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a text, from the checkpoint's generation settings or else its configuration."""
-    end = model.generation_config.eos_token_id
-    if end is None:
-        end = model.config.get_text_config().eos_token_id
-    listed = [] if end is None else end if isinstance(end, list) else [end]
-    return tuple(_checked(model, "eos_token_id", token, 1 << 31) for token in listed)
-
-
-def _checked(model: transformers.PreTrainedModel, key: str, token: Any, limit: int) -> int:
-    """Return a token id of a configuration; CheckpointError unless it is one below the limit."""
-    if type(token) is not int or not 0 <= token < limit:
-        raise CheckpointError(
-            f"{model.name_or_path}: {key} {shown(token)} is no token of the model; correct it in config.json and "
-            "generation_config.json"
-        )
-    return token
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from compress.kv.evict import kept_tokens
 from compress.kv.settings import KINDS, CacheSettings
 from compress.kv.token_store import Bytes
 from compress.model.cache_pass import CachedHeads, cached_layers
-from compress.model.load import max_positions
+from compress.model.positions import max_positions
 
 CONTEXT = 8192  # tokens, or as many as the model has positions
 

@@ -23,6 +23,7 @@ from compress.errors import CompressError, cut, first_line
 from compress.evaluate import cache, speed
 from compress.importers import open_checkpoint
 from compress.model import fingerprint, load
+from compress.model.positions import max_positions
 from compress.run.job import Job
 from compress.run.source import resolve
 from compress.storage.checkpoint import read_json
@@ -174,7 +175,7 @@ def _original(own: CellFolder, settings: Settings) -> dict[str, Any]:
         "purpose": "Original",
         "nbytes": checkpoint.nbytes,
         "parameters": sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values()),
-        "positions": load.max_positions(load.load_config(directory)),
+        "positions": max_positions(load.load_config(directory)),
         "texts": texts,
         "suites": suites,
         "cost": cost,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from compress.calib import data
 from compress.calib.data import self_generated
 from compress.errors import BudgetError, CalibrationError, NumericalError
-from compress.model import load
+from compress.model import writing
 from compress.run import calibration_text, job, prepare
 from pico import EOS_ID, VOCAB_SIZE
 from runs import GPTQ
@@ -101,13 +101,13 @@ def test_self_generated_text_shrinks_its_batches_to_the_memory(
     weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(directory).parameters())
     sequence = 2 * (2 * 2 * 2 * 16 * 12 * 4) + 48 * VOCAB_SIZE  # keys and values, layers, heads, head_dim, seq_len
     batches: list[int] = []
-    real = load.write
+    real = writing.write
 
-    def write(model: Any, start: Tensor, new_tokens: int, draw: load.Draw) -> Tensor:
+    def write(model: Any, start: Tensor, new_tokens: int, draw: writing.Draw) -> Tensor:
         batches.append(len(start))
         return real(model, start, new_tokens, draw)
 
-    monkeypatch.setattr(load, "write", write)
+    monkeypatch.setattr(writing, "write", write)
     expected = self_generated(directory, 5, 12, 0)
     for fitting, sizes in ((1, [1] * 5), (2, [2, 2, 1]), (40, [5])):
         batches.clear()
@@ -133,7 +133,7 @@ def test_the_memory_of_a_sequence_whatever_the_configuration_lacks() -> None:
     def keys_and_values(**config: Any) -> int:
         known = PretrainedConfig()
         known.update({"vocab_size": 0, **config})
-        return load.sequence_nbytes(known, 10) // (2 * 2 * 4 * 10)
+        return writing.sequence_nbytes(known, 10) // (2 * 2 * 4 * 10)
 
     assert keys_and_values(num_hidden_layers=3, num_attention_heads=8, hidden_size=64) == 3 * 64
     assert keys_and_values(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, hidden_size=64) == 3 * 16

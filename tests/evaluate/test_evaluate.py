@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.evaluate import Comparison, Execution, Scores, evaluate, generate, scores
-from compress.model import load
+from compress.model import load, writing
 from compress.numerics import kl
 from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
@@ -337,7 +337,7 @@ def test_generation_stops_at_the_end_of_text(base: Path, tmp_path: Path) -> None
     whole = generate(base, "abc", 12)
     model = load.load_model(base)
     ids = tokens_of("abc")
-    drawn = load.write(model, torch.tensor([ids]), 12, load.Draw("base", 0.0, torch.Generator()))[0].tolist()[3:]
+    drawn = writing.write(model, torch.tensor([ids]), 12, writing.Draw("base", 0.0, torch.Generator()))[0].tolist()[3:]
     assert len(drawn) == 12
     stop = next(token for i, token in enumerate(drawn) if i > 3 and token not in drawn[:i])
     end = drawn.index(stop) + 1

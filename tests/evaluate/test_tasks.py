@@ -85,7 +85,9 @@ def test_choices_by_likelihood(model: Any, material: Material) -> None:
 def test_greedy_is_what_greedy_decoding_writes(model: Any, material: Material) -> None:
     """An answer that the model writes itself is right, another one is not; the law's divergence by hand."""
     context = tuple(material.encode("Call me Ishmael. Some years ago"))
-    written = answers.lm.write(model, torch.tensor([context]), 3, answers.lm.Draw("m", 0.0, torch.Generator()))
+    written = answers.writing.write(
+        model, torch.tensor([context]), 3, answers.writing.Draw("m", 0.0, torch.Generator())
+    )
     likeliest = tuple(written[0, len(context) :].tolist())
     other = (*likeliest[:2], (likeliest[2] + 1) % 256)
     law = ({1: 0.7, 2: 0.3},)
