@@ -35,7 +35,7 @@ FEW = 3  # linears of a kind below which they have no usual value: theirs should
 
 def sentences(facts: Facts) -> list[str]:
     """Return what looks broken, worst first by kind; nothing for a sound model."""
-    usual = median({block.name: block.error for block in facts.blocks})
+    errors = {block.name: block.error for block in facts.blocks}
     paths = {linear.path for block in facts.blocks for linear in block.linears}
     alike = {path: [x for block in facts.blocks for x in block.linears if x.path == path] for path in paths}
     found = []
@@ -45,6 +45,7 @@ def sentences(facts: Facts) -> list[str]:
             f"{facts.embeddings:.2f}"
         )
     for block in facts.blocks:
+        usual = median({name: error for name, error in errors.items() if name != block.name}) or block.error
         own = list(_linears(block, usual, alike))
         if not own and block.error > max(BROKEN, SUSPECT * usual):
             own = [
@@ -82,7 +83,7 @@ def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> I
         elif not (is_named and linear.unlike > UNLIKE) and _is_scaled(
             linear, like, block.error > max(WORSE * usual, 0.1)
         ):
-            said = f"{linear.name} puts out {linear.ratio / _usual_ratio(like):.1f} times what the original does"
+            said = f"{linear.name} puts out {_times(linear, like, is_named):.1f} times what the original does"
         elif not is_named and _is_other(linear, like) and (block.error > WORSE * usual or _is_lost(linear)):
             common = median({x.name: x.unlike for x in like})
             others = "experts" if _is_expert(linear) else "blocks"
@@ -98,8 +99,11 @@ def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> I
         yield said
 
 
-def _usual_ratio(like: list[Linear]) -> float:
-    return median({x.name: x.ratio for x in like}) if len(like) >= FEW else 1.0
+def _times(linear: Linear, like: list[Linear], is_behind: bool) -> float:
+    """Return how many times its like a linear puts out; behind one that is named, over what it takes, which is off."""
+    values = {x.name: x.gain if is_behind else x.ratio for x in (linear, *like)}
+    own = values.pop(linear.name)
+    return own / (median(values) if len(like) >= FEW else 1.0)
 
 
 def _is_scaled(linear: Linear, like: list[Linear], is_block_worse: bool) -> bool:

@@ -191,9 +191,33 @@ def test_models_of_another_depth_are_refused(base: Any) -> None:
         diagnosis.compare(base, build("llama"), TOKENS)
 
 
-def test_a_block_without_a_culprit_is_named() -> None:
-    """Two blocks only, too: what is usual is then what the original does."""
+@pytest.mark.parametrize(("count", "far"), [(4, 2), (2, 0), (2, 1)])
+def test_a_block_without_a_culprit_is_named(count: int, far: int) -> None:
+    """What is usual is what the other blocks have, of two blocks, too."""
     linear = Linear("a.0.q", "q", 0, 1.0, 1.0, 0.01, 0.0, "")
-    blocks = [Block(f"a.{i}", 0.9 if i == 2 else 0.01, (linear,)) for i in range(4)]
+    blocks = [Block(f"a.{i}", 0.9 if i == far else 0.01, (linear,)) for i in range(count)]
     (sentence,) = findings.sentences(Facts(0.0, False, tuple(blocks)))
-    assert sentence.startswith("a.2 adds to the hidden states what the original does not: relative squared error 0.9")
+    assert sentence.startswith(
+        f"a.{far} adds to the hidden states what the original does not: relative squared error 0.9, 0.01 in other"
+    )
+
+
+def test_a_model_of_one_block_has_no_other_to_compare_with() -> None:
+    linear = Linear("a.0.q", "q", 0, 1.0, 1.0, 0.01, 0.0, "")
+    assert findings.sentences(Facts(0.0, False, (Block("a.0", 0.9, (linear,)),))) == []
+
+
+def test_doubled_scales_of_one_of_two_blocks() -> None:
+    """Behind a linear that is named, what a linear puts out is taken over what it takes."""
+    names = {"down": (2.0, 2.0), "o": (6.0, 2.0)}
+    blocks = []
+    for number in range(2):
+        is_far = number == 1
+        linears = [
+            Linear(f"a.{number}.{path}", path, number, *(values if is_far else (1.0, 1.0)), 0.01, 0.0, "")
+            for path, values in names.items()
+        ]
+        blocks.append(Block(f"a.{number}", 0.4 if is_far else 0.009, tuple(linears)))
+    assert findings.sentences(Facts(0.0, False, tuple(blocks))) == [
+        f"a.1.{path} puts out 2.0 times what the original does" for path in names
+    ]
