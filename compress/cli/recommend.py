@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +24,8 @@ from compress.cli.options import (
 from compress.errors import RecipeError
 
 if TYPE_CHECKING:
-    from compress.study.losses import Known
-    from compress.study.recommend import Asked, Choice
+    from compress.progress import Progress
+    from compress.study.recommend import Asked, Choice, Studied
 
 
 @app.command(epilog="Example: compress recommend ./my-model --fits 8GiB --context 32768")
@@ -59,21 +60,21 @@ def recommend(
             model, recipe.load(names[0]), Path("models_out") / "recommended", calib=calib, device=device_named(device)
         )
         asked = choosing.Asked(job, limit, context)
-        known, others = choosing.studied(job, study)
+        studied = choosing.studied(job, study)
         with tables.progress_bar() as progress:
-            found, left_out = choosing.choices(asked, known, progress)
+            found, left_out = choosing.choices(asked, studied.known, progress)
             if not found:
                 raise RecipeError(choosing.none_usable(left_out))
             chosen = choosing.three(found, limit)
-            costs = {choice: _cost(asked, choice) if timing else None for choice in set(chosen.values())}
+            costs = _costs(asked, set(chosen.values()) if timing else (), progress)
         result = {
             "fits": limit,
             "context": context,
-            "study": {"model": known.model, "text": known.text},
+            "study": {"model": studied.known.model, "text": studied.known.text, "is_same_model": studied.is_same},
             "recommended": {
                 name: {
                     **choosing.plain(choice),
-                    "cost": costs[choice],
+                    "cost": costs.get(choice),
                     "command": shlex.join(choosing.command(asked, choice)),
                 }
                 for name, choice in chosen.items()
@@ -84,7 +85,7 @@ def recommend(
         if as_json:
             print(json.dumps(result))
         else:
-            _show(result, asked, known, others)
+            _show(result, asked, studied)
         if not chosen:
             raise typer.Exit(1)
 
@@ -98,6 +99,15 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error), param_hint="--fits") from error
 
 
+def _costs(asked: Asked, choices: Collection[Choice], progress: Progress) -> dict[Choice, dict[str, Any]]:
+    """Return what making each choice takes; one that trains takes minutes to time."""
+    found = dict[Choice, dict[str, Any]]()
+    for choice in choices:
+        progress(f"timing a block of {choice.recipe}", len(found), len(choices))
+        found[choice] = _cost(asked, choice)
+    return found
+
+
 def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
     """Return what making a choice takes, from timing one block."""
     from compress import api
@@ -109,7 +119,7 @@ def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
     return {"seconds": round(planned.seconds, 1), "peak": None}
 
 
-def _show(result: dict[str, Any], asked: Asked, known: Known, others: list[Known]) -> None:
+def _show(result: dict[str, Any], asked: Asked, studied: Studied) -> None:
     """Print the recommendation."""
     from compress.cli.tables import size
     from compress.study.recommend import SENSIBLE
@@ -127,7 +137,7 @@ def _show(result: dict[str, Any], asked: Asked, known: Known, others: list[Known
         print(f"  the smallest is {smallest['recipe']}{cache}: {size(smallest['total'])}; it loses {_loss(smallest)}")
     for name, reason in result["left_out"].items():
         print(f"{name} cannot be used here: {reason}")
-    print(_origin(known, others))
+    print(_origin(studied))
 
 
 def _merged(rows: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -161,13 +171,16 @@ def _loss(row: dict[str, Any]) -> str:
     return f"KL {row['kl']:.4f}{error} nats a token"
 
 
-def _origin(known: Known, others: list[Known]) -> str:
+def _origin(studied: Studied) -> str:
     """Say where losses come from, and how far rankings of models agree."""
     from compress.study.losses import rank_agreement
 
-    said = f"losses were measured on {known.model}, scored on {known.text}: another model loses other amounts"
-    for other in others:
-        agreed = rank_agreement(known, other)
+    said = f"losses were measured on {studied.known.model}, scored on {studied.known.text}"
+    if studied.is_same:
+        return f"{said}, which is this model"
+    said += ": another model loses other amounts"
+    for other in studied.others:
+        agreed = rank_agreement(studied.known, other)
         if agreed is not None:
             said += (
                 f"; the order of {agreed[1]} recipes on {other.model} agrees with a rank correlation of {agreed[0]:.2f}"

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -156,16 +156,25 @@ def with_cache(choice: Choice) -> Recipe:
     return dataclasses.replace(resolved, kv_cache=recipe.load(choice.cache).kv_cache)
 
 
-def studied(job: Job, study: Path | None) -> tuple[Known, list[Known]]:
-    """Return the study that losses are taken from, and the others. Raises CompressError where there is none."""
+class Studied(NamedTuple):
+    """The study that losses are taken from, and the others."""
+
+    known: Known
+    others: list[Known]
+    is_same: bool  # whether it is of the very model that is asked about
+
+
+def studied(job: Job, study: Path | None) -> Studied:
+    """Return the study of the model, or else of the one nearest in size. Raises CompressError where there is none."""
     known = losses.shipped() if study is None else [losses.read(study)]
     known = [each for each in known if each.losses]
     if not known:
         raise CompressError("no study is at hand; make one with `compress study` and give its study.json with --study")
     checkpoint = open_checkpoint(source.of(job))
     parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
-    nearest = losses.nearest(known, parameters, fingerprint.fingerprint(checkpoint))
-    return nearest, [each for each in known if each is not nearest]
+    own = fingerprint.fingerprint(checkpoint)
+    nearest = losses.nearest(known, parameters, own)
+    return Studied(nearest, [each for each in known if each is not nearest], nearest.fingerprint == own)
 
 
 def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, tuple[int, Loss | None]]:
